@@ -1,0 +1,94 @@
+"""The interface of an algorithm: advantages on the controller, `predict` and `loss` in the trainer. Pure functions.
+
+The trainer calls `predict` up to four times per micro-batch, always with the same shapes, grad mode and code path, so that
+equal weights give bit-equal results:
+
+    current    the live adapter, with gradients
+    proximal   the adapter at the start of the batch (None on the first optimizer step: the loss detaches `current`)
+    behaviour  the retained adapter of the version that generated the sample (None unless `needs_behaviour`)
+    reference  the base model, adapter off (None unless `needs_reference`)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""(latents [B, ...] float32, sigma [B] float32) -> guided velocity [B, ...] float32 under the adapter now active."""
+
+Prediction = dict[str, Tensor]
+"""What `predict` returns, e.g. {"log_prob": [B], "mean": [B, ...]}; tensors keep the batch dimension first."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B = samples x steps rows, all of one group.
+
+    Rows of policy-gradient algorithms are recorded transitions latents → next_latents at step index `steps`.
+    Algorithms that train on final images (`records = "final"`) get rows with latents = next_latents = the final latents.
+    """
+
+    latents: Tensor
+    """[B, ...] float32, x at sigma."""
+    next_latents: Tensor
+    """[B, ...] float32, x' at sigma_next."""
+    sigma: Tensor
+    """[B] float32."""
+    sigma_next: Tensor
+    """[B] float32."""
+    steps: Tensor
+    """[B] int64, index of the denoising step in the schedule."""
+    sigmas: Tensor
+    """[T+1] float32, the whole schedule."""
+    advantages: Tensor
+    """[B] float32."""
+    rollout_log_prob: Tensor
+    """[B] float32, mean over latent elements, computed by the sampler; zeros for records = "final"."""
+    seeds: tuple[int, ...]
+    """[B] a named seed per row, for algorithms that draw in the trainer."""
+    age: int
+    """Policy versions between the sampler and the trainer."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`loss` [B] float32 per row, not yet averaged (the trainer divides by the full batch's count of rows);
+    `metrics` per row [B], averaged over the same rows in float64 for the log."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+class Algorithm(Protocol):
+    name: str
+    records: str
+    """"transitions" or "final": what the rollout must record."""
+    needs_behaviour: bool
+    needs_reference: bool
+    vanishes_at_zero: bool
+    """Whether a sample with advantage 0 has zero gradient (so that groups of equal rewards may be skipped)."""
+    group_local: bool
+    """Whether advantages need only the sample's own group (streaming hand-over needs this)."""
+
+    def advantages(self, rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
+        """Per reward name, the list of the groups' rewards [n]; returns one advantage array [n] per group."""
+        ...
+
+    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
+        """Which samples of a group are trained, in order (all of them, but for pairwise losses)."""
+        ...
+
+    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction: ...
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        current: Prediction,
+        proximal: Prediction | None,
+        behaviour: Prediction | None,
+        reference: Prediction | None,
+    ) -> LossOutput: ...

@@ -1,0 +1,281 @@
+"""The configuration: one typed tree, registered with Hydra as `schema`. Every field says what it means and its unit."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TinyConfig:
+    """The tiny random model built when `model.path=tiny`."""
+
+    layers: int = 2
+    heads: int = 8
+    contrast: float = 3.0
+    """Factor on the VAE's last convolution: a random decoder paints in shades of grey, this spreads them."""
+    seed: int = 0
+
+
+@dataclass
+class ModelConfig:
+    path: str = "tiny"
+    """`tiny` (built offline), a local diffusers folder, or a hub name such as Qwen/Qwen-Image."""
+    revision: str | None = None
+    """Hub revision; None takes the newest and records which it was."""
+    family: str = "auto"
+    """Name in the policies registry; `auto` reads it from model_index.json."""
+    dtype: str = "float32"
+    """What the network computes in: float32 or bfloat16. Latents, sigmas and log-probs are float32 always."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+
+
+@dataclass
+class LoraConfig:
+    rank: int = 8
+    alpha: float = 16.0
+    targets: list[str] | None = None
+    """Module name suffixes; None takes the family's default list."""
+    path: str | None = None
+    """Warm start from a diffusers or PEFT LoRA; it is then also the KL reference."""
+
+
+@dataclass
+class RolloutConfig:
+    num_workers: int = 1
+    gpus_per_worker: float = 1.0
+    """Used where the cluster has GPUs; a custom CPU resource stands in where it has none."""
+    engine: str = "diffusers"
+    batch_size: int | None = None
+    """Images per forward pass; None = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
+    threads: int = 1
+    """torch threads per worker. Part of what determines the weights bit for bit."""
+    resolution: int = 32
+    num_inference_steps: int = 6
+    true_cfg_scale: float = 1.0
+    """Classifier-free guidance with a negative prompt; 1 = off (half the cost)."""
+    guidance_scale: float = 0.0
+    """Embedded guidance of distilled models (FLUX); 0 = none."""
+    negative_prompt: str = " "
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = "flow_grpo"
+    """Registered name, or `pkg.module:attr` of your own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Passed to an algorithm of your own; the built-in ones use the fields below."""
+    sde_type: str = "sde"
+    """sde (Flow-GRPO), dance_sde, cps."""
+    noise_level: float = 1.0
+    window: str = "none"
+    """Which steps get noise and are trained: none (all but the last), random, sliding, list, fraction."""
+    sde_window_size: int | None = None
+    sde_window_range: tuple[int, int] | None = None
+    """Half-open range of step indices; None = (0, num_inference_steps - 1)."""
+    window_per: str = "group"
+    """group | step: whether each group or the whole step draws its window."""
+    window_interval: int = 25
+    """sliding: updates before the window moves by one."""
+    window_list: list[int] | None = None
+    timestep_fraction: float = 1.0
+    """fraction: share of the noisy steps that is trained, drawn at random."""
+    same_initial_noise: bool = False
+    clip_range: float = 1e-4
+    clip_unit: str = "mean"
+    """mean: on the ratio of mean log-probs (published recipes). nats: on the true log-ratio, independent of resolution."""
+    kl_coef: float = 0.0
+    kl_form: str = "code"
+    """code: without sqrt(h), as the published coefficients assume. exact: the Gaussian KL per latent element."""
+    adv_clip_max: float = 5.0
+    global_std: bool = False
+    """Divide by the reward std of the whole batch instead of the group's. Needs batch hand-over."""
+    normalise: str = "std"
+    """std: divide by the reward std. none: only subtract the mean (Dr.GRPO)."""
+    combine: str = "sum"
+    """Several rewards: sum (weighted, then normalised) or per_reward (each normalised, then summed)."""
+    correction: str | None = None
+    """none | mask | tis; None = none for max_staleness <= 1, mask above."""
+    correction_threshold: float = 0.66
+    """mask: divergence from the behaviour policy, nats per step, above which a sample that moves further away is dropped."""
+    tis_cap: float = 2.0
+    beta: float = 1.0
+    """diffusion_nft: mixing coefficient; dpo: inverse temperature."""
+    old_policy_decay: str = "copy"
+    """diffusion_nft: copy, slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
+    negate_reward: bool = False
+    """Falsifier for tests: train against the reward."""
+    permute_advantages: bool = False
+    """Falsifier for tests: shuffle the advantages inside each group."""
+
+
+@dataclass
+class RewardTerm:
+    weight: float = 1.0
+    name: str | None = None
+    """Registered name or `pkg.module:attr`; None = the key under `reward.terms`."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardConfig:
+    num_workers: int = 1
+    threads: int = 1
+    terms: dict[str, RewardTerm] = field(default_factory=dict)
+    """Name → weight; the reward is the weighted sum."""
+    on_error: str = "fail"
+    """fail | skip: what happens when a score cannot be had after the retries (skip drops the group, counted and shown)."""
+    retries: int = 3
+    backoff: float = 0.5
+    """Seconds before the first retry; doubled each time."""
+
+
+@dataclass
+class DataConfig:
+    train: str = "prompts/two_prompts.txt"
+    """txt, jsonl or parquet. Relative paths are looked up in the working directory, then among the shipped files."""
+    evaluation: str | None = None
+    """None = the training prompts."""
+    prompt_key: str = "prompt"
+    shuffle: bool = True
+
+
+@dataclass
+class TrainerConfig:
+    num_workers: int = 1
+    gpus_per_worker: float = 1.0
+    threads: int = 1
+    """torch threads per rank. Part of what determines the weights bit for bit."""
+    micro_batch_size: int = 16
+    """Samples per forward pass and rank; must divide group_size / num_workers."""
+    timesteps_per_forward: int = 1
+    """Trained denoising steps batched into one forward pass; must divide their number."""
+    updates_per_batch: int = 1
+    """Optimizer steps per batch of prompts_per_step prompts; refused with stream hand-over."""
+    learning_rate: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    lr_schedule: str = "constant"
+    """constant, linear or cosine (both to zero at total_steps), after the warm-up."""
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    """FSDP2 CPU offload of the frozen base."""
+    ema_decay: float | None = None
+    """EMA of the trainable weights; evaluation and export then use it."""
+    ema_every: int = 8
+
+
+@dataclass
+class CheckpointEngineConfig:
+    transport: str = "object_store"
+    """object_store, gloo, nccl, pynccl or auto."""
+    retries: int = 3
+
+
+@dataclass
+class SaveConfig:
+    every: int = 0
+    """Steps between checkpoints; 0 = only at the start and at the end."""
+    keep: int = 2
+
+
+@dataclass
+class EvaluateConfig:
+    every: int = 0
+    """Steps between evaluations; 0 = only at the end (and before training, if asked)."""
+    before_training: bool = True
+    images_per_prompt: int = 8
+    max_prompts: int = 16
+    num_inference_steps: int | None = None
+    """None = as in training. Evaluation samples without noise after the initial one."""
+    seed: int = 1234
+
+
+@dataclass
+class MonitorConfig:
+    progress: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    """Offline unless WANDB_API_KEY or a login is there."""
+    wandb_project: str = "async_flowrl"
+    images_every: int = 20
+    """Steps between image grids in images/; 0 = none."""
+    report: bool = True
+
+
+@dataclass
+class DeadlinesConfig:
+    """Seconds each phase may take before the run stops with the name of what was late."""
+
+    load: float = 900.0
+    generate: float = 600.0
+    score: float = 300.0
+    publish: float = 120.0
+    update: float = 1800.0
+    close: float = 20.0
+
+
+@dataclass
+class DelaysConfig:
+    """Seeded random delays in seconds (uniform in 0..value), to test that timing changes nothing but time."""
+
+    generate: float = 0.0
+    score: float = 0.0
+    update: float = 0.0
+    publish: float = 0.0
+    constant: bool = False
+    """Exactly the value, every time, instead of a random one."""
+
+
+@dataclass
+class DebugConfig:
+    delays: DelaysConfig = field(default_factory=DelaysConfig)
+    freeze_publish: bool = False
+    """Falsifier: keep sending version 0's bytes under newer names; the run must stop."""
+
+
+@dataclass
+class RuntimeConfig:
+    backend: str = "ray"
+    """ray (separate processes) or local (threads in this process, for tests and debugging)."""
+    address: str | None = None
+    """Ray cluster address; None starts one here."""
+
+
+@dataclass
+class Config:
+    name: str = "one_step_off"
+    output_dir: str = "outputs/${name}"
+    seed: int = 0
+    mode: str = "one_step_off"
+    total_steps: int = 100
+    prompts_per_step: int = 2
+    group_size: int = 16
+    ticket_size: int | None = None
+    """Images per ticket; divides group_size; None = group_size."""
+    max_staleness: int = 1
+    hand_over: str = "batch"
+    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
+    resume: str = "never"
+    """never, auto (newest checkpoint in output_dir), or a checkpoint's path."""
+    placement: str = "separate"
+    """separate pools, or colocated (rollout and trainer share a device; max_staleness 0 only)."""
+    time_limit: float | None = None
+    """Seconds after which the run checkpoints and exits with the resumable code."""
+    dry_run: bool = False
+    """Compose, check, print the plan, and stop."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

@@ -1,0 +1,111 @@
+"""What travels between the controller, the rollout pool, the reward pool and the trainer. All frozen, all picklable.
+
+Arrays that pass through the object store are numpy (never torch: see docs/architecture.md); images are uint8 [n, H, W, 3].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
+Conditioning = dict[str, npt.NDArray[Any]]
+"""What a model family needs of one prompt, without a batch dimension, e.g. {"prompt_embeds": [L, D] float32}."""
+
+TRAIN, EVALUATION = "train", "evaluation"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the prompt file; `target` is what the reward wants (an OCR target, say)."""
+
+    index: int
+    text: str
+    negative: str | None = None
+    system: str | None = None
+    target: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an image is sampled. `sde_type` is `sde`, `dance_sde`, `cps` or `ode`."""
+
+    resolution: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    guidance_scale: float
+    negative_prompt: str
+    sde_type: str
+    noise_level: float
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One ticket as a rollout worker sees it: `n = len(images)` images of one prompt with one policy version.
+
+    `noise_steps` are the denoising steps that get noise, `train_steps` those whose transitions are recorded
+    (a subset); both are indices into the schedule and the same for all images of a group.
+    """
+
+    kind: str
+    ordinal: int
+    step: int
+    group: int
+    version: int
+    prompt: Prompt
+    images: tuple[int, ...]
+    initial_seeds: tuple[int, ...]
+    noise_seeds: tuple[int, ...]
+    noise_steps: tuple[int, ...]
+    train_steps: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The recorded part of a ticket's denoising.
+
+    latents [n, P, *latent] float32 at schedule positions `points` (P of them: the sorted union of i and i+1 for every
+    trained step i); log_probs [n, W] float32, mean over latent elements, for the W steps in `train_steps`;
+    sigmas [T+1] float32; `conditioning` of the (one) prompt.
+    """
+
+    latents: FloatArray
+    points: tuple[int, ...]
+    train_steps: tuple[int, ...]
+    log_probs: FloatArray
+    sigmas: FloatArray
+    conditioning: Conditioning
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named stretch of a worker's time; start and end are `time.time()` seconds. For reports, never for decisions."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """The kilobytes of a finished ticket that pass through the controller. Version and digest are those at its start."""
+
+    ordinal: int
+    version: int
+    digest: str
+    images: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of one group in image order: the weighted sum and each part, float64."""
+
+    total: tuple[float, ...]
+    parts: Mapping[str, tuple[float, ...]]
+    spans: tuple[Span, ...] = ()

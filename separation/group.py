@@ -1,0 +1,85 @@
+"""Pools of workers behind one interface, whether they are Ray actors or threads of this process.
+
+A worker hosts one plain object built from a factory named `pkg.module:attr`; `call` runs one of its methods.
+Calls on one lane run one at a time, in order; different lanes run side by side (a delivery arrives while images are made).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class WorkerDied(RuntimeError):
+    """The worker's process is gone; `worker` names it."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"{worker} died: {reason}")
+        self.worker = worker
+
+
+class WorkerFailed(RuntimeError):
+    """A method raised inside the worker. `kind` is the exception's class name, `remote_traceback` its text there."""
+
+    def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(f"{worker}.{method} raised {kind}: {message}")
+        self.worker, self.method, self.kind, self.message = worker, method, kind, message
+        self.remote_traceback = remote_traceback
+
+
+class Ref(Protocol):
+    """A result that stayed where it is; pass it as an argument of another call, or `fetch` it. Opaque."""
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What a pool needs. `arguments` are keyword arguments of the factory; the worker's `index` and `name` are added."""
+
+    name: str
+    factory: str
+    num_workers: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    gpus_per_worker: float = 0.0
+    cpus_per_worker: float = 1.0
+    threads: int = 1
+    """torch threads, set in the worker before anything is imported."""
+    lanes: Sequence[str] = ()
+    """Extra lanes beside "main", each with one thread."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Worker(Protocol):
+    """One worker. `name` is "<pool>-<index>", or "<pool>-<index>.<incarnation>" after a replacement."""
+
+    name: str
+    pool: str
+    index: int
+    pid: int
+    node: str
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        """The method's result. Refs among the arguments (top level only) arrive as their values.
+
+        Raises WorkerDied or WorkerFailed; cancelling the await does not stop the method, it only forgets the result.
+        """
+        ...
+
+    async def call_split(self, method: str, *args: Any, returns: int, lane: str = "main") -> tuple[Any, tuple[Ref, ...]]:
+        """For a method that returns a tuple of `returns` items: the first by value, the others as refs."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL, now (Ray); calls under way raise WorkerDied."""
+        ...
+
+
+class WorkerGroup(Protocol):
+    """The workers of one pool. Replacing a worker kills the old one first and builds the new one in the same place."""
+
+    spec: PoolSpec
+    workers: list[Worker]
+
+    async def replace(self, index: int) -> Worker: ...
+
+    async def fetch(self, ref: Ref) -> Any: ...
+
+    async def close(self) -> None: ...
