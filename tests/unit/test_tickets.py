@@ -1,0 +1,281 @@
+"""The ticket table alone: the gate, the door, retries, conservation."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_flowrl.tickets import Refused, Shape, State, Ticket, TicketTable
+
+
+def digest(version: int) -> str:
+    return f"digest-{version}"
+
+
+def table(k: int = 1, steps: int = 4, groups: int = 2, parts: int = 1) -> TicketTable:
+    return TicketTable(Shape(parts, groups, steps, k))
+
+
+def run_ticket(t: TicketTable, worker: str) -> Ticket:
+    ticket = t.next_for(worker)
+    assert ticket is not None
+    t.start(ticket, worker)
+    assert t.generated(ticket, version=ticket.version, digest=digest(ticket.version), payload=ticket.ordinal)
+    return ticket
+
+
+def publish(t: TicketTable, version: int, *workers: str) -> None:
+    t.publish(version, digest(version))
+    for worker in workers:
+        t.acknowledge(worker, version, digest(version))
+
+
+def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
+    t = table()
+    t.join("w")
+    t.publish(0, digest(0))
+    assert t.next_for("w") is None
+    assert t.blocked("w") == "weights"
+    t.acknowledge("w", 0, digest(0))
+    assert t.next_for("w") is not None
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_version_zero_opens_exactly_k_plus_one_steps(k: int) -> None:
+    t = table(k=k, steps=10)
+    t.join("w")
+    publish(t, 0, "w")
+    steps = []
+    while (ticket := t.next_for("w")) is not None:
+        t.start(ticket, "w")
+        steps.append(ticket.step)
+    assert steps == sorted(list(range(k + 1)) * 2)
+    assert t.blocked("w") == "work"
+
+
+def test_one_slow_acknowledgement_stalls_one_worker_only() -> None:
+    t = table(k=0)
+    for worker in ("fast", "slow"):
+        t.join(worker)
+    publish(t, 0, "fast")
+    assert t.next_for("fast") is not None
+    assert t.next_for("slow") is None
+
+
+def test_tickets_name_exactly_one_version_and_older_ones_stay_usable() -> None:
+    t = table(k=1, steps=5)
+    t.join("w")
+    publish(t, 0, "w")
+    for _ in range(2):
+        run_ticket(t, "w")
+    finish_step(t, 0)
+    publish(t, 1, "w")
+    ticket = t.next_for("w")
+    assert ticket is not None
+    assert (ticket.step, ticket.version) == (1, 0)
+
+
+def finish_step(t: TicketTable, step: int) -> None:
+    for group in range(t.shape.groups_per_step):
+        t.scored(t.group(step, group), scores=(1.0,))
+        t.hand_over(step, group)
+    t.close_step(step)
+
+
+def test_a_result_with_another_label_is_refused() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    ticket = t.next_for("w")
+    assert ticket is not None
+    t.start(ticket, "w")
+    with pytest.raises(Refused, match="labelled version 1"):
+        t.generated(ticket, version=1, digest=digest(1), payload=None)
+
+
+def test_a_result_made_with_other_weights_is_refused() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    ticket = t.next_for("w")
+    assert ticket is not None
+    t.start(ticket, "w")
+    with pytest.raises(Refused, match="was made with weights earlier-life"):
+        t.generated(ticket, version=0, digest="earlier-life", payload=None)
+
+
+def test_an_acknowledgement_of_other_bytes_is_refused() -> None:
+    t = table()
+    t.join("w")
+    t.publish(0, digest(0))
+    with pytest.raises(Refused, match="acknowledged version 0"):
+        t.acknowledge("w", 0, "something else")
+
+
+def test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once() -> None:
+    t = table()
+    for worker in ("a", "b"):
+        t.join(worker)
+    publish(t, 0, "a", "b")
+    ticket = t.next_for("a")
+    assert ticket is not None
+    t.start(ticket, "a")
+    assert t.lost_worker("a") == [ticket]
+    assert ticket.state is State.PENDING
+    assert t.next_for("a") is None
+    assert t.next_for("b") is ticket
+    t.start(ticket, "b")
+    assert ticket.attempt == 2
+    assert t.generated(ticket, version=0, digest=digest(0), payload="first")
+    assert not t.generated(ticket, version=0, digest=digest(0), payload="second")
+    assert (ticket.payload, t.duplicates, t.retried) == ("first", 1, 1)
+
+
+def test_a_payload_lost_after_ready_goes_back_to_pending() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    ticket = run_ticket(t, "w")
+    t.scored([ticket], (1.0,))
+    assert ticket.state is State.READY
+    t.retry(ticket)
+    assert ticket.state is State.PENDING
+    assert t.next_for("w") is ticket
+
+
+def test_steps_are_handed_over_in_order_only() -> None:
+    t = table(k=1)
+    t.join("w")
+    publish(t, 0, "w")
+    for _ in range(4):
+        run_ticket(t, "w")
+    t.scored(t.group(1, 0), (1.0,))
+    with pytest.raises(Refused, match="step 0 is due"):
+        t.hand_over(1, 0)
+
+
+def test_a_step_is_closed_only_when_all_of_it_was_handed_over() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    t.hand_over(0, 0)
+    with pytest.raises(Refused, match="cannot be closed"):
+        t.close_step(0)
+
+
+def test_groups_without_scores_are_skipped_and_counted() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    run_ticket(t, "w")
+    run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    t.scored(t.group(0, 1), None)
+    for group in (0, 1):
+        t.hand_over(0, group)
+    t.close_step(0)
+    assert (t.finished[State.TRAINED], t.finished[State.SKIPPED]) == (1, 1)
+
+
+def test_evaluation_has_its_own_slot_and_a_guaranteed_share() -> None:
+    t = table(k=1, groups=8)
+    t.join("w")
+    publish(t, 0, "w")
+    t.issue_evaluation(version=0, step=0, groups=2)
+    first = t.next_for("w")
+    assert first is not None and first.kind == "train"  # the evaluation slot is still empty
+    t.acknowledge("w", 0, digest(0), evaluation=True)
+    kinds = [run_ticket(t, "w").kind for _ in range(8)]
+    assert kinds.index("evaluation") < 4
+    with pytest.raises(Refused, match="still outstanding"):
+        t.issue_evaluation(version=0, step=1, groups=1)
+
+
+def test_a_slow_acknowledgement_of_a_version_nobody_needs_is_harmless() -> None:
+    t = table(k=0, steps=3, groups=1)
+    for worker in ("fast", "slow"):
+        t.join(worker)
+    publish(t, 0, "fast")
+    run_ticket(t, "fast")
+    finish_step(t, 0)
+    publish(t, 1, "fast")
+    t.acknowledge("slow", 0, digest(0))
+    assert t.next_for("slow") is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    k=st.integers(0, 3),
+    steps=st.integers(1, 6),
+    groups=st.integers(1, 3),
+    parts=st.integers(1, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_any_order_of_events_keeps_the_promises(k: int, steps: int, groups: int, parts: int, seed: int) -> None:
+    """Random interleavings of starts, results, deaths, payload losses and delayed acknowledgements."""
+    chaos = Chaos(table(k, steps, groups, parts), random.Random(seed))
+    for _ in range(20_000):
+        if chaos.table.step == steps:
+            break
+        chaos.event()
+        assert sum(chaos.table.counts().values()) == chaos.table.issued
+    assert chaos.trained == list(range(steps * groups * parts))
+    assert chaos.ages == [min(ordinal // (groups * parts), k) for ordinal in chaos.trained]
+
+
+class Chaos:
+    """Draws one event at a time and applies it to the table."""
+
+    def __init__(self, t: TicketTable, rng: random.Random) -> None:
+        self.table, self.rng = t, rng
+        self.acked = dict.fromkeys(("a", "b", "c"), -1)
+        self.latest, self.ages, self.trained = 0, [], []
+        for worker in self.acked:
+            t.join(worker)
+        t.publish(0, digest(0))
+
+    def event(self) -> None:
+        actions = [self.acknowledge, self.run, self.run, self.finish, self.finish, self.die, self.lose, self.train]
+        self.rng.choice(actions)(self.rng.choice(list(self.acked)))
+
+    def acknowledge(self, worker: str) -> None:
+        if self.acked[worker] < self.latest:
+            self.acked[worker] += 1
+            self.table.acknowledge(worker, self.acked[worker], digest(self.acked[worker]))
+
+    def run(self, worker: str) -> None:
+        if ticket := self.table.next_for(worker):
+            self.table.start(ticket, worker)
+
+    def finish(self, worker: str) -> None:
+        running = [x for x in self.table.live() if x.state is State.RUNNING]
+        if running:
+            ticket = self.rng.choice(running)
+            self.table.generated(ticket, version=ticket.version, digest=digest(ticket.version), payload=1)
+            self.table.scored(self.table.to_score(ticket), (0.0,))
+
+    def die(self, worker: str) -> None:
+        if self.rng.random() < 0.3:
+            self.table.lost_worker(worker)
+            self.table.join(worker)
+            self.acked[worker] = self.table.shape.version_for(self.table.step) - 1
+
+    def lose(self, worker: str) -> None:
+        ready = [x for x in self.table.live() if x.state is State.READY]
+        if ready and self.rng.random() < 0.3:
+            self.table.retry(self.rng.choice(ready))
+
+    def train(self, worker: str) -> None:
+        t, step = self.table, self.table.step
+        if step == t.shape.total_steps or not all(t.ready(step, g) for g in range(t.shape.groups_per_step)):
+            return
+        for group in range(t.shape.groups_per_step):
+            for ticket in t.hand_over(step, group):
+                self.ages.append(step - ticket.version)
+                self.trained.append(ticket.ordinal)
+        t.close_step(step)
+        self.latest = step + 1
+        t.publish(self.latest, digest(self.latest))
