@@ -1,8 +1,13 @@
 """Every random draw of a run comes from a named seed: `derive(run_seed, "noise", step, group, image)`."""
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+_global_rng = threading.Lock()
 
 
 def derive(seed: int, *names: int | str) -> int:
@@ -14,3 +19,18 @@ def derive(seed: int, *names: int | str) -> int:
 def generator(seed: int) -> torch.Generator:
     """A CPU generator: draws are the same whatever device the model runs on."""
     return torch.Generator("cpu").manual_seed(seed)
+
+
+@contextmanager
+def untouched_rng(seed: int = 0) -> Iterator[None]:
+    """Library code that draws from the global CPU generator draws from `seed` inside; its state is restored outside.
+
+    `torch.manual_seed` would also reseed CUDA. One thread at a time.
+    """
+    with _global_rng:
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)

@@ -1,0 +1,42 @@
+"""What every model family needs when it loads weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+
+def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
+    """Keyword arguments of every `from_pretrained`: safetensors only, never code from a model repository."""
+    name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
+    return {name: dtype, "revision": revision, "use_safetensors": True}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of diffusers and transformers inside: a dozen processes load at once."""
+    loggers = (diffusers.utils.logging, transformers.utils.logging)
+    shown = [logger for logger in loggers if logger.is_progress_bar_enabled()]
+    for logger in shown:
+        logger.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger in shown:
+            logger.enable_progress_bar()
+
+
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Frozen, in eval mode, on `device`, in memory of torch's own.
+
+    Memory-mapped safetensors weights are not 64-byte aligned and matrix products on them round differently, so a copy
+    makes results equal bit for bit between processes however the weights came in.
+    """
+    module.eval().requires_grad_(False).to(device)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,105 @@
+"""From `model.path` to a policy: which family it is, where its weights are, and how they are loaded."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies.base import Policy, PolicyFamily
+
+FAMILIES = {"qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily"}
+PIPELINES = {"QwenImagePipeline": "qwen_image"}
+"""`_class_name` of model_index.json to family."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_KNOWN = ("tiny", "Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """`path`: a local diffusers folder or a hub name; `revision`: the hub commit, None for a local folder."""
+
+    path: str
+    family: str
+    revision: str | None
+
+
+def resolve_model(config: ModelConfig) -> ResolvedModel:
+    """Builds the tiny model, checks a local folder, or looks a hub name up. Loads no weights.
+
+    Raises ValueError in one sentence on a path that is neither, on a folder without model_index.json and on a
+    pipeline or family that is not known.
+    """
+    if config.dtype not in DTYPES:
+        raise ValueError(_unknown("model.dtype", config.dtype, list(DTYPES)))
+    if config.family not in ("auto", *FAMILIES):
+        raise ValueError(_unknown("model.family", config.family, ["auto", *FAMILIES]))
+    if config.path == "tiny":
+        from async_flowrl.policies.tiny import build_tiny
+
+        folder = build_tiny(config.tiny)
+        return ResolvedModel(str(folder), _family(config.family, folder / "model_index.json", "tiny"), None)
+    local = Path(config.path).expanduser()
+    if local.exists():
+        index = local / "model_index.json"
+        if not index.is_file():
+            raise ValueError(f"model.path {config.path} is not a diffusers folder: it has no model_index.json")
+        return ResolvedModel(str(local.resolve()), _family(config.family, index, config.path), None)
+    if not _HUB_NAME.fullmatch(config.path):
+        near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
+        raise ValueError(f"{_unknown('model.path', config.path, [*_KNOWN, *near], allowed=False)} (no such folder)")
+    index, revision = _hub_index(config)
+    return ResolvedModel(config.path, _family(config.family, index, config.path), revision)
+
+
+def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
+    """The policy with its weights in torch's own aligned memory; all processes get equal bits.
+
+    `parts` is "all" (rollout: with text encoder and VAE) or "transformer" (trainer).
+    """
+    if parts not in ("all", "transformer"):
+        raise ValueError(_unknown("parts", parts, ["all", "transformer"]))
+    module, attribute = FAMILIES[resolved.family].split(":")
+    family = cast("PolicyFamily", getattr(import_module(module), attribute)())
+    return family.load(
+        resolved.path, dtype=DTYPES[dtype], device=torch.device(device), parts=parts, revision=resolved.revision
+    )
+
+
+def _family(wanted: str, index: Path, path: str) -> str:
+    if wanted != "auto":
+        return wanted
+    name = str(json.loads(index.read_text()).get("_class_name"))
+    if name not in PIPELINES:
+        raise ValueError(_unknown(f"the pipeline of model.path {path}", name, list(PIPELINES)))
+    return PIPELINES[name]
+
+
+def _hub_index(config: ModelConfig) -> tuple[Path, str]:
+    """model_index.json of a hub model and the commit it belongs to, from the network or the local hub cache."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        index = Path(hf_hub_download(config.path, "model_index.json", revision=config.revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = _unknown("model.path", config.path, list(_KNOWN), allowed=False)
+        raise ValueError(f"{text} (no such folder, and the hub gave none: {reason})") from error
+    return index, index.parent.name
+
+
+def _unknown(what: str, given: str, names: list[str], *, allowed: bool = True) -> str:
+    """One sentence: what was given, what is allowed, and the nearest match."""
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if allowed:
+        return f"{what} is {given!r}, allowed: {', '.join(names)}{hint}"
+    return f"{what} {given!r} was not found{hint}"
