@@ -1,7 +1,7 @@
 """The interface of an algorithm: advantages on the controller, `predict` and `loss` in the trainer. Pure functions.
 
 The trainer calls `predict` up to four times per micro-batch, always with the same shapes, grad mode and code path, so that
-equal weights give bit-equal results:
+equal weights give bit-equal results. Predictions are float64 where they are sums over latents, float32 elsewhere:
 
     current    the live adapter, with gradients
     proximal   the adapter at the start of the batch (None on the first optimizer step: the loss detaches `current`)
@@ -61,6 +61,7 @@ class LossOutput:
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    """Among them `kept` and `nonzero` (0 or 1): `gradient_kept` is the ratio of their sums."""
 
 
 class Algorithm(Protocol):
@@ -74,8 +75,17 @@ class Algorithm(Protocol):
     group_local: bool
     """Whether advantages need only the sample's own group (streaming hand-over needs this)."""
 
-    def advantages(self, rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]]) -> list[npt.NDArray[np.float64]]:
-        """Per reward name, the list of the groups' rewards [n]; returns one advantage array [n] per group."""
+    def advantages(
+        self,
+        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[npt.NDArray[np.float64]]:
+        """Per reward name, the list of the groups' raw rewards [n]; returns one advantage array [n] per group.
+
+        `weights` per reward name (1 if None); `seeds`, one per group, are needed by `permute_advantages` alone.
+        """
         ...
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:

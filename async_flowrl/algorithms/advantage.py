@@ -1,0 +1,100 @@
+"""Advantages: float64 numpy, once per sample, before any expansion over denoising steps."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from async_flowrl.config import AlgorithmConfig
+from async_flowrl.naming import unknown_name
+
+FloatArray = npt.NDArray[np.float64]
+Groups = Sequence[FloatArray]
+EPS = 1e-4
+"""Added to the std, as flow_grpo does."""
+
+
+def compute_advantages(
+    rewards: Mapping[str, Groups],
+    config: AlgorithmConfig,
+    *,
+    weights: Mapping[str, float] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[FloatArray]:
+    """One array [n] per group: (r - group mean) / (S + 1e-4), exactly 0 where a group's rewards are all equal.
+
+    S is the population std of the group, or with `global_std` of all groups given; `normalise=none` leaves it out
+    (Dr.GRPO). `rewards` holds per reward name the groups' raw rewards; `weights` their weights (1 if None). `combine=sum`
+    adds the weighted rewards first, `per_reward` normalises each and adds the weighted advantages.
+    The falsifiers: `negate_reward`, and `permute_advantages` with one of `seeds` per group.
+    """
+    sign = -1.0 if config.negate_reward else 1.0
+    factors = {name: sign * (1.0 if weights is None else weights[name]) for name in rewards}
+    arrays = {name: _checked(name, groups) for name, groups in rewards.items()}
+    if config.combine == "sum":
+        result = _normalised(_weighted_sum(arrays, factors), config)
+    else:
+        result = _weighted_sum({name: _normalised(groups, config) for name, groups in arrays.items()}, factors)
+    if not config.permute_advantages:
+        return result
+    if seeds is None or len(seeds) != len(result):
+        raise ValueError(f"permute_advantages needs one seed per group ({len(result)}), got {seeds}")
+    return [permuted(group, seed) for group, seed in zip(result, seeds, strict=True)]
+
+
+def check_advantage(config: AlgorithmConfig) -> None:
+    """ValueError for names that do not exist and for a clip that is not positive."""
+    if config.normalise not in ("std", "none"):
+        raise ValueError(unknown_name("algorithm.normalise", config.normalise, ("std", "none")))
+    if config.combine not in ("sum", "per_reward"):
+        raise ValueError(unknown_name("algorithm.combine", config.combine, ("sum", "per_reward")))
+    if not config.adv_clip_max > 0.0:
+        raise ValueError(f"algorithm.adv_clip_max must be positive, got {config.adv_clip_max}")
+
+
+def permuted(values: FloatArray, seed: int) -> FloatArray:
+    """The same values in an order drawn from `seed`: they say nothing about the images any more."""
+    order = list(range(len(values)))
+    random.Random(seed).shuffle(order)
+    return values[order]
+
+
+def zero_std_ratio(groups: Groups) -> float:
+    """Share of the groups whose rewards are all equal."""
+    return sum(is_constant(group) for group in groups) / len(groups)
+
+
+def is_constant(group: FloatArray) -> bool:
+    """Whether all values are equal, exactly."""
+    return bool(np.all(group == group[0]))
+
+
+def _checked(name: str, groups: Groups) -> list[FloatArray]:
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups]
+    for index, group in enumerate(arrays):
+        if group.ndim != 1 or group.size == 0 or not np.isfinite(group).all():
+            raise ValueError(f"reward {name!r} of group {index} must be a list of finite numbers, got {group.tolist()}")
+    return arrays
+
+
+def _weighted_sum(arrays: Mapping[str, Groups], factors: Mapping[str, float]) -> list[FloatArray]:
+    if not arrays:
+        raise ValueError("at least one reward is needed, got none")
+    parts = [[factors[name] * group for group in groups] for name, groups in arrays.items()]
+    return [np.sum(group_parts, axis=0) for group_parts in zip(*parts, strict=True)]
+
+
+def _normalised(groups: Groups, config: AlgorithmConfig) -> list[FloatArray]:
+    batch_std = float(np.std(np.concatenate(list(groups)))) if config.global_std else None
+    return [_normalised_group(group, batch_std, config.normalise) for group in groups]
+
+
+def _normalised_group(group: FloatArray, batch_std: float | None, normalise: str) -> FloatArray:
+    # The mean of equal numbers need not be that number in floating point; Adam would turn the rest into a full step.
+    if is_constant(group):
+        return np.zeros_like(group)
+    centred = group - group.mean()
+    if normalise == "none":
+        return centred
+    return np.asarray(centred / ((float(np.std(group)) if batch_std is None else batch_std) + EPS))

@@ -1,0 +1,47 @@
+"""What is known about the distance between the policy that generated a sample and the one that is trained.
+
+Divergences are the closed form for two Gaussians of equal std (no sampling noise). "nats" are sums over latent elements.
+"""
+
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.sde import mean_over_latent
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ± this before exp, which changes nothing in any sane range and avoids inf · 0 gradients."""
+
+
+def divergence(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+    """[B] float64: KL(N(mean, std²) || N(other, std²)) per latent element; means [B, ...], std [B]."""
+    return mean_over_latent((mean.double() - other.double()).square()) / (2.0 * std.double().square())
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of the clamped log-ratio."""
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def moves_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """[B] bool: the gradient would push the policy further from the one `log_ratio` [B] is taken against."""
+    return ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
+
+
+def divergence_mask(distance: Tensor, log_ratio: Tensor, advantages: Tensor, threshold: float) -> Tensor:
+    """[B] bool, True = kept. Drops rows at a distance >= threshold that would move further away (arXiv 2606.11025)."""
+    return ~((distance >= threshold) & moves_away(log_ratio, advantages))
+
+
+def importance_weight(log_ratio_nats: Tensor, cap: float) -> Tensor:
+    """Truncated importance weight min(exp(log-ratio), cap), without gradient; the log-ratio is that of the true densities."""
+    return ratio_of(log_ratio_nats.detach()).clamp(max=cap)
+
+
+def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
+    """Share in (0, 1]: (mean w)² / mean w², from untruncated weights. Below about 0.5 the weights do more harm than good."""
+    return mean_weight * mean_weight / mean_squared_weight
+
+
+def gradient_kept(kept: float, nonzero: float) -> float:
+    """Share of the rows with nonzero advantage whose gradient survived clip and mask; 1 where there are none."""
+    return kept / nonzero if nonzero > 0 else 1.0

@@ -1,0 +1,93 @@
+"""DiffusionNFT (arXiv 2509.16117): contrastive velocity regression on the forward process; no SDE, no log-probs."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.forward import draw
+from async_flowrl.algorithms.sde import expand, mean_over_latent
+from async_flowrl.config import AlgorithmConfig
+
+MIN_WEIGHT = 1e-5
+
+
+class DiffusionNFT:
+    """Pulls v towards the old policy's velocity for good images and away from it for bad ones.
+
+    The old policy is the retained adapter of the version that generated the image, so stale samples need no correction.
+    """
+
+    name = "diffusion_nft"
+    records = "final"
+    needs_behaviour = True
+    vanishes_at_zero = False
+    """At advantage 0 the two terms only cancel where v equals the old velocity; elsewhere they pull towards it."""
+
+    def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
+        self.config = config
+        self.needs_reference = config.kl_coef > 0.0
+        self.group_local = not config.global_std
+
+    def advantages(
+        self,
+        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[npt.NDArray[np.float64]]:
+        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+
+    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
+        return list(range(len(advantages)))
+
+    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
+        """velocity [B, ...] float32 at x_t (noised, [B, ...]) and level t (time, [B]); draws come from `batch.seeds`."""
+        time, _, noised = draw(batch, batch.seeds)
+        return {"velocity": velocity(noised, time), "noised": noised, "time": time}
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        current: Prediction,
+        proximal: Prediction | None,
+        behaviour: Prediction | None,
+        reference: Prediction | None,
+    ) -> LossOutput:
+        """(r l(v+) + (1 - r) l(v-)) / beta · Amax + kl_coef · mean (v - v_ref)²; per row, float32 [B]."""
+        if behaviour is None:
+            raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
+        new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
+        beta, bound = self.config.beta, self.config.adv_clip_max
+        optimality = (batch.advantages.double().clamp(-bound, bound) / bound / 2.0 + 0.5).clamp(0.0, 1.0)
+        positive = reconstruction_loss(batch, current, old + beta * (new - old))
+        negative = reconstruction_loss(batch, current, old - beta * (new - old))
+        loss = (optimality * positive + (1.0 - optimality) * negative) / beta * bound
+        ones = torch.ones_like(loss)
+        metrics = {
+            "kept": (batch.advantages != 0).double(),
+            "nonzero": (batch.advantages != 0).double(),
+            "positive_loss": positive.detach(),
+            "negative_loss": negative.detach(),
+            "old_deviation": mean_over_latent((new - old).detach().square()),
+            "ratio": ones,
+            "clip_fraction": 0.0 * ones,
+            "log_prob_gap": 0.0 * ones,
+        }
+        if reference is not None:
+            kl = mean_over_latent((new - reference["velocity"].double()).square())
+            loss = loss + self.config.kl_coef * kl
+            metrics["kl"] = kl.detach()
+        return LossOutput(loss.float(), metrics)
+
+
+def reconstruction_loss(batch: MicroBatch, prediction: Prediction, velocity: Tensor) -> Tensor:
+    """[B] float64: mean_D d² / w with d = (x_t - t v) - x0 and w = max(mean_D |d|, 1e-5), w without gradient."""
+    time = expand(prediction["time"].double(), velocity)
+    error = prediction["noised"].double() - time * velocity - batch.latents.double()
+    weight = mean_over_latent(error.detach().abs()).clamp(min=MIN_WEIGHT)
+    return mean_over_latent(error.square()) / weight

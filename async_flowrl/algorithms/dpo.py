@@ -1,0 +1,101 @@
+"""Online diffusion DPO (arXiv 2311.12908, on the flow-matching loss): the best against the worst image of each group."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.forward import draw
+from async_flowrl.algorithms.sde import mean_over_latent
+from async_flowrl.config import AlgorithmConfig
+
+
+class DPO:
+    """-log sigmoid(-beta/2 (d_win - d_lose)), d = e(v) - e(v_ref), e(u) = mean_D (u - (eps - x0))².
+
+    Both images of a pair share level and noise, and must be in one micro-batch. Each of the two rows carries the pair's
+    loss, so that the mean over rows is the mean over pairs.
+    """
+
+    name = "dpo"
+    records = "final"
+    needs_behaviour = False
+    needs_reference = True
+    vanishes_at_zero = True
+
+    def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
+        self.config = config
+        self.group_local = not config.global_std
+
+    def advantages(
+        self,
+        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[npt.NDArray[np.float64]]:
+        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+
+    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
+        """[best, worst] (the first of equals); nothing where all are equal."""
+        best, worst = int(np.argmax(advantages)), int(np.argmin(advantages))
+        return [] if advantages[best] == advantages[worst] else [best, worst]
+
+    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
+        """error [B] float64, the flow-matching loss of each row; draws come from the winner's seed."""
+        winners, losers = pairs(batch)
+        shared = list(batch.seeds)
+        for winner, loser in zip(winners, losers, strict=True):
+            shared[loser] = batch.seeds[winner]
+        time, noise, noised = draw(batch, shared)
+        target = noise - batch.latents.float()
+        return {"error": mean_over_latent((velocity(noised, time).double() - target.double()).square())}
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        current: Prediction,
+        proximal: Prediction | None,
+        behaviour: Prediction | None,
+        reference: Prediction | None,
+    ) -> LossOutput:
+        """The pair's loss in both of its rows, float32 [B]."""
+        if reference is None:
+            raise ValueError("dpo needs the reference model's prediction, got none")
+        winners, losers = pairs(batch)
+        gain = current["error"] - reference["error"].detach()
+        partner = torch.empty(len(batch.seeds), dtype=torch.int64, device=gain.device)
+        sign = torch.ones_like(gain)
+        index_w, index_l = torch.tensor(winners, device=gain.device), torch.tensor(losers, device=gain.device)
+        partner[index_w], partner[index_l] = index_l, index_w
+        sign[index_l] = -1.0
+        margin = -self.config.beta / 2.0 * sign * (gain - gain[partner])
+        ones = torch.ones_like(margin)
+        metrics = {
+            "kept": ones,
+            "nonzero": ones,
+            "preference_accuracy": (margin.detach() > 0).double(),
+            "ratio": ones,
+            "clip_fraction": 0.0 * ones,
+            "log_prob_gap": 0.0 * ones,
+        }
+        return LossOutput((-logsigmoid(margin)).float(), metrics)
+
+
+def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
+    """Row indices of winners (advantage > 0) and losers (< 0), partner beside partner: rows of one step belong together."""
+    positive = [value > 0 for value in batch.advantages.tolist()]
+    steps = batch.steps.tolist()
+    winners = sorted((row for row in range(len(steps)) if positive[row]), key=lambda row: steps[row])
+    losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])
+    if [steps[row] for row in winners] != [steps[row] for row in losers]:
+        raise ValueError(
+            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be 2 and "
+            f"trainer.num_workers 1, got {len(winners)} winner and {len(losers)} loser rows"
+        )
+    return winners, losers

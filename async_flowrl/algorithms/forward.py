@@ -1,0 +1,26 @@
+"""What algorithms share that train on final images: their draws on the forward process x_t = (1 - t) x0 + t eps."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.algorithms.sde import expand
+from async_flowrl.seeds import derive, generator
+
+
+def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row a level t [B], uniform over the schedule without its end 0, and noise [B, ...]; and x_t [B, ...]. float32.
+
+    A function of `seeds` (one per row) and the schedule alone, so that every adapter predicts at the same points.
+    """
+    device = batch.latents.device
+    count = batch.sigmas.numel() - 1
+    levels = torch.tensor([derive(seed, "level") % count for seed in seeds], device=device)
+    time = batch.sigmas.float()[levels]
+    shape = batch.latents.shape[1:]
+    # Drawn on the CPU, so that a run gives the same numbers on every kind of device.
+    noise = torch.stack([torch.randn(shape, generator=generator(derive(seed, "noise"))) for seed in seeds]).to(device)
+    weight = expand(time, noise)
+    return time, noise, (1.0 - weight) * batch.latents.float() + weight * noise

@@ -1,0 +1,179 @@
+"""What all policy-gradient algorithms share: prediction, correction for stale samples, KL to the reference, metrics.
+
+The surrogate of each algorithm is centred on the proximal policy (the weights at the start of the batch), never on the
+rollout engine's own numbers: at the start of an update every ratio is exactly 1, whatever engine sampled.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.correction import divergence, divergence_mask, importance_weight, ratio_of
+from async_flowrl.config import AlgorithmConfig
+
+MIN_GAUSSIAN_STD = 0.05
+"""cps steps with a smaller std have a density so sharp that KL, weights and masks made of it mean nothing."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """All [B]: the loss before weights and KL, the ratio, whether the ratio left its bounds, whether the gradient survives."""
+
+    loss: Tensor
+    ratio: Tensor
+    outside: Tensor
+    survives: Tensor
+
+
+class PolicyGradient(ABC):
+    """Base of the algorithms that train on recorded noisy transitions; a subclass gives `surrogate`."""
+
+    name = ""
+    records = "transitions"
+    needs_proximal_mean = False
+    """Whether the surrogate looks at the proximal policy's mean."""
+
+    def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
+        self.config = config
+        self.correction = correction
+        self.needs_behaviour = correction in ("mask", "tis")
+        self.needs_reference = config.kl_coef > 0.0
+        self.vanishes_at_zero = config.kl_coef == 0.0
+        self.group_local = not config.global_std
+        self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
+        """False only for the cps log-prob of the field, which is not a log-density."""
+
+    def advantages(
+        self,
+        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[npt.NDArray[np.float64]]:
+        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+
+    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
+        return list(range(len(advantages)))
+
+    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
+        """log_prob [B] float64 of the recorded transition, mean [B, ...] and std [B] float32 of its distribution."""
+        step = self._transition(batch, velocity(batch.latents, batch.sigma))
+        value = (
+            sde.gaussian_log_prob(batch.next_latents, step)
+            if self.gaussian
+            else sde.log_prob(batch.next_latents, step, self.config.sde_type)
+        )
+        return {"log_prob": value, "mean": step.mean, "std": step.std.flatten()}
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        current: Prediction,
+        proximal: Prediction | None,
+        behaviour: Prediction | None,
+        reference: Prediction | None,
+    ) -> LossOutput:
+        """Per row: weight · keep · surrogate + kl_coef · KL, float32 [B]."""
+        anchor = detached(current) if proximal is None else proximal
+        advantages = batch.advantages.double()
+        surrogate = self.surrogate(batch, current, anchor)
+        kept = surrogate.survives & (advantages != 0)
+        metrics = {
+            "ratio": surrogate.ratio.detach(),
+            "ratio_deviation_squared": (surrogate.ratio.detach() - 1.0).square(),
+            "clip_fraction": surrogate.outside.double(),
+            "nonzero": (advantages != 0).double(),
+            "log_prob_gap": (anchor["log_prob"] - self._rollout_log_prob(batch, current)).abs(),
+        }
+        loss = surrogate.loss
+        if behaviour is not None:
+            factor, more = self._corrected(batch, current, anchor, behaviour)
+            loss, kept = loss * factor, kept & (factor != 0)
+            metrics |= more
+        metrics["kept"] = kept.double()
+        if reference is not None:
+            kl = self._kl(batch, current, reference)
+            loss = loss + self.config.kl_coef * kl
+            metrics["kl"] = kl.detach()
+        return LossOutput(loss.float(), metrics)
+
+    @abstractmethod
+    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
+        """The algorithm's own part; `anchor` is the proximal policy's prediction, without gradient."""
+
+    def clipped_advantages(self, batch: MicroBatch) -> Tensor:
+        """[B] float64."""
+        return batch.advantages.double().clamp(-self.config.adv_clip_max, self.config.adv_clip_max)
+
+    def _transition(self, batch: MicroBatch, velocity: Tensor) -> sde.Transition:
+        return sde.transition(
+            batch.latents,
+            velocity,
+            batch.sigma,
+            batch.sigma_next,
+            sigma_after_first=batch.sigmas[1],
+            sde_type=self.config.sde_type,
+            noise_level=self.config.noise_level,
+        )
+
+    def _rollout_log_prob(self, batch: MicroBatch, current: Prediction) -> Tensor:
+        """[B] float64, the sampler's number in the form of ours (it records the field's form for cps)."""
+        value = batch.rollout_log_prob.double()
+        if self.config.sde_type != "cps" or not self.gaussian:
+            return value
+        return sde.cps_to_gaussian(value, current["std"])
+
+    def _nats(self, log_ratio: Tensor, batch: MicroBatch, current: Prediction) -> Tensor:
+        """The true log-ratio [B] of whole latents, from a difference of our log-probs (means over latent elements)."""
+        nats = log_ratio * sde.latent_elements(batch.latents)
+        return nats if self.gaussian else nats / (2.0 * current["std"].double().square())
+
+    def _corrected(
+        self, batch: MicroBatch, current: Prediction, anchor: Prediction, behaviour: Prediction
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Factor [B] on the surrogate (1 with correction=none) and what is known about the distance to the behaviour."""
+        now = detached(current)
+        elements = sde.latent_elements(batch.latents)
+        distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
+        moved = now["log_prob"] - behaviour["log_prob"]
+        weight_log = self._nats(anchor["log_prob"] - behaviour["log_prob"], batch, current)
+        raw = ratio_of(weight_log)
+        keep = divergence_mask(distance, moved, batch.advantages, self.config.correction_threshold)
+        metrics = {
+            "behaviour_divergence": distance,
+            "behaviour_log_ratio": weight_log,
+            "importance_weight": raw,
+            "importance_weight_squared": raw.square(),
+            "masked": 1.0 - keep.double(),
+        }
+        if self.correction == "mask":
+            return keep.double(), metrics
+        if self.correction == "tis":
+            return importance_weight(weight_log, self.config.tis_cap), metrics
+        return torch.ones_like(raw), metrics
+
+    def _kl(self, batch: MicroBatch, current: Prediction, reference: Prediction) -> Tensor:
+        """[B] float64 per latent element. exact: the Gaussian KL. code: the codebases', which leave sqrt(h) out of the std."""
+        exact = divergence(current["mean"], reference["mean"], current["std"])
+        # The codebases' std of a cps step is the full one, so both forms agree there.
+        if self.config.kl_form == "exact" or self.config.sde_type == "cps":
+            return exact
+        return exact * (batch.sigma - batch.sigma_next).double()
+
+
+def detached(prediction: Prediction) -> Prediction:
+    """The same numbers without gradient."""
+    return {name: value.detach() for name, value in prediction.items()}
+
+
+def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:
+    """Whether anything needs a true log-density: KL, importance weights, a divergence mask, or a clip in nats."""
+    return config.kl_coef > 0.0 or correction in ("mask", "tis") or config.clip_unit == "nats" or needs_proximal_mean
