@@ -21,8 +21,11 @@ class Policy(Protocol):
     blocks: Sequence[nn.Module]
     """What FSDP shards and gradient checkpointing wraps, in forward order."""
 
-    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
-        """Prompt embeddings, one per text; only in processes that loaded the text encoder."""
+    def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
+        """Prompt embeddings, one per text; only in processes that loaded the text encoder.
+
+        `system` replaces the system prompt of the family's template.
+        """
         ...
 
     def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from async_flowrl.config import ModelConfig
+from async_flowrl.naming import unknown_name
 from async_flowrl.policies.base import Policy, PolicyFamily
 
 FAMILIES = {"qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily"}
@@ -38,9 +39,9 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     pipeline or family that is not known.
     """
     if config.dtype not in DTYPES:
-        raise ValueError(_unknown("model.dtype", config.dtype, list(DTYPES)))
+        raise ValueError(unknown_name("model.dtype", config.dtype, DTYPES))
     if config.family not in ("auto", *FAMILIES):
-        raise ValueError(_unknown("model.family", config.family, ["auto", *FAMILIES]))
+        raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
     if config.path == "tiny":
         from async_flowrl.policies.tiny import build_tiny
 
@@ -54,7 +55,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         return ResolvedModel(str(local.resolve()), _family(config.family, index, config.path), None)
     if not _HUB_NAME.fullmatch(config.path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
-        raise ValueError(f"{_unknown('model.path', config.path, [*_KNOWN, *near], allowed=False)} (no such folder)")
+        raise ValueError(_missing(config.path, [*_KNOWN, *near], "no such folder"))
     index, revision = _hub_index(config)
     return ResolvedModel(config.path, _family(config.family, index, config.path), revision)
 
@@ -65,7 +66,7 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     `parts` is "all" (rollout: with text encoder and VAE) or "transformer" (trainer).
     """
     if parts not in ("all", "transformer"):
-        raise ValueError(_unknown("parts", parts, ["all", "transformer"]))
+        raise ValueError(unknown_name("parts", parts, ["all", "transformer"]))
     module, attribute = FAMILIES[resolved.family].split(":")
     family = cast("PolicyFamily", getattr(import_module(module), attribute)())
     return family.load(
@@ -78,7 +79,7 @@ def _family(wanted: str, index: Path, path: str) -> str:
         return wanted
     name = str(json.loads(index.read_text()).get("_class_name"))
     if name not in PIPELINES:
-        raise ValueError(_unknown(f"the pipeline of model.path {path}", name, list(PIPELINES)))
+        raise ValueError(unknown_name(f"the pipeline of model.path {path}", name, PIPELINES))
     return PIPELINES[name]
 
 
@@ -91,15 +92,12 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
         index = Path(hf_hub_download(config.path, "model_index.json", revision=config.revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        text = _unknown("model.path", config.path, list(_KNOWN), allowed=False)
-        raise ValueError(f"{text} (no such folder, and the hub gave none: {reason})") from error
+        known = f"no such folder, and the hub says: {reason}"
+        raise ValueError(_missing(config.path, list(_KNOWN), known)) from error
     return index, index.parent.name
 
 
-def _unknown(what: str, given: str, names: list[str], *, allowed: bool = True) -> str:
-    """One sentence: what was given, what is allowed, and the nearest match."""
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if allowed:
-        return f"{what} is {given!r}, allowed: {', '.join(names)}{hint}"
-    return f"{what} {given!r} was not found{hint}"
+def _missing(path: str, known: list[str], reason: str) -> str:
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"model.path {path!r} was not found: {reason}{hint}"
