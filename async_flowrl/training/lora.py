@@ -106,6 +106,11 @@ def lora_weights(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
     return live.lora_A[ADAPTER].weight, live.lora_B[ADAPTER].weight, float(live.scaling[ADAPTER])
 
 
+def lora_layers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """`lora_weights` of each of `lora_modules`, for the binding proof."""
+    return {name: lora_weights(module) for name, module in modules.items()}
+
+
 @contextmanager
 def reference_mode(transformer: nn.Module) -> Iterator[None]:
     """Inside, the adapter is off and the network is the base model exactly. Also behind torch.compile and FSDP.
