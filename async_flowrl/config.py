@@ -81,7 +81,7 @@ class AlgorithmConfig:
     same_initial_noise: bool = False
     clip_range: float = 1e-4
     clip_unit: str = "mean"
-    """mean: on the ratio of mean log-probs (published recipes). nats: on the true log-ratio, independent of resolution."""
+    """mean: bounds the ratio of mean log-probs (published recipes); nats: the true log-ratio, at any resolution."""
     kl_coef: float = 0.0
     kl_form: str = "code"
     """code: without sqrt(h), as the published coefficients assume. exact: the Gaussian KL per latent element."""
@@ -95,10 +95,12 @@ class AlgorithmConfig:
     correction: str | None = None
     """none | mask | tis; None = none for max_staleness <= 1, mask above."""
     correction_threshold: float = 0.66
-    """mask: divergence from the behaviour policy, nats per step, above which a sample that moves further away is dropped."""
+    """mask: divergence from the behaviour policy, nats per step, from which a sample that moves further away is dropped."""
     tis_cap: float = 2.0
     beta: float = 1.0
     """diffusion_nft: mixing coefficient; dpo: inverse temperature."""
+    advantage_mode: str = "continuous"
+    """diffusion_nft: which advantages count: continuous, positive_only, negative_only, one_only (1 above 0), binary."""
     old_policy_decay: str = "copy"
     """diffusion_nft: copy, slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
     negate_reward: bool = False

@@ -25,8 +25,8 @@ def compute_advantages(
     """One array [n] per group: (r - group mean) / (S + 1e-4), exactly 0 where a group's rewards are all equal.
 
     S is the population std of the group, or with `global_std` of all groups given; `normalise=none` leaves it out
-    (Dr.GRPO). `rewards` holds per reward name the groups' raw rewards; `weights` their weights (1 if None). `combine=sum`
-    adds the weighted rewards first, `per_reward` normalises each and adds the weighted advantages.
+    (Dr.GRPO). `rewards` holds per reward name the groups' raw rewards; `weights` their weights (1 if None).
+    `combine=sum` adds the weighted rewards first, `per_reward` normalises each and adds the weighted advantages.
     The falsifiers: `negate_reward`, and `permute_advantages` with one of `seeds` per group.
     """
     sign = -1.0 if config.negate_reward else 1.0
@@ -94,7 +94,8 @@ def _normalised_group(group: FloatArray, batch_std: float | None, normalise: str
     # The mean of equal numbers need not be that number in floating point; Adam would turn the rest into a full step.
     if is_constant(group):
         return np.zeros_like(group)
-    centred = group - group.mean()
+    centred: FloatArray = group - group.mean()
     if normalise == "none":
         return centred
-    return np.asarray(centred / ((float(np.std(group)) if batch_std is None else batch_std) + EPS))
+    scale = float(np.std(group)) if batch_std is None else batch_std
+    return np.divide(centred, scale + EPS)

@@ -1,7 +1,7 @@
 """The interface of an algorithm: advantages on the controller, `predict` and `loss` in the trainer. Pure functions.
 
-The trainer calls `predict` up to four times per micro-batch, always with the same shapes, grad mode and code path, so that
-equal weights give bit-equal results. Predictions are float64 where they are sums over latents, float32 elsewhere:
+The trainer calls `predict` up to four times per micro-batch, always with the same shapes, grad mode and code path, so
+that equal weights give bit-equal results. Predictions are float64 where they are sums over latents, float32 elsewhere:
 
     current    the live adapter, with gradients
     proximal   the adapter at the start of the batch (None on the first optimizer step: the loss detaches `current`)
@@ -29,7 +29,7 @@ class MicroBatch:
     """B = samples x steps rows, all of one group.
 
     Rows of policy-gradient algorithms are recorded transitions latents → next_latents at step index `steps`.
-    Algorithms that train on final images (`records = "final"`) get rows with latents = next_latents = the final latents.
+    Algorithms that train on final images (`records = "final"`) get latents = next_latents = the final latents.
     """
 
     latents: Tensor

@@ -1,6 +1,6 @@
 """What is known about the distance between the policy that generated a sample and the one that is trained.
 
-Divergences are the closed form for two Gaussians of equal std (no sampling noise). "nats" are sums over latent elements.
+Divergences are the closed form for two Gaussians of equal std (no sampling noise). "nats": sums over latent elements.
 """
 
 import torch
@@ -33,12 +33,12 @@ def divergence_mask(distance: Tensor, log_ratio: Tensor, advantages: Tensor, thr
 
 
 def importance_weight(log_ratio_nats: Tensor, cap: float) -> Tensor:
-    """Truncated importance weight min(exp(log-ratio), cap), without gradient; the log-ratio is that of the true densities."""
+    """min(exp(log-ratio), cap), without gradient; the log-ratio is that of the true densities (of whole latents)."""
     return ratio_of(log_ratio_nats.detach()).clamp(max=cap)
 
 
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Share in (0, 1]: (mean w)² / mean w², from untruncated weights. Below about 0.5 the weights do more harm than good."""
+    """Share in (0, 1]: (mean w)² / mean w², of untruncated weights. Below 0.5 they do more harm than good."""
     return mean_weight * mean_weight / mean_squared_weight
 
 

@@ -1,6 +1,6 @@
 """DiffusionNFT (arXiv 2509.16117): contrastive velocity regression on the forward process; no SDE, no log-probs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,14 @@ from async_flowrl.algorithms.sde import expand, mean_over_latent
 from async_flowrl.config import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
+ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: a.clamp(min=0.0),
+    "negative_only": lambda a: a.clamp(max=0.0),
+    "one_only": lambda a: (a > 0.0).to(a.dtype),
+    "binary": torch.sign,
+}
+"""The published code's `adv_mode`, applied to the clamped advantages."""
 
 
 class DiffusionNFT:
@@ -46,7 +54,7 @@ class DiffusionNFT:
         return list(range(len(advantages)))
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """velocity [B, ...] float32 at x_t (noised, [B, ...]) and level t (time, [B]); draws come from `batch.seeds`."""
+        """velocity [B, ...] float32 at x_t (noised [B, ...]) and level t (time [B]), drawn from `batch.seeds`."""
         time, _, noised = draw(batch, batch.seeds)
         return {"velocity": velocity(noised, time), "noised": noised, "time": time}
 
@@ -63,7 +71,8 @@ class DiffusionNFT:
             raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
         new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
         beta, bound = self.config.beta, self.config.adv_clip_max
-        optimality = (batch.advantages.double().clamp(-bound, bound) / bound / 2.0 + 0.5).clamp(0.0, 1.0)
+        advantages = ADVANTAGE_MODES[self.config.advantage_mode](batch.advantages.double().clamp(-bound, bound))
+        optimality = (advantages / bound / 2.0 + 0.5).clamp(0.0, 1.0)
         positive = reconstruction_loss(batch, current, old + beta * (new - old))
         negative = reconstruction_loss(batch, current, old - beta * (new - old))
         loss = (optimality * positive + (1.0 - optimality) * negative) / beta * bound

@@ -1,11 +1,10 @@
-"""Online diffusion DPO (arXiv 2311.12908, on the flow-matching loss): the best against the worst image of each group."""
+"""Online diffusion DPO (arXiv 2311.12908, on the flow-matching loss): best against worst image of each group."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from async_flowrl.algorithms.advantage import compute_advantages
@@ -88,14 +87,14 @@ class DPO:
 
 
 def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """Row indices of winners (advantage > 0) and losers (< 0), partner beside partner: rows of one step belong together."""
+    """Rows of winners (advantage > 0) and of losers (< 0), in the order in which they are partners."""
     positive = [value > 0 for value in batch.advantages.tolist()]
     steps = batch.steps.tolist()
     winners = sorted((row for row in range(len(steps)) if positive[row]), key=lambda row: steps[row])
     losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])
     if [steps[row] for row in winners] != [steps[row] for row in losers]:
         raise ValueError(
-            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be 2 and "
+            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2 and "
             f"trainer.num_workers 1, got {len(winners)} winner and {len(losers)} loser rows"
         )
     return winners, losers

@@ -10,11 +10,11 @@ OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
     "slow": lambda step: min(0.001 * step, 0.5),
     "late": lambda step: 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999),
 }
-"""Published schedules of DiffusionNFT (arXiv 2509.16117): decay of the old policy after update `step` (counted from 0)."""
+"""DiffusionNFT's published schedules (arXiv 2509.16117): decay of the old policy after update `step`, from 0."""
 
 
 def ema_decay(step: int, max_decay: float) -> float:
-    """min((1 + n) / (10 + n), max_decay) after n optimizer steps: flow_grpo's schedule, with max_decay 0.9 every 8 steps."""
+    """min((1 + n) / (10 + n), max_decay) after n optimizer steps; flow_grpo uses max_decay 0.9, every 8 steps."""
     return min((1.0 + step) / (10.0 + step), max_decay)
 
 

@@ -10,7 +10,7 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Surrogate:
-    """max(-A rho, -A clip(rho, low, high)); all [B]. The gradient is gone where the ratio has moved as A wants it to."""
+    """max(-A rho, -A clip(rho, low, high)); all [B]. The gradient is gone where the ratio moved as A wants it to."""
     loss = torch.maximum(-advantages * ratio, -advantages * torch.minimum(torch.maximum(ratio, low), high))
     above, below = ratio.detach() > high, ratio.detach() < low
     return Surrogate(loss, ratio, above | below, ~((above & (advantages > 0)) | (below & (advantages < 0))))

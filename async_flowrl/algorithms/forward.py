@@ -11,7 +11,7 @@ from async_flowrl.seeds import derive, generator
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row a level t [B], uniform over the schedule without its end 0, and noise [B, ...]; and x_t [B, ...]. float32.
+    """Per row a level t [B], uniform over the schedule without its end 0, noise [B, ...], and x_t [B, ...]; float32.
 
     A function of `seeds` (one per row) and the schedule alone, so that every adapter predicts at the same points.
     """

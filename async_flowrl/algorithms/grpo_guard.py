@@ -1,4 +1,4 @@
-"""GRPO-Guard (arXiv 2510.22319): a ratio without bias and with the same spread at every step, gradients evened out over steps."""
+"""GRPO-Guard (arXiv 2510.22319): a zero-mean ratio of equal spread at every step, and evened-out gradients."""
 
 import torch
 
@@ -12,8 +12,8 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
 class GRPOGuard(PolicyGradient):
     """log rho = (l - l_old + b) std with b = mean_D (mu - mu_old)² / (2 std²); the clipped surrogate divided by h.
 
-    Everything per sample. With x' = mu_old + std noise, log rho is mean_D [noise (mu - mu_old)]: zero-mean under the old
-    policy. Derived for `sde` steps.
+    Everything per sample. With x' = mu_old + std noise, log rho is mean_D [noise (mu - mu_old)]: zero-mean under the
+    old policy. Derived for `sde` steps.
     """
 
     name = "grpo_guard"

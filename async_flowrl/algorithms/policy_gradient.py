@@ -20,12 +20,12 @@ from async_flowrl.algorithms.correction import divergence, divergence_mask, impo
 from async_flowrl.config import AlgorithmConfig
 
 MIN_GAUSSIAN_STD = 0.05
-"""cps steps with a smaller std have a density so sharp that KL, weights and masks made of it mean nothing."""
+"""cps steps with a smaller std have so sharp a density that KL, weights and masks made of it mean nothing."""
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """All [B]: the loss before weights and KL, the ratio, whether the ratio left its bounds, whether the gradient survives."""
+    """All [B]: loss before weights and KL, ratio, whether the bounds were left, whether the gradient survives."""
 
     loss: Tensor
     ratio: Tensor
@@ -66,6 +66,8 @@ class PolicyGradient(ABC):
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """log_prob [B] float64 of the recorded transition, mean [B, ...] and std [B] float32 of its distribution."""
         step = self._transition(batch, velocity(batch.latents, batch.sigma))
+        if self.gaussian and self.config.sde_type == "cps":
+            check_density(step.std)
         value = (
             sde.gaussian_log_prob(batch.next_latents, step)
             if self.gaussian
@@ -139,7 +141,7 @@ class PolicyGradient(ABC):
     def _corrected(
         self, batch: MicroBatch, current: Prediction, anchor: Prediction, behaviour: Prediction
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Factor [B] on the surrogate (1 with correction=none) and what is known about the distance to the behaviour."""
+        """Factor [B] on the surrogate (1 with correction=none) and metrics of the distance to the behaviour policy."""
         now = detached(current)
         elements = sde.latent_elements(batch.latents)
         distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
@@ -161,12 +163,22 @@ class PolicyGradient(ABC):
         return torch.ones_like(raw), metrics
 
     def _kl(self, batch: MicroBatch, current: Prediction, reference: Prediction) -> Tensor:
-        """[B] float64 per latent element. exact: the Gaussian KL. code: the codebases', which leave sqrt(h) out of the std."""
+        """[B] float64 per latent element. exact: Gaussian KL. code: the codebases', whose std lacks sqrt(h)."""
         exact = divergence(current["mean"], reference["mean"], current["std"])
         # The codebases' std of a cps step is the full one, so both forms agree there.
         if self.config.kl_form == "exact" or self.config.sde_type == "cps":
             return exact
         return exact * (batch.sigma - batch.sigma_next).double()
+
+
+def check_density(std: Tensor) -> None:
+    """ValueError for cps steps so sharp that nothing should be made of their Gaussian density."""
+    smallest = float(std.min())
+    if smallest < MIN_GAUSSIAN_STD:
+        raise ValueError(
+            f"a cps step has std {smallest:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
+            f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
+        )
 
 
 def detached(prediction: Prediction) -> Prediction:

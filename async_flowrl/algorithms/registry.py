@@ -1,19 +1,21 @@
-"""From `algorithm.name` to a checked algorithm; refuses, in one sentence each, combinations that would not do what they say."""
+"""From `algorithm.name` to a checked algorithm; refuses in one sentence what would not do what it says."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.advantage import check_advantage
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
+from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
-from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, uses_density
+from async_flowrl.algorithms.policy_gradient import check_density, uses_density
 from async_flowrl.algorithms.sde import check_noise_level, cps_std, validate_schedule
 from async_flowrl.algorithms.window import check_window
 from async_flowrl.config import AlgorithmConfig
@@ -56,22 +58,16 @@ def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
     return config.correction or ("none" if max_staleness <= 1 else "mask")
 
 
-def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int, train_steps: tuple[int, ...]) -> None:
-    """ValueError for a schedule [T+1] that the steps cannot run on; `train_steps` are all steps that may be trained.
+def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int, train_steps: Sequence[int]) -> None:
+    """ValueError for a schedule [T+1] that the algorithm cannot use; `train_steps` are all steps that may be trained.
 
-    cps steps whose std is below 0.05 are refused where their Gaussian density is used.
+    Besides the shape of the schedule: cps steps whose std is below 0.05, where their Gaussian density is used.
     """
     validate_schedule(sigmas, config.sde_type)
-    density = uses_density(config, resolve_correction(config, max_staleness), config.name == FlowDPPO.name)
-    if config.sde_type != "cps" or not density:
-        return
-    for index in train_steps:
-        std = cps_std(float(sigmas[index + 1]), config.noise_level)
-        if std < MIN_GAUSSIAN_STD:
-            raise ValueError(
-                f"cps step {index} has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
-                f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range before it or raise algorithm.noise_level"
-            )
+    correction = resolve_correction(config, max_staleness)
+    if config.sde_type == "cps" and uses_density(config, correction, config.name == FlowDPPO.name):
+        for index in train_steps:
+            check_density(torch.tensor(cps_std(float(sigmas[index + 1]), config.noise_level)))
 
 
 def _factory(name: str) -> Any:
@@ -85,7 +81,9 @@ def _factory(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"algorithm.name {name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise ValueError(unknown_name(f"algorithm.name: {module_name}", attribute, [n for n in vars(module) if n[0] != "_"]))
+        raise ValueError(
+            unknown_name(f"algorithm.name: {module_name}", attribute, [n for n in vars(module) if n[0] != "_"])
+        )
     return getattr(module, attribute)
 
 
@@ -93,6 +91,7 @@ def _check_names(config: AlgorithmConfig) -> None:
     choices = {
         "clip_unit": (config.clip_unit, ("mean", "nats")),
         "kl_form": (config.kl_form, ("code", "exact")),
+        "advantage_mode": (config.advantage_mode, tuple(ADVANTAGE_MODES)),
         "old_policy_decay": (config.old_policy_decay, tuple(OLD_POLICY_DECAYS)),
         "correction": (config.correction or "none", CORRECTIONS),
     }
@@ -114,7 +113,8 @@ def _check_steps(config: AlgorithmConfig) -> None:
     check_noise_level(config.sde_type, config.noise_level)
     if config.sde_type == "ode" or config.noise_level == 0.0:
         raise ValueError(
-            f"{config.name} needs noisy steps, got algorithm.sde_type={config.sde_type} with noise_level={config.noise_level}"
+            f"{config.name} needs noisy steps, got algorithm.sde_type={config.sde_type}, "
+            f"algorithm.noise_level={config.noise_level}"
         )
 
 
@@ -122,11 +122,17 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if config.name == GRPOGuard.name and config.sde_type != "sde":
         raise ValueError(f"grpo_guard is derived for algorithm.sde_type=sde only, got {config.sde_type}")
     if config.name == DanceGRPO.name and config.sde_type != "dance_sde":
-        raise ValueError(f"dance_grpo needs algorithm.sde_type=dance_sde, got {config.sde_type}; use flow_grpo otherwise")
+        raise ValueError(
+            f"dance_grpo needs algorithm.sde_type=dance_sde, got {config.sde_type}; use flow_grpo otherwise"
+        )
     if config.name == MixGRPO.name and config.window not in ("sliding", "random"):
-        raise ValueError(f"mix_grpo needs algorithm.window=sliding or random, got {config.window}; use flow_grpo otherwise")
+        raise ValueError(
+            f"mix_grpo needs algorithm.window=sliding or random, got {config.window}; use flow_grpo otherwise"
+        )
     if final and config.correction not in (None, "none"):
-        raise ValueError(f"{config.name} trains on final images, so algorithm.correction={config.correction} has no meaning")
+        raise ValueError(
+            f"{config.name} trains on final images, so algorithm.correction={config.correction} has no meaning"
+        )
     if config.old_policy_decay != "copy" and config.name != DiffusionNFT.name:
         raise ValueError(f"algorithm.old_policy_decay={config.old_policy_decay} needs diffusion_nft, got {config.name}")
 
@@ -140,7 +146,8 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
             "algorithm.global_std needs hand_over=batch: the std of the whole batch is not known while it streams"
         )
     stale = max_staleness >= 1 and algorithm.records == "transitions" and not algorithm.needs_behaviour
-    if stale and config.correction != "none" and (config.name not in BUILT_IN or max_staleness > 1):
+    if stale and config.correction != "none" and config.name not in BUILT_IN:
         raise ValueError(
-            f"{config.name} has no behaviour term, so max_staleness={max_staleness} needs algorithm.correction=none explicitly"
+            f"{config.name} has no behaviour term, so max_staleness={max_staleness} needs algorithm.correction=none "
+            "to be given explicitly"
         )

@@ -6,6 +6,7 @@ A step is described by its mean and its *full* standard deviation, nothing else:
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 @dataclass(frozen=True)
 class Transition:
-    """mean [B, ...] float32; std [B, 1, ...] float32, the full transition std; deterministic [B] bool, where std is 0."""
+    """mean [B, ...] and full transition std [B, 1, ...], float32; deterministic [B] bool: where std is 0."""
 
     mean: Tensor
     std: Tensor
@@ -49,7 +50,7 @@ def check_noise_level(sde_type: str, noise_level: float) -> None:
     if not math.isfinite(noise_level) or noise_level < 0.0:
         raise ValueError(f"algorithm.noise_level must be a finite number >= 0, got {noise_level}")
     if sde_type == "cps" and noise_level > 1.0:
-        raise ValueError(f"algorithm.noise_level must be in [0, 1] for cps (its sine folds back above 1), got {noise_level}")
+        raise ValueError(f"algorithm.noise_level must be in [0, 1] for cps (its sine folds back), got {noise_level}")
 
 
 def validate_schedule(sigmas: Tensor, sde_type: str = "sde") -> None:
@@ -61,7 +62,7 @@ def validate_schedule(sigmas: Tensor, sde_type: str = "sde") -> None:
     if len(values) < 2 or values[0] != 1.0 or values[-1] != 0.0:
         raise ValueError(f"sigmas must run from exactly 1 to exactly 0, got {values}")
     # A comparison with NaN is false, so NaN is refused here too.
-    if not all(after < before for before, after in zip(values, values[1:], strict=False)):
+    if not all(after < before for before, after in pairwise(values)):
         raise ValueError(f"sigmas must fall strictly, got {values}")
     if sde_type == "sde" and len(values) > 2 and values[1] > 0.999:
         raise ValueError(f"sigmas[1] must be at most 0.999 for sde steps, got {values[1]}")
@@ -134,16 +135,16 @@ def sample(step: Transition, noise: Tensor) -> Tensor:
 
 
 def gaussian_log_prob(next_latents: Tensor, step: Transition) -> Tensor:
-    """[B] float64: log N(x'; mean, std² I), mean over latent elements; 0 in deterministic rows. x' is not differentiated."""
+    """log N(x'; mean, std² I) [B] float64, mean over latent elements; 0 in deterministic rows; x' gets no gradient."""
     std = _row_std(step)
     square = mean_over_latent((next_latents.detach().double() - step.mean.double()).square())
     return torch.where(step.deterministic, 0.0, -square / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI)
 
 
 def log_prob(next_latents: Tensor, step: Transition, sde_type: str) -> Tensor:
-    """[B] float64, mean over latent elements; 0 in deterministic rows. x' is not differentiated.
+    """[B] float64, mean over latent elements; 0 in deterministic rows; x' gets no gradient.
 
-    The Gaussian density, but for cps the field's -mean (x' - mean)², which is not a log-density: it weighs steps by 2 std².
+    The Gaussian density, but for cps the field's -mean (x' - mean)², no log-density: it weighs steps by 2 std².
     """
     if sde_type != "cps":
         return gaussian_log_prob(next_latents, step)
@@ -152,7 +153,7 @@ def log_prob(next_latents: Tensor, step: Transition, sde_type: str) -> Tensor:
 
 
 def cps_to_gaussian(value: Tensor, std: Tensor) -> Tensor:
-    """The Gaussian log-prob [B] float64 of noisy transitions with transition std [B] whose cps log-prob is `value` [B]."""
+    """Gaussian log-prob [B] float64 of noisy transitions with std [B] whose cps log-prob is `value` [B]."""
     std = std.double()
     return value.double() / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI
 

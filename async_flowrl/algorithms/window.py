@@ -112,7 +112,8 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
 def _check_size(config: AlgorithmConfig, available: int) -> None:
     if config.sde_window_size is None or not 1 <= config.sde_window_size <= available:
         raise ValueError(
-            f"algorithm.sde_window_size must be in 1..{available} for window={config.window}, got {config.sde_window_size}"
+            f"algorithm.sde_window_size must be in 1..{available} for window={config.window}, "
+            f"got {config.sde_window_size}"
         )
 
 
