@@ -1,0 +1,52 @@
+"""Prompt columns that hold a list of chat messages, as verl writes them."""
+
+from typing import Any
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be used; the message names the file and the line or row."""
+
+
+def split_messages(value: Any, where: str) -> tuple[str, str | None]:
+    """(text, system prompt) of a prompt column: plain text, or at most one system message and one user message.
+
+    Raises PromptError naming `where` for anything else.
+    """
+    if isinstance(value, str):
+        return value.strip(), None
+    found: dict[str, str] = {}
+    for message in _messages(value, where):
+        role = message.get("role")
+        if role not in ("system", "user") or role in found:
+            raise PromptError(f"{where}: expected at most one system and one user message, got roles {_roles(value)}")
+        found[role] = _content(message.get("content"), where)
+    if "user" not in found:
+        raise PromptError(f"{where}: the messages hold no user message, got roles {_roles(value)}")
+    return found["user"].strip(), found.get("system")
+
+
+def content_of(value: Any, where: str) -> str:
+    """Plain text of a column that holds text or messages with one user message."""
+    if isinstance(value, str):
+        return value
+    return split_messages(value, where)[0]
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r}")
+    return value
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
+            return "".join(part for part in parts if isinstance(part, str))
+    raise PromptError(f"{where}: only text messages can be used, got {content!r}")
+
+
+def _roles(value: list[dict[str, Any]]) -> list[Any]:
+    return [message.get("role") for message in value]

@@ -1,0 +1,29 @@
+"""Which prompts a step trains on: a pure function of (seed, step), so that there is no sampler state to save."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from async_flowrl.seeds import derive
+
+
+def prompts_for_step(num_prompts: int, prompts_per_step: int, *, seed: int, step: int, shuffle: bool) -> list[int]:
+    """Prompt indices of `step`, in group order. Every prompt comes exactly once per epoch; a step may span epochs."""
+    if num_prompts < 1 or prompts_per_step < 1:
+        raise ValueError(
+            f"a step of {prompts_per_step} prompts out of {num_prompts} cannot be drawn; both must be >= 1"
+        )
+    first = step * prompts_per_step
+    chosen = []
+    for position in range(first, first + prompts_per_step):
+        epoch, place = divmod(position, num_prompts)
+        chosen.append(_permutation(num_prompts, seed, epoch)[place] if shuffle else place)
+    return chosen
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
+    named = derive(seed, "prompts", epoch)
+    # RandomState, because its stream is frozen across numpy versions; Generator's is not.
+    source = np.random.RandomState([named & 0xFFFFFFFF, named >> 32])
+    return tuple(int(index) for index in source.permutation(num_prompts))
