@@ -95,7 +95,7 @@ class AlgorithmConfig:
     correction: str | None = None
     """none | mask | tis; None = none for max_staleness <= 1, mask above."""
     correction_threshold: float = 0.66
-    """mask: divergence from the behaviour policy, nats per step, from which a sample that moves further away is dropped."""
+    """mask: divergence from the behaviour policy, nats per step, from which rows that move further away are dropped."""
     tis_cap: float = 2.0
     beta: float = 1.0
     """diffusion_nft: mixing coefficient; dpo: inverse temperature."""

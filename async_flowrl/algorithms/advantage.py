@@ -15,6 +15,28 @@ EPS = 1e-4
 """Added to the std, as flow_grpo does."""
 
 
+class GroupAdvantages:
+    """Base of the built-in algorithms: advantages from the configuration, every sample of a group trained."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.group_local = not config.global_std
+
+    def advantages(
+        self,
+        rewards: Mapping[str, Groups],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[FloatArray]:
+        """One array [n] per group; see `compute_advantages`."""
+        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+
+    def select(self, advantages: FloatArray) -> list[int]:
+        """All samples of the group, in order."""
+        return list(range(len(advantages)))
+
+
 def compute_advantages(
     rewards: Mapping[str, Groups],
     config: AlgorithmConfig,

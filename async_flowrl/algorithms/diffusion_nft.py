@@ -1,13 +1,11 @@
 """DiffusionNFT (arXiv 2509.16117): contrastive velocity regression on the forward process; no SDE, no log-probs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
 from async_flowrl.algorithms.forward import draw
 from async_flowrl.algorithms.sde import expand, mean_over_latent
@@ -24,7 +22,7 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
 """The published code's `adv_mode`, applied to the clamped advantages."""
 
 
-class DiffusionNFT:
+class DiffusionNFT(GroupAdvantages):
     """Pulls v towards the old policy's velocity for good images and away from it for bad ones.
 
     The old policy is the retained adapter of the version that generated the image, so stale samples need no correction.
@@ -37,21 +35,8 @@ class DiffusionNFT:
     """At advantage 0 the two terms only cancel where v equals the old velocity; elsewhere they pull towards it."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
-        self.config = config
+        super().__init__(config)
         self.needs_reference = config.kl_coef > 0.0
-        self.group_local = not config.global_std
-
-    def advantages(
-        self,
-        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
-        *,
-        weights: Mapping[str, float] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[npt.NDArray[np.float64]]:
-        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
-
-    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
-        return list(range(len(advantages)))
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """velocity [B, ...] float32 at x_t (noised [B, ...]) and level t (time [B]), drawn from `batch.seeds`."""

@@ -1,20 +1,18 @@
 """Online diffusion DPO (arXiv 2311.12908, on the flow-matching loss): best against worst image of each group."""
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
-from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
 from async_flowrl.algorithms.forward import draw
 from async_flowrl.algorithms.sde import mean_over_latent
 from async_flowrl.config import AlgorithmConfig
 
 
-class DPO:
+class DPO(GroupAdvantages):
     """-log sigmoid(-beta/2 (d_win - d_lose)), d = e(v) - e(v_ref), e(u) = mean_D (u - (eps - x0))².
 
     Both images of a pair share level and noise, and must be in one micro-batch. Each of the two rows carries the pair's
@@ -28,17 +26,7 @@ class DPO:
     vanishes_at_zero = True
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
-        self.config = config
-        self.group_local = not config.global_std
-
-    def advantages(
-        self,
-        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
-        *,
-        weights: Mapping[str, float] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[npt.NDArray[np.float64]]:
-        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+        super().__init__(config)
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
         """[best, worst] (the first of equals); nothing where all are equal."""

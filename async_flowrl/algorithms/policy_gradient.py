@@ -5,16 +5,13 @@ rollout engine's own numbers: at the start of an update every ratio is exactly 1
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.algorithms.advantage import compute_advantages
+from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
 from async_flowrl.algorithms.correction import divergence, divergence_mask, importance_weight, ratio_of
 from async_flowrl.config import AlgorithmConfig
@@ -33,7 +30,7 @@ class Surrogate:
     survives: Tensor
 
 
-class PolicyGradient(ABC):
+class PolicyGradient(GroupAdvantages, ABC):
     """Base of the algorithms that train on recorded noisy transitions; a subclass gives `surrogate`."""
 
     name = ""
@@ -42,26 +39,13 @@ class PolicyGradient(ABC):
     """Whether the surrogate looks at the proximal policy's mean."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
-        self.config = config
+        super().__init__(config)
         self.correction = correction
         self.needs_behaviour = correction in ("mask", "tis")
         self.needs_reference = config.kl_coef > 0.0
         self.vanishes_at_zero = config.kl_coef == 0.0
-        self.group_local = not config.global_std
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
         """False only for the cps log-prob of the field, which is not a log-density."""
-
-    def advantages(
-        self,
-        rewards: Mapping[str, Sequence[npt.NDArray[np.float64]]],
-        *,
-        weights: Mapping[str, float] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[npt.NDArray[np.float64]]:
-        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
-
-    def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
-        return list(range(len(advantages)))
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """log_prob [B] float64 of the recorded transition, mean [B, ...] and std [B] float32 of its distribution."""

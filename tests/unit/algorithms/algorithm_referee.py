@@ -1,0 +1,151 @@
+"""A flow whose policy gradient is known exactly, to judge estimators by: v = a x + b, D = 4, four noisy steps, a last ODE step.
+
+Written without the package's own maths (float64 numpy and moments). The parameters of each step are kept apart, so that
+the gradient with respect to every step's (a, b) is known, at any mixture of policies over the steps.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.policy_gradient import PolicyGradient
+
+D = 4
+SIGMAS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+STEPS = range(4)
+GOAL = torch.tensor([0.6, -0.4, 0.2, 0.5], dtype=torch.float64)
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """v = a x + b, the same for all steps."""
+
+    a: float
+    b: tuple[float, float, float, float]
+
+    def velocity(self, x: Tensor) -> Tensor:
+        return self.a * x + torch.tensor(self.b, dtype=x.dtype)
+
+
+CURRENT = Weights(0.30, (0.20, -0.10, 0.30, -0.20))
+BEHAVIOUR = Weights(0.55, (-0.05, 0.15, 0.05, 0.05))
+OTHER = Weights(0.42, (0.08, 0.02, 0.18, -0.08))
+
+
+def coefficients(index: int, sde_type: str, noise_level: float) -> tuple[float, float, float]:
+    """P, Q, std of step `index`: x' = P x + Q v + std noise. From the continuous-time score, or from x0 and eps for cps."""
+    s, s_next = SIGMAS[index], SIGMAS[index + 1]
+    h = s - s_next
+    if sde_type == "cps":
+        std = s_next * math.sin(math.pi * noise_level / 2)
+        kept = math.sqrt(s_next**2 - std**2)
+        return (1 - s_next) + kept, -(1 - s_next) * s + kept * (1 - s), std
+    g = noise_level if sde_type == "dance_sde" else noise_level * math.sqrt(s / (1 - (SIGMAS[1] if index == 0 else s)))
+    # Reverse time: dx = -(v - g²/2 score) h + g sqrt(h) noise, score = -eps_hat / s, eps_hat = x + (1 - s) v.
+    drift_x, drift_v = 0.5 * g**2 / s, 1 + 0.5 * g**2 * (1 - s) / s
+    return 1 - h * drift_x, -h * drift_v, g * math.sqrt(h)
+
+
+def sample(weights: Weights, sde_type: str, noise_level: float, *, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Trajectories [5, N, D] float64 up to the last noisy step's result, and rewards [N] after the ODE step."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(5, count, D, generator=generator, dtype=torch.float64)
+    points = [draw[0]]
+    for index in STEPS:
+        p, q, std = coefficients(index, sde_type, noise_level)
+        points.append(p * points[-1] + q * weights.velocity(points[-1]) + std * draw[index + 1])
+    final = points[-1] - SIGMAS[4] * weights.velocity(points[-1])
+    return torch.stack(points), -(final - GOAL).square().sum(dim=1)
+
+
+def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, noise_level: float) -> Tensor:
+    """[4, 5] float64: d E[reward] / d (a, b) of each noisy step, from the moments; the ODE step has the weights `last`."""
+    parameters = torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64, requires_grad=True)
+    mean, variance = torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
+    for index in STEPS:
+        p, q, std = coefficients(index, sde_type, noise_level)
+        gain = p + q * parameters[index, 0]
+        mean, variance = gain * mean + q * parameters[index, 1:], gain**2 * variance + std**2
+    gain = 1 - SIGMAS[4] * last.a
+    mean, variance = gain * mean - SIGMAS[4] * torch.tensor(last.b, dtype=torch.float64), gain**2 * variance
+    (gradient,) = torch.autograd.grad(-((mean - GOAL).square() + variance).sum(), parameters)
+    return gradient
+
+
+def per_step_target(current: Weights, sampler: Weights, sde_type: str, noise_level: float) -> Tensor:
+    """[4, 5]: the gradient at each step's own parameters where all other steps are the sampler's.
+
+    This is what weights of single steps can correct for; for current = sampler it is the policy gradient.
+    """
+    rows = []
+    for index in STEPS:
+        mixed = [current if other == index else sampler for other in STEPS]
+        rows.append(exact_gradient(mixed, sampler, sde_type, noise_level)[index])
+    return torch.stack(rows)
+
+
+def micro_batch(points: Tensor, advantages: Array, index: int) -> MicroBatch:
+    """The rows of one step, as the trainer would build them."""
+    count = points.shape[1]
+    sigmas = torch.tensor(SIGMAS)
+    return MicroBatch(
+        latents=points[index].float(),
+        next_latents=points[index + 1].float(),
+        sigma=sigmas[index].expand(count),
+        sigma_next=sigmas[index + 1].expand(count),
+        steps=torch.full((count,), index),
+        sigmas=sigmas,
+        advantages=torch.from_numpy(advantages).float(),
+        rollout_log_prob=torch.zeros(count),
+        seeds=tuple(range(count)),
+        age=1,
+    )
+
+
+def row_gradients(algorithm: PolicyGradient, batch: MicroBatch, current: Weights, behaviour: Weights | None) -> Tensor:
+    """[N, 5]: d loss_row / d (a, b) for every row, from the algorithm's own predict and loss."""
+    count = batch.latents.shape[0]
+    a = torch.full((count, 1), current.a, requires_grad=True)
+    b = torch.tensor(current.b).repeat(count, 1).requires_grad_(True)
+    prediction = algorithm.predict(batch, lambda x, sigma: a * x + b)
+    stale: Prediction | None = None
+    if behaviour is not None:
+        fixed = behaviour
+        velocity: Velocity = lambda x, sigma: fixed.velocity(x)  # noqa: E731
+        stale = algorithm.predict(batch, velocity)
+    loss = algorithm.loss(batch, prediction, None, stale, None).loss
+    grad_a, grad_b = torch.autograd.grad(loss.sum(), (a, b))
+    return torch.cat([grad_a, grad_b], dim=1).double()
+
+
+def estimate(
+    algorithm: PolicyGradient,
+    *,
+    current: Weights,
+    sampler: Weights,
+    behaviour: Weights | None,
+    scale: Tensor,
+    count: int = 100_000,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Estimated ascent direction [5] and its standard error [5]: steps summed with weights `scale` [4], rows averaged."""
+    config = algorithm.config
+    points, rewards = sample(sampler, config.sde_type, config.noise_level, count=count, seed=seed)
+    (advantages,) = algorithm.advantages({"reward": [rewards.numpy()]})
+    total = torch.zeros(count, 5, dtype=torch.float64)
+    for index in STEPS:
+        batch = micro_batch(points, advantages, index)
+        total -= scale[index] * row_gradients(algorithm, batch, current, behaviour)
+    return total.mean(dim=0), total.std(dim=0) / math.sqrt(count)
+
+
+def deviations(estimated: tuple[Tensor, Tensor], exact: Tensor) -> float:
+    """The largest distance from `exact` [5] over the parameters, in standard errors."""
+    mean, error = estimated
+    return float(((mean - exact).abs() / error).max())

@@ -1,0 +1,176 @@
+"""The estimators of the policy-gradient algorithms against the exact gradient of a linear-Gaussian flow."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from algorithm_referee import (
+    BEHAVIOUR,
+    CURRENT,
+    GOAL,
+    OTHER,
+    SIGMAS,
+    D,
+    Weights,
+    coefficients,
+    deviations,
+    estimate,
+    exact_gradient,
+    per_step_target,
+    sample,
+)
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.algorithms.policy_gradient import PolicyGradient
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config import AlgorithmConfig
+
+torch.set_num_threads(1)
+LAND, MISS = 4.0, 15.0
+SDE = {"sde_type": "sde", "noise_level": 0.7}
+DANCE = {"sde_type": "dance_sde", "noise_level": 0.5}
+CPS = {"sde_type": "cps", "noise_level": 0.8}
+STD = torch.tensor([coefficients(i, "sde", 0.7)[2] for i in range(4)], dtype=torch.float64)
+CPS_STD = torch.tensor([coefficients(i, "cps", 0.8)[2] for i in range(4)], dtype=torch.float64)
+STEP_SIZE = torch.tensor([SIGMAS[i] - SIGMAS[i + 1] for i in range(4)], dtype=torch.float64)
+MEAN_OVER_D = torch.full((4,), float(D), dtype=torch.float64)
+
+
+def unclipped(**fields: Any) -> PolicyGradient:
+    """An algorithm whose clips and caps never bind, with advantages that are only centred."""
+    config = AlgorithmConfig(**{"normalise": "none", "adv_clip_max": 1e6, "clip_range": 1e6, "tis_cap": 1e9} | fields)
+    built = build_algorithm(
+        config, max_staleness=1, updates_per_batch=1, hand_over="batch", num_inference_steps=len(SIGMAS) - 1
+    )
+    return cast("PolicyGradient", built)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        (SDE, MEAN_OVER_D),
+        (DANCE, MEAN_OVER_D),
+        (DANCE | {"name": "dance_grpo", "window": "fraction"}, MEAN_OVER_D),
+        (SDE | {"name": "mix_grpo", "window": "sliding", "sde_window_size": 2}, MEAN_OVER_D),
+        (CPS | {"clip_unit": "nats"}, MEAN_OVER_D),
+        # The field's cps log-prob is 2 std² times the density's: the same gradient after dividing step by step.
+        (CPS, MEAN_OVER_D / (2 * CPS_STD**2)),
+        (SDE | {"name": "flow_dppo"}, MEAN_OVER_D),
+        (CPS | {"name": "flow_dppo"}, MEAN_OVER_D),
+        # GRPO-Guard weighs each step by std / h.
+        (SDE | {"name": "grpo_guard"}, MEAN_OVER_D * STEP_SIZE / STD),
+    ],
+    ids=["sde", "dance_sde", "dance_grpo", "mix_grpo", "cps-density", "cps-field", "dppo", "dppo-cps", "guard"],
+)
+def test_on_policy_estimators_land(fields: dict[str, Any], scale: Tensor) -> None:
+    algorithm = unclipped(**fields)
+    config = algorithm.config
+    exact = per_step_target(CURRENT, CURRENT, config.sde_type, config.noise_level).sum(dim=0)
+    estimated = estimate(algorithm, current=CURRENT, sampler=CURRENT, behaviour=None, scale=scale)
+    assert deviations(estimated, exact) < LAND
+
+
+@pytest.mark.parametrize("fields", [SDE, DANCE, CPS], ids=["sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo"])
+def test_stale_estimators_with_correction_land(name: str, fields: dict[str, Any]) -> None:
+    algorithm = unclipped(**fields, name=name, correction="tis")
+    exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
+    estimated = estimate(algorithm, current=CURRENT, sampler=BEHAVIOUR, behaviour=BEHAVIOUR, scale=MEAN_OVER_D)
+    assert deviations(estimated, exact) < LAND
+
+
+@pytest.mark.parametrize("fields", [SDE, DANCE, CPS | {"clip_unit": "nats"}], ids=["sde", "dance_sde", "cps"])
+def test_stale_estimators_without_correction_miss(fields: dict[str, Any]) -> None:
+    exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
+    algorithm = unclipped(**fields, correction="none")
+    estimated = estimate(algorithm, current=CURRENT, sampler=BEHAVIOUR, behaviour=None, scale=MEAN_OVER_D)
+    assert deviations(estimated, exact) > MISS
+
+
+@pytest.mark.parametrize("fields", [SDE, DANCE, CPS], ids=["sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("wrong", [OTHER, CURRENT], ids=["halfway", "current"])
+def test_correction_against_the_wrong_version_misses(wrong: Any, fields: dict[str, Any]) -> None:
+    exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
+    algorithm = unclipped(**fields, correction="tis")
+    estimated = estimate(algorithm, current=CURRENT, sampler=BEHAVIOUR, behaviour=wrong, scale=MEAN_OVER_D)
+    assert deviations(estimated, exact) > MISS
+
+
+def on_policy_sde() -> float:
+    exact = per_step_target(CURRENT, CURRENT, "sde", 0.7).sum(dim=0)
+    return deviations(
+        estimate(unclipped(**SDE), current=CURRENT, sampler=CURRENT, behaviour=None, scale=MEAN_OVER_D), exact
+    )
+
+
+def without_sqrt_h(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def wrong(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return diffusion(x, velocity, s, s_next, g)[0], g
+
+    return wrong
+
+
+def with_flipped_score(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def wrong(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        euler = x + velocity * sde.expand(s_next - s, x)
+        mean, std = diffusion(x, velocity, s, s_next, g)
+        return 2 * euler - mean, std
+
+    return wrong
+
+
+def with_half_the_variance(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def wrong(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = diffusion(x, velocity, s, s_next, g)
+        return mean, std * 0.5**0.5
+
+    return wrong
+
+
+@pytest.mark.parametrize("mutate", [without_sqrt_h, with_flipped_score, with_half_the_variance])
+def test_wrong_steps_miss(mutate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_policy_sde() < LAND
+    monkeypatch.setattr(sde, "_diffusion", mutate(sde._diffusion))
+    assert on_policy_sde() > MISS
+
+
+def test_flipped_sign_misses() -> None:
+    exact = per_step_target(CURRENT, CURRENT, "sde", 0.7).sum(dim=0)
+    flipped = unclipped(**SDE, negate_reward=True)
+    estimated = estimate(flipped, current=CURRENT, sampler=CURRENT, behaviour=None, scale=MEAN_OVER_D)
+    assert deviations(estimated, exact) > MISS
+    assert deviations(estimated, -exact) < LAND
+
+
+def test_permuted_advantages_carry_no_gradient() -> None:
+    algorithm = unclipped(**SDE)
+    inner = algorithm.advantages
+
+    def shuffled(rewards: Any) -> Any:
+        algorithm.config.permute_advantages = True
+        return inner(rewards, seeds=[3])
+
+    algorithm.advantages = shuffled  # type: ignore[method-assign, assignment]
+    estimated = estimate(algorithm, current=CURRENT, sampler=CURRENT, behaviour=None, scale=MEAN_OVER_D)
+    assert deviations(estimated, torch.zeros(5, dtype=torch.float64)) < LAND
+
+
+def moved(by: Tensor) -> Weights:
+    a, *b = (torch.tensor([CURRENT.a, *CURRENT.b], dtype=torch.float64) + by).tolist()
+    return Weights(a, tuple(b))
+
+
+def test_the_exact_gradient_is_that_of_the_simulated_reward() -> None:
+    """The referee judges itself: its moments against finite differences of simulated rewards on common noise."""
+    exact = exact_gradient([CURRENT] * 4, CURRENT, "sde", 0.7).sum(dim=0)
+    for index, step in enumerate(torch.eye(5, dtype=torch.float64) * 1e-4):
+        shifted = [moved(sign * step) for sign in (1, -1)]
+        # The ODE step must keep its weights: only the noisy steps belong to the objective.
+        high, low = (
+            -((points[-1] - SIGMAS[4] * CURRENT.velocity(points[-1]) - GOAL).square()).sum(dim=1)
+            for points, _ in (sample(weights, "sde", 0.7, count=200_000, seed=1) for weights in shifted)
+        )
+        slope = (high - low) / 2e-4
+        assert abs(float(slope.mean() - exact[index])) < 4 * float(slope.std()) / 200_000**0.5
