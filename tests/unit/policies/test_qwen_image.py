@@ -1,0 +1,198 @@
+"""The policy's maths against diffusers' own pipeline."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.training.lora import lora_parameters
+from tests.tiny import RED, adapted_policy, sampling, tensors, tiny_policy
+
+NEGATIVE = sampling().negative_prompt
+
+
+@pytest.fixture(scope="module")
+def policy() -> QwenImagePolicy:
+    return tiny_policy()
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> QwenImagePipeline:
+    pipe = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 4, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def conditioning(policy: QwenImagePolicy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    positive, negative = policy.encode([RED.text, NEGATIVE])
+    return tensors(positive), tensors(negative)
+
+
+def test_the_schedule_is_the_published_one(policy: QwenImagePolicy) -> None:
+    sigmas = policy.sigmas(10, 512)
+    assert sigmas.dtype == torch.float32
+    assert sigmas[0] == 1 and sigmas[-1] == 0
+    published = [1, 0.9290, 0.8515, 0.7666, 0.6733, 0.5701, 0.4555, 0.3274, 0.1833, 0.02, 0]
+    assert torch.allclose(sigmas, torch.tensor(published), atol=1e-4)
+    assert not torch.equal(policy.sigmas(10, 512), policy.sigmas(10, 1024))
+    with pytest.raises(ValueError, match="at least 2"):
+        policy.sigmas(1, 32)
+
+
+def test_a_resolution_that_does_not_fit_the_patches_is_refused(policy: QwenImagePolicy) -> None:
+    assert policy.latent_shape(64) == (16, 64)
+    with pytest.raises(ValueError, match="multiple of 16, got 40, nearest: 32"):
+        policy.latent_shape(40)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_denoising_without_noise_is_the_pipelines_own(
+    policy: QwenImagePolicy, pipeline: QwenImagePipeline, cfg: float
+) -> None:
+    positive, negative = conditioning(policy)
+    assert len(positive["prompt_embeds"]) != len(negative["prompt_embeds"])
+    how, x = sampling(cfg=cfg), latents(3)
+    sigmas = policy.sigmas(6, 32)
+    with torch.no_grad():
+        for sigma, after in itertools.pairwise(sigmas):
+            v = policy.velocity(x, sigma.expand(3), positive, negative, how)
+            x = sde.ode_step(x, v, sigma.expand(3), after.expand(3))
+    made = pipeline(
+        RED.text,
+        negative_prompt=NEGATIVE,
+        true_cfg_scale=cfg,
+        height=32,
+        width=32,
+        num_inference_steps=6,
+        num_images_per_prompt=3,
+        latents=latents(3),
+        output_type="latent",
+    ).images
+    assert (x - made).abs().max() < 1e-5
+
+
+def test_decoding_gives_the_pipelines_images(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
+    made = pipeline(
+        RED.text,
+        height=32,
+        width=32,
+        num_inference_steps=2,
+        num_images_per_prompt=2,
+        latents=latents(2),
+        output_type="pil",
+    ).images
+    final = pipeline(
+        RED.text,
+        height=32,
+        width=32,
+        num_inference_steps=2,
+        num_images_per_prompt=2,
+        latents=latents(2),
+        output_type="latent",
+    ).images
+    images = policy.decode(final, 32)
+    assert images.dtype == np.uint8 and images.shape == (2, 32, 32, 3)
+    assert np.abs(images.astype(int) - np.stack([np.asarray(image) for image in made])).max() <= 1
+    assert images.std() > 10
+
+
+def test_embeddings_are_the_pipelines_without_padding_whoever_else_is_encoded(
+    policy: QwenImagePolicy, pipeline: QwenImagePipeline
+) -> None:
+    together = policy.encode([RED.text, NEGATIVE])
+    for text, found in zip([RED.text, NEGATIVE], together, strict=True):
+        expected, mask = pipeline.encode_prompt(text)
+        assert mask is None
+        assert found["prompt_embeds"].dtype == np.float32
+        assert np.allclose(found["prompt_embeds"], expected[0].detach().numpy(), atol=1e-5)
+        assert np.array_equal(found["prompt_embeds"], policy.encode([text])[0]["prompt_embeds"])
+
+
+def test_a_system_prompt_replaces_the_templates(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
+    own = pipeline.prompt_template_encode.split("system\n")[1].split("<|im_end|>")[0]
+    (plain,), (same,), (other,) = (policy.encode([RED.text], system=system) for system in (None, own, "Paint {badly}."))
+    assert np.array_equal(plain["prompt_embeds"], same["prompt_embeds"])
+    assert other["prompt_embeds"].shape == plain["prompt_embeds"].shape
+    assert not np.allclose(other["prompt_embeds"], plain["prompt_embeds"], atol=1e-3)
+    assert np.array_equal(policy.encode([RED.text])[0]["prompt_embeds"], plain["prompt_embeds"])
+
+
+def test_guidance_in_one_batch_is_two_forwards_combined_and_rescaled(policy: QwenImagePolicy) -> None:
+    positive, negative = conditioning(policy)
+    x, sigma, off = latents(2), torch.tensor([0.9, 0.3]), sampling(cfg=1.0)
+    with torch.no_grad():
+        guided = policy.velocity(x, sigma, positive, negative, sampling(cfg=4.0))
+        c = policy.velocity(x, sigma, positive, None, off)
+        u = policy.velocity(x, sigma, negative, None, off)
+    combined = u + 4.0 * (c - u)
+    expected = combined * c.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+    assert (guided - expected).abs().max() < 1e-5
+    assert (guided - combined).abs().max() > 0.01
+    with pytest.raises(ValueError, match="needs the negative prompt"):
+        policy.velocity(x, sigma, positive, None, sampling(cfg=4.0))
+
+
+def test_each_row_has_its_own_noise_level(policy: QwenImagePolicy) -> None:
+    positive, _ = conditioning(policy)
+    x, sigma = latents(3), torch.tensor([1.0, 0.5, 0.02])
+    with torch.no_grad():
+        together = policy.velocity(x, sigma, positive, None, sampling())
+        for row in range(3):
+            alone = policy.velocity(x[row : row + 1], sigma[row : row + 1], positive, None, sampling())
+            assert (together[row] - alone[0]).abs().max() < 1e-5
+        swapped = policy.velocity(x, sigma.flip(0), positive, None, sampling())
+    assert (together - swapped).abs().max() > 1e-2
+
+
+def test_latents_of_another_resolution_are_refused(policy: QwenImagePolicy) -> None:
+    positive, _ = conditioning(policy)
+    with pytest.raises(ValueError, match="not those of 64 px images"):
+        policy.velocity(latents(1), torch.ones(1), positive, None, replace(sampling(), resolution=64))
+
+
+def test_gradients_flow_through_both_branches() -> None:
+    """The adapter's derivative of a guided velocity, against central differences along one direction."""
+    policy = adapted_policy()
+    positive, negative = conditioning(policy)
+    x, sigma, how = latents(2), torch.tensor([0.9, 0.3]), sampling(cfg=4.0)
+    weight = latents(2, seed=5)
+    parameters = lora_parameters(policy.transformer)
+    (policy.velocity(x, sigma, positive, negative, how) * weight).sum().backward()
+    direction = {
+        name: torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        for i, (name, p) in enumerate(parameters.items())
+    }
+    analytic = sum(float((p.grad * direction[name]).sum()) for name, p in parameters.items() if p.grad is not None)
+    values = []
+    with torch.no_grad():
+        for sign in (1e-3, -2e-3):
+            for name, p in parameters.items():
+                p.add_(sign * direction[name])
+            values.append(float((policy.velocity(x, sigma, positive, negative, how).double() * weight.double()).sum()))
+    assert analytic == pytest.approx((values[0] - values[1]) / 2e-3, rel=0.03)
+
+    for p in parameters.values():
+        p.grad = None
+
+
+def test_bfloat16_computes_there_and_returns_float32() -> None:
+    half, full = tiny_policy(dtype="bfloat16"), tiny_policy()
+    positive, _ = conditioning(full)
+    x, sigma = latents(2), torch.tensor([0.9, 0.3])
+    assert all(parameter.dtype == torch.bfloat16 for parameter in half.transformer.parameters())
+    with torch.no_grad():
+        found, exact = (p.velocity(x, sigma, positive, None, sampling()) for p in (half, full))
+    assert found.dtype == torch.float32
+    assert 0 < (found - exact).abs().max() < 0.1

@@ -1,0 +1,108 @@
+"""What `model.path` may be, and that every process gets the same weights."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_flowrl.config import ModelConfig, TinyConfig
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.tiny import build_tiny
+from tests.tiny import RED, tiny_policy
+
+
+def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
+    folder = build_tiny(TinyConfig(), tmp_path)
+    resolved = resolve_model(ModelConfig(path=str(folder)))
+    assert (resolved.path, resolved.family, resolved.revision) == (str(folder), "qwen_image", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig(path="tinny"), "model.path 'tinny' was not found: no such folder; did you mean 'tiny'?"),
+        (
+            ModelConfig(dtype="bfloat"),
+            "model.dtype must be one of bfloat16, float32, got 'bfloat'; did you mean 'bfloat16'?",
+        ),
+        (
+            ModelConfig(family="qwen_imge"),
+            "model.family must be one of auto, qwen_image, got 'qwen_imge'; did you mean",
+        ),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest_match(config: ModelConfig, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve_model(config)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_misspelt_folder_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(ValueError, match=r"no such folder; did you mean '.*/my-model'"):
+        resolve_model(ModelConfig(path=str(tmp_path / "my-modell")))
+
+
+def test_folders_that_are_not_pipelines_of_a_known_family_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no model_index\.json"):
+        resolve_model(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipelin"}))
+    with pytest.raises(ValueError, match="got 'QwenImagePipelin'; did you mean 'QwenImagePipeline'"):
+        resolve_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_hub_name_takes_the_same_path(tmp_path: Path) -> None:
+    """A hub cache as a download leaves it: the commit is recorded and the weights are loaded from it."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--Someone--Their-Image"
+    shutil.copytree(build_tiny(TinyConfig(), tmp_path), repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    code = (
+        "from async_flowrl.config import ModelConfig; from async_flowrl.policies.registry import *\n"
+        "resolved = resolve_model(ModelConfig(path='Someone/Their-Image'))\n"
+        "policy = load_policy(resolved, dtype='float32', device='cpu', parts='transformer')\n"
+        "print(resolved.path, resolved.family, resolved.revision, policy.latent_shape(32)[0])\n"
+        "try: resolve_model(ModelConfig(path='Qwen/Qwen-Imag'))\n"
+        "except ValueError as error: print(error)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+    )
+    first, second = ran.stdout.strip().splitlines()
+    assert first == f"Someone/Their-Image qwen_image {commit} 4"
+    assert second.startswith("model.path 'Qwen/Qwen-Imag' was not found: ")
+    assert second.endswith("did you mean 'Qwen/Qwen-Image'?")
+
+
+def test_two_loads_and_both_parts_give_equal_bits_in_aligned_memory() -> None:
+    whole, again, part = tiny_policy(), tiny_policy(), tiny_policy(parts="transformer")
+    names = dict(whole.transformer.named_parameters())
+    for other in (again, part):
+        parameters = dict(other.transformer.named_parameters())
+        assert parameters.keys() == names.keys()
+        assert all(torch.equal(parameters[name], names[name]) for name in names)
+        assert all(parameter.data_ptr() % 64 == 0 for parameter in parameters.values())
+        assert not any(parameter.requires_grad for parameter in parameters.values())
+
+
+def test_a_trainer_process_has_no_text_encoder_and_no_vae() -> None:
+    policy = tiny_policy(parts="transformer")
+    with pytest.raises(RuntimeError, match="only the transformer and cannot encode prompts"):
+        policy.encode([RED.text])
+    with pytest.raises(RuntimeError, match="only the transformer and cannot decode images"):
+        policy.decode(torch.zeros(1, 4, 64), 32)
+    with pytest.raises(ValueError, match="parts must be one of all, transformer, got 'vae'"):
+        load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="vae")
