@@ -13,7 +13,7 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
     Raises PromptError naming `where` for anything else.
     """
     if isinstance(value, str):
-        return value.strip(), None
+        return value, None
     found: dict[str, str] = {}
     for message in _messages(value, where):
         role = message.get("role")
@@ -22,7 +22,7 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
         found[role] = _content(message.get("content"), where)
     if "user" not in found:
         raise PromptError(f"{where}: the messages hold no user message, got roles {_roles(value)}")
-    return found["user"].strip(), found.get("system")
+    return found["user"], found.get("system")
 
 
 def content_of(value: Any, where: str) -> str:

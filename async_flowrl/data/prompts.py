@@ -52,8 +52,9 @@ def quoted_target(text: str) -> str | None:
 def _prompt(index: int, where: str, columns: Mapping[str, Any], key: str, *, needs_target: bool) -> Prompt:
     if key not in columns:
         raise PromptError(f"{where}: {unknown_name('data.prompt_key', key, columns)}")
-    text, system = split_messages(columns[key], where)
-    if not text.strip():
+    written, system = split_messages(columns[key], where)
+    text = written.strip()
+    if not text:
         raise PromptError(f"{where}: the prompt is empty")
     target = _optional(columns, "target", where) or _ground_truth(columns) or quoted_target(text)
     if needs_target and not target:

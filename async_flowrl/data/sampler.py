@@ -10,9 +10,7 @@ from async_flowrl.seeds import derive
 def prompts_for_step(num_prompts: int, prompts_per_step: int, *, seed: int, step: int, shuffle: bool) -> list[int]:
     """Prompt indices of `step`, in group order. Every prompt comes exactly once per epoch; a step may span epochs."""
     if num_prompts < 1 or prompts_per_step < 1:
-        raise ValueError(
-            f"a step of {prompts_per_step} prompts out of {num_prompts} cannot be drawn; both must be >= 1"
-        )
+        raise ValueError(f"both must be at least 1, got num_prompts={num_prompts}, prompts_per_step={prompts_per_step}")
     first = step * prompts_per_step
     chosen = []
     for position in range(first, first + prompts_per_step):

@@ -15,7 +15,8 @@ class Reward(Protocol):
 
     Optional attributes: `deterministic` (True if absent: the same images and prompt always get the same score, so it
     need not be saved with a checkpoint), `needs_target` (False if absent: refuse prompt files without targets) and
-    `check(prompt)`, which raises ValueError for a prompt it cannot score; it is called for every prompt at start-up.
+    `check(prompt)`, which raises ValueError for a prompt it cannot score. It is called for every prompt at start-up, in
+    the controller's process: a class that has it must be cheap to build (load weights with the first call).
     """
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float] | Awaitable[Sequence[float]]: ...

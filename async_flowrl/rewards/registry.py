@@ -4,13 +4,13 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from async_flowrl.config import RewardConfig, RewardTerm
 from async_flowrl.naming import unknown_name
-from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.composite import CompositeReward, Term
+from async_flowrl.types import Prompt
 
 REWARDS = {
     "jpeg_compressibility": "async_flowrl.rewards.jpeg:jpeg_compressibility",
@@ -22,66 +22,83 @@ REWARDS = {
 
 def build_reward(config: RewardConfig) -> CompositeReward:
     """The weighted sum that the configuration asks for. Raises ValueError, one sentence, for what cannot be built."""
+    check_rewards(config)
+    return CompositeReward(tuple(_build(key, term) for key, term in config.terms.items()))
+
+
+def check_rewards(config: RewardConfig) -> bool:
+    """Checks names, options and signatures without building anything; returns whether a term needs a target.
+
+    Raises ValueError, one sentence.
+    """
     if not config.terms:
         raise ValueError(f"reward.terms must name at least one reward; built in are {', '.join(sorted(REWARDS))}")
-    return CompositeReward(tuple(_term(key, term) for key, term in config.terms.items()))
+    resolved = [_resolve(key, term) for key, term in config.terms.items()]
+    return any(bool(getattr(attribute, "needs_target", False)) for attribute in resolved)
 
 
-def _term(key: str, term: RewardTerm) -> Term:
-    if not math.isfinite(term.weight):
-        raise ValueError(f"reward.terms.{key}.weight must be a finite number, got {term.weight}")
-    name = term.name or key
-    return Term(key, term.weight, _reward(f"reward.terms.{key}", name, term.options))
+def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError for the first prompt that a term cannot score. Builds only the terms that have a `check`."""
+    checking = {key: term for key, term in config.terms.items() if hasattr(_resolve(key, term), "check")}
+    CompositeReward(tuple(_build(key, term) for key, term in checking.items())).check(prompts)
 
 
-def _reward(key: str, name: str, options: Mapping[str, Any]) -> Reward:
-    if ":" not in name and name not in REWARDS:
-        raise ValueError(f"{unknown_name(key, name, REWARDS)}; your own is named pkg.module:attr")
-    attribute = _import(key, REWARDS.get(name, name))
-    if not callable(attribute):
-        raise ValueError(f"{key}: {name} must be a function or a class, got {type(attribute).__name__}")
-    try:
-        reward = _with_options(attribute, dict(options))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}: {name} cannot be built with options {dict(options)}: {error}") from error
-    _check_signature(key, name, reward)
-    return cast("Reward", reward)
-
-
-def _with_options(attribute: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _build(key: str, term: RewardTerm) -> Term:
     """Classes are built with their options, functions get them with every call, objects are taken as they are."""
-    if inspect.isclass(attribute):
-        return cast("Callable[..., Any]", attribute(**options))
-    if not options:
-        return attribute
-    if not inspect.isroutine(attribute):
-        raise ValueError("it is an object already built; name its class instead")
-    known = inspect.signature(attribute).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for option in options:
-        if option not in known and not open_ended:
-            raise ValueError(unknown_name("an option", option, list(known)[2:]))
-    return functools.partial(attribute, **options)
-
-
-def _check_signature(key: str, name: str, reward: object) -> None:
-    if not callable(reward):
-        raise ValueError(
-            f"{key}: {name} builds a {type(reward).__name__}, which cannot be called with (images, prompt)"
-        )
+    attribute = _resolve(key, term)
+    if not inspect.isclass(attribute):
+        if term.options:
+            return Term(key, term.weight, functools.partial(attribute, **term.options))
+        return Term(key, term.weight, attribute)
     try:
-        inspect.signature(reward).bind(None, None)
+        return Term(key, term.weight, attribute(**term.options))
+    except ValueError as error:
+        raise ValueError(f"reward.terms.{key}: {error}") from error
+
+
+def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
+    """The class, function or object that a term names, with its options and its call signature checked."""
+    where, name = f"reward.terms.{key}", term.name or key
+    if not math.isfinite(term.weight):
+        raise ValueError(f"{where}.weight must be a finite number, got {term.weight}")
+    if ":" not in name and name not in REWARDS:
+        raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")
+    attribute = _import(where, REWARDS.get(name, name))
+    if not callable(attribute):
+        raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
+    _check_options(where, attribute, term.options)
+    arguments = [None] * (3 if inspect.isclass(attribute) else 2)
+    called = attribute.__call__ if inspect.isclass(attribute) else attribute
+    try:
+        inspect.signature(called).bind(*arguments, **({} if inspect.isclass(attribute) else term.options))
     except TypeError as error:
-        raise ValueError(f"{key}: {name} cannot be called with (images, prompt): {error}") from error
+        raise ValueError(f"{where}: {name} cannot be called with (images, prompt): {error}") from error
+    return attribute
 
 
-def _import(key: str, path: str) -> object:
+def _check_options(where: str, attribute: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if options and not (inspect.isclass(attribute) or inspect.isroutine(attribute)):
+        raise ValueError(f"{where}.options: an object already built takes no options; name its class instead")
+    parameters = list(inspect.signature(attribute).parameters.values())
+    if not inspect.isclass(attribute):
+        parameters = parameters[2:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for option in options:
+        if option not in known:
+            allowed = unknown_name("an option", option, known) if known else f"it takes none, got {option!r}"
+            raise ValueError(f"{where}.options: {allowed}")
+
+
+def _import(where: str, path: str) -> object:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{where}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]
-        raise ValueError(unknown_name(f"{key}: the part after the colon of {path}", attribute, public))
-    return cast("object", getattr(module, attribute))
+        raise ValueError(f"{where}: {unknown_name(f'the name after the colon of {path}', attribute, public)}")
+    found: object = getattr(module, attribute)
+    return found

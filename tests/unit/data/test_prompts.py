@@ -1,0 +1,147 @@
+"""Prompt files: what is read from them, and what is refused with file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from async_flowrl.config import DataConfig
+from async_flowrl.data.prompts import PromptError, load_prompts, quoted_target
+from async_flowrl.paths import config_dir, find_data
+from async_flowrl.types import Prompt
+
+
+def load(path: Path, *, needs_target: bool = False, key: str = "prompt") -> list[Prompt]:
+    return load_prompts(DataConfig(train=str(path), prompt_key=key), split="train", needs_target=needs_target)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_txt_is_one_prompt_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text('a cat\n\n  a sign "Open late" in "blue"  \n', encoding="utf-8")
+    assert load(path) == [
+        Prompt(0, "a cat"),
+        Prompt(1, 'a sign "Open late" in "blue"', target="Open late"),
+    ]
+
+
+def test_jsonl_columns(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    row = {"prompt": "a cat", "negative_prompt": "", "system_prompt": "Paint.", "target": "CAT", "difficulty": 3}
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert load(path) == [Prompt(0, "a cat", "", "Paint.", "CAT", {"difficulty": 3})]
+
+
+def test_parquet_equals_jsonl(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a cat", "negative_prompt": None, "system_prompt": "Paint.", "target": None, "source": "x"},
+        {"prompt": 'a mug "Hi"', "negative_prompt": "blur", "system_prompt": None, "target": None, "source": "y"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(parquet(tmp_path / "rows.parquet", rows)) == load(tmp_path / "rows.jsonl")
+    assert load(tmp_path / "rows.parquet")[1].target == "Hi"
+
+
+def test_verl_messages_and_ground_truth(tmp_path: Path) -> None:
+    row = {
+        "prompt": [{"role": "system", "content": "Paint."}, {"role": "user", "content": "a poster"}],
+        "negative_prompt": [{"role": "user", "content": " "}],
+        "reward_model": {"style": "rule", "ground_truth": "HELLO"},
+    }
+    (prompt,) = load(parquet(tmp_path / "verl.parquet", [row]), needs_target=True)
+    assert (prompt.text, prompt.system, prompt.negative, prompt.target) == ("a poster", "Paint.", " ", "HELLO")
+
+
+def test_another_prompt_column(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "rows.parquet", [{"caption": "a cat"}])
+    assert load(path, key="caption")[0].text == "a cat"
+    with pytest.raises(PromptError, match=r"data.prompt_key must be one of caption, got 'captoin'; did you mean 'cap"):
+        load(path, key="captoin")
+
+
+def test_evaluation_falls_back_to_the_training_prompts(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a\nb\n")
+    (tmp_path / "test.txt").write_text("c\n")
+    both = DataConfig(train="train.txt", evaluation="test.txt")
+    alone = DataConfig(train="train.txt")
+    texts = [
+        [p.text for p in load_prompts(config, split="evaluation", needs_target=False, base=tmp_path)]
+        for config in (both, alone)
+    ]
+    assert texts == [["c"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [('say "Hi there"', "Hi there"), ("say “Hi”", "Hi"), ('an "" empty one', None), ('one " alone', None), ("", None)],
+)
+def test_quoted_target(text: str, target: str | None) -> None:
+    assert quoted_target(text) == target
+
+
+def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "ocr.txt"
+    path.write_text('a sign "Open"\n\na sign without words\n')
+    assert len(load(path)) == 2
+    with pytest.raises(PromptError, match=r"ocr\.txt:3: the reward needs a target.*'a sign without words'"):
+        load(path, needs_target=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", "\n  \n", r"empty\.txt holds no prompts"),
+        ("empty.jsonl", "", r"empty\.jsonl holds no prompts"),
+        ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"broken\.jsonl:2: not JSON"),
+        ("list.jsonl", "[1]\n", r"list\.jsonl:1: expected a JSON object, got list"),
+        ("missing.jsonl", '{"promt": "a"}\n', r"missing\.jsonl:1: data\.prompt_key must be one of promt, got 'prompt'"),
+        ("blank.jsonl", '{"prompt": " "}\n', r"blank\.jsonl:1: the prompt is empty"),
+        ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
+        ("target.jsonl", '{"prompt": "a", "target": 3}\n', r"target\.jsonl:1: target: expected text"),
+        ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', r"chat\.jsonl:1: .* \['assistant'\]"),
+        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"no user message"),
+        ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"only text messages"),
+        ("data.csv", "prompt\na\n", r"\.jsonl, \.parquet, \.txt, got '\.csv'"),
+        ("fake.parquet", "hello", r"fake\.parquet is not a parquet file"),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PromptError, match=message) as error:
+        load(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"trian\.parquet does not exist .*did you mean .*train\.parquet"):
+        load(tmp_path / "trian.parquet")
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*ocr_train\.txt"):
+        find_data("prompts/ocr_trian.txt", tmp_path)
+    with pytest.raises(FileNotFoundError, match="is a folder"):
+        find_data(str(tmp_path))
+
+
+def test_the_working_directory_comes_before_the_shipped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_data("prompts/two_prompts.txt") == config_dir() / "prompts/two_prompts.txt"
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "two_prompts.txt").write_text("mine\n")
+    assert find_data("prompts/two_prompts.txt") == tmp_path / "prompts/two_prompts.txt"
+    assert load(Path("~/prompts/two_prompts.txt"))[0].text == "mine"
+
+
+def test_shipped_ocr_prompts_have_targets_and_are_held_out() -> None:
+    config = DataConfig(train="prompts/ocr_train.txt", evaluation="prompts/ocr_test.txt")
+    train = load_prompts(config, split="train", needs_target=True, base=config_dir())
+    test = load_prompts(config, split="evaluation", needs_target=True, base=config_dir())
+    assert (len(train), len(test)) == (200, 40)
+    assert not {p.text for p in train} & {p.text for p in test}

@@ -1,0 +1,89 @@
+"""Rewards of a user's own, named by path in the tests."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_flowrl.types import ByteArray, Prompt
+
+meeting = threading.Barrier(2)
+
+
+def constant(images: ByteArray, prompt: Prompt, value: float = 0.25) -> list[float]:
+    return [value] * len(images)
+
+
+def first_pixel(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    return images[:, 0, 0, 0].astype(np.float64)
+
+
+async def slow_mean(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    await asyncio.sleep(0)
+    return [float(image.mean()) for image in images]
+
+
+def meets_another(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    meeting.wait(timeout=10)
+    return [1.0] * len(images)
+
+
+async def meets_another_async(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    await asyncio.to_thread(meeting.wait, 10)
+    return [2.0] * len(images)
+
+
+def too_few(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    return [1.0]
+
+
+def not_a_number(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    return [float("nan")] * len(images)
+
+
+def words(images: ByteArray, prompt: Prompt) -> Sequence[str]:
+    return ["good"] * len(images)
+
+
+def one_number(images: ByteArray, prompt: Prompt) -> float:
+    return 1.0
+
+
+async def breaks(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    raise ConnectionError("the judge is away")
+
+
+def takes_only_images(images: ByteArray) -> Sequence[float]:
+    return [0.0] * len(images)
+
+
+class Judge:
+    """Not deterministic, wants targets, keeps something that belongs to one event loop."""
+
+    deterministic = False
+    needs_target = True
+
+    def __init__(self, bonus: float = 0.0) -> None:
+        self.bonus = bonus
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert self.loop is asyncio.get_running_loop(), "the worker changed its event loop"
+        return [self.bonus + len(prompt.target or "")] * len(images)
+
+
+class Expensive:
+    """Must not be built where configurations are only checked."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        type(self).built += 1
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        return [0.0] * len(images)
+
+
+not_callable = 3

@@ -1,0 +1,150 @@
+"""The weighted sum, rewards of one's own, and everything that must be refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_flowrl.config import Config, RewardConfig, RewardTerm
+from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
+from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.types import Prompt, Scores
+
+PROMPT = Prompt(3, 'red "abc"', target="abc")
+IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def own_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    yield
+    sys.modules.pop("own_rewards", None)
+
+
+def terms(**names: str | RewardTerm) -> RewardConfig:
+    return RewardConfig(
+        terms={key: RewardTerm(name=f"own_rewards:{t}") if isinstance(t, str) else t for key, t in names.items()}
+    )
+
+
+def own(name: str, weight: float = 1.0, **options: Any) -> RewardTerm:
+    return RewardTerm(weight=weight, name=f"own_rewards:{name}", options=options)
+
+
+def score(config: RewardConfig, *images: np.ndarray[Any, Any]) -> Scores:
+    worker = RewardWorker(Config(reward=config), index=0, name="reward-0")
+    try:
+        return worker.score(PROMPT, *(images or (IMAGES,)))
+    finally:
+        worker.close()
+
+
+def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
+    scores = score(terms(pixel=own("first_pixel", 2.0), level=own("constant", -4.0, value=0.5)))
+    assert scores.parts == {"pixel": (0.0, 1.0, 2.0, 3.0), "level": (0.5,) * 4}
+    assert scores.total == (-2.0, 0.0, 2.0, 4.0)
+
+
+def test_tickets_of_a_group_are_scored_as_one_group_in_order() -> None:
+    config = terms(pixel="first_pixel")
+    assert score(config, IMAGES[:1], IMAGES[1:3], IMAGES[3:]).total == score(config, IMAGES).total
+
+
+def test_async_and_plain_rewards_give_one_sum() -> None:
+    scores = score(terms(mean="slow_mean", pixel="first_pixel"))
+    assert scores.total == (0.0, 2.0, 4.0, 6.0)
+
+
+def test_terms_run_side_by_side() -> None:
+    scores = score(terms(plain="meets_another", asynchronous="meets_another_async"))
+    assert scores.total == (3.0,) * 4
+
+
+def test_an_async_reward_keeps_its_event_loop_between_groups() -> None:
+    worker = RewardWorker(Config(reward=terms(judge=own("Judge", bonus=0.5))), index=0, name="reward-0")
+    assert [worker.score(PROMPT, IMAGES).total for _ in range(3)] == [(3.5,) * 4] * 3
+    worker.close()
+
+
+def test_spans_cover_the_group_and_each_term() -> None:
+    spans = score(terms(mean="slow_mean", pixel="first_pixel")).spans
+    assert [span.name for span in spans] == ["score", "score/mean", "score/pixel"]
+    assert all(spans[0].start <= span.start <= span.end <= spans[0].end for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("reward", "came_back"),
+    [
+        ("too_few", r"must return 4 finite numbers, got shape \[1\]"),
+        ("one_number", r"got shape \[\]"),
+        ("not_a_number", r"got \[nan, nan, nan, nan\]"),
+        ("words", r"got \['good'"),
+        ("breaks", "ConnectionError: the judge is away"),
+    ],
+)
+def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
+    with pytest.raises(RewardError, match=came_back) as error:
+        score(terms(good="constant", bad=reward))
+    assert "reward 'bad'" in str(error.value)
+    assert PROMPT.text in str(error.value)
+
+
+def test_flags_of_the_sum() -> None:
+    plain, judged = build_reward(terms(a="constant")), build_reward(terms(a="constant", b="Judge"))
+    assert (plain.deterministic, plain.needs_target) == (True, False)
+    assert (judged.deterministic, judged.needs_target) == (False, True)
+    assert check_rewards(terms(a="constant", b="Judge"))
+    assert check_rewards(RewardConfig(terms={"ocr": RewardTerm()}))
+    assert not check_rewards(terms(a="constant"))
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+def test_built_in_rewards_build(name: str) -> None:
+    assert build_reward(RewardConfig(terms={name: RewardTerm()})).weights == {name: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (RewardTerm(name="ocrr"), "ocrr'; did you mean 'ocr'"),
+        (RewardTerm(name="no_such_module:f"), "no_such_module:f cannot be imported: ModuleNotFoundError"),
+        (own("constnt"), "'constnt'; did you mean 'constant'"),
+        (own("not_callable"), "must be a function or a class, got int"),
+        (own("takes_only_images"), r"cannot be called with \(images, prompt\)"),
+        (own("constant", valu=1.0), "'valu'; did you mean 'value'"),
+        (own("first_pixel", side=1), "it takes none, got 'side'"),
+        (own("Judge", bonsu=1), "'bonsu'; did you mean 'bonus'"),
+        (own("constant", float("inf")), "weight must be a finite number, got inf"),
+        (RewardTerm(name="color", options={"channel": "rde"}), "got 'rde'; did you mean 'red'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_sentence(term: RewardTerm, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        build_reward(RewardConfig(terms={"mine": term}))
+    assert "reward.terms.mine" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_terms_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one reward; built in are color, jpeg_"):
+        check_rewards(RewardConfig())
+
+
+def test_checking_builds_nothing_that_has_no_check() -> None:
+    import own_rewards
+
+    config = terms(big="Expensive", color=RewardTerm())
+    check_rewards(config)
+    check_prompts(config, [PROMPT])
+    assert own_rewards.Expensive.built == 0
+    build_reward(config)
+    assert own_rewards.Expensive.built == 1
+
+
+def test_prompts_that_a_term_cannot_score_are_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="reward 'color': the first word of prompt 'a house'"):
+        check_prompts(RewardConfig(terms={"color": RewardTerm()}), [PROMPT, Prompt(1, "a house")])

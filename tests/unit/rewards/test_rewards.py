@@ -1,0 +1,96 @@
+"""Built-in rewards on images whose score is known."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from async_flowrl.rewards.color import Color
+from async_flowrl.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
+from async_flowrl.rewards.ocr import OCR, text_score
+from async_flowrl.types import ByteArray, Prompt
+
+SIGN = Prompt(0, 'a sign that reads "Welcome"', target="Welcome")
+
+
+def painted(text: str, side: int = 128, size: int = 24) -> ByteArray:
+    image = Image.new("RGB", (side, side), "white")
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(image).text((6, side // 3), text, fill="black", font=font)
+    return np.asarray(image)
+
+
+def flat(red: int, green: int, blue: int) -> ByteArray:
+    return np.full((16, 16, 3), (red, green, blue), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def ocr() -> OCR:
+    return OCR()
+
+
+def test_ocr_scores_the_right_word_and_no_other(ocr: OCR) -> None:
+    images = np.stack([painted("Welcome"), painted("BXZKQ"), painted("")])
+    assert list(ocr(images, SIGN)) == [1.0, 0.0, 0.0]
+
+
+def test_ocr_gives_part_of_the_score_for_a_misspelling(ocr: OCR) -> None:
+    (score,) = ocr(painted("Welcane")[None], SIGN)
+    assert 0.5 < score < 1.0
+
+
+def test_ocr_is_deterministic_and_independent_of_the_group(ocr: OCR) -> None:
+    images = np.stack([painted("Welcone"), painted("come in")])
+    assert list(ocr(images, SIGN)) == [ocr(image[None], SIGN)[0] for image in images]
+
+
+def test_ocr_expects_rgb(ocr: OCR) -> None:
+    image = Image.new("RGB", (128, 128), (255, 255, 255))
+    ImageDraw.Draw(image).text((6, 40), "Welcome", fill=(200, 0, 0), font=ImageFont.load_default(24))
+    assert ocr(np.asarray(image)[None], SIGN)[0] == 1.0
+
+
+def test_ocr_refuses_a_prompt_without_target(ocr: OCR) -> None:
+    with pytest.raises(ValueError, match="'a sign' has no target text"):
+        ocr.check(Prompt(0, "a sign"))
+
+
+@pytest.mark.parametrize(
+    ("read", "target", "score"),
+    [
+        ("welcome", "Welcome", 1.0),
+        ("you are w elc ome here", "Welcome", 1.0),
+        ("welcom", "welcome", 1 - 1 / 7),
+        ("", "welcome", 0.0),
+        ("something entirely different", "abc", 0.0),
+        ("ABCX", "abcd", 0.75),
+    ],
+)
+def test_text_score(read: str, target: str, score: float) -> None:
+    assert text_score(read, target) == pytest.approx(score)
+
+
+def test_jpeg_rewards_are_kilobytes_at_quality_95() -> None:
+    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3), dtype=np.uint8)
+    images = np.stack([np.zeros_like(noise), noise])
+    sizes = jpeg_incompressibility(images, SIGN)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, format="JPEG", quality=95)
+    assert sizes[1] == len(buffer.getvalue()) / 1000
+    assert sizes[1] > 5 * sizes[0]
+    assert list(jpeg_compressibility(images, SIGN)) == [-size for size in sizes]
+
+
+def test_color_is_the_named_channel_minus_the_mean_of_the_others() -> None:
+    images = np.stack([flat(255, 0, 0), flat(0, 0, 255), flat(100, 100, 100), flat(102, 51, 0)])
+    assert Color()(images, Prompt(0, "red red red red")) == pytest.approx([1.0, -0.5, 0.0, 0.3])
+    assert Color()(images, Prompt(0, "Blue sky")) == pytest.approx([-0.5, 1.0, 0.0, -0.3])
+    assert Color(channel="green")(images, Prompt(0, "a cat"))[0] == pytest.approx(-0.5)
+
+
+def test_color_refuses_what_names_no_channel() -> None:
+    with pytest.raises(ValueError, match="blue, green, red, got 'gren'; did you mean 'green'"):
+        Color(channel="gren")
+    with pytest.raises(ValueError, match="first word of prompt 'a red house' must be one of"):
+        Color().check(Prompt(0, "a red house"))
