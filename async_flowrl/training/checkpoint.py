@@ -1,0 +1,194 @@
+"""Checkpoints: safetensors and JSON, nothing that runs code when read; written whole or not at all; digests decide.
+
+checkpoints/step_N/
+    manifest.json            SHA-256 and size of every other file, format version
+    weights.safetensors      raw float32 masters by layout name
+    optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
+    retained.safetensors     <version>/<name>, what rollouts sampled from: the last max_staleness + 1 versions
+    ema.safetensors, sampling.safetensors, algorithm.safetensors    where the run has them
+    trainer.json             counters, LoRA rank and alpha
+    controller.json          what the controller needs to go on
+checkpoints/latest           a hint for people; nothing relies on it
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
+_NAME = re.compile(r"step_(\d+)")
+_WORK = ".unfinished-"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what its manifest says; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`tensors`: part (weights, optimizer, ...) → name → CPU tensor; `trainer` and `controller` are plain JSON."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    trainer: Mapping[str, Any]
+    controller: Mapping[str, Any]
+
+
+def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Writes `directory`/step_N, whole or not at all, and removes all but the newest `keep` up to it.
+
+    Every file is synced before the rename and the directory after it; an older checkpoint of the same step gives way.
+    """
+    if keep < 1:
+        raise ValueError(f"save.keep must be at least 1, got {keep}")
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(directory)
+    work = directory / f"{_WORK}{uuid.uuid4().hex}"
+    work.mkdir()
+    _write_parts(work, checkpoint)
+    target = directory / f"step_{step}"
+    if target.exists():
+        target.rename(directory / f"{_WORK}replaced-{uuid.uuid4().hex}")
+    work.rename(target)
+    _sync(directory)
+    _write_latest(directory, target.name)
+    found = _candidates(directory)
+    place = found.index(target)
+    # Newer ones belong to a history that a return to an earlier step has ended.
+    for old in [*found[:place], *found[place + keep :]]:
+        old.rename(directory / f"{_WORK}old-{uuid.uuid4().hex}")
+    _remove_unfinished(directory)
+    return target
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Everything in it, with every digest checked. Raises DamagedCheckpoint."""
+    files = verify_checkpoint(path)
+    tensors = {}
+    for name in files:
+        if name.endswith(".safetensors"):
+            try:
+                tensors[name.removesuffix(".safetensors")] = load_file(path / name)
+            except SafetensorError as error:
+                raise DamagedCheckpoint(f"checkpoint {path}: {name} cannot be read: {error}") from error
+    return Checkpoint(tensors, json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text()))
+
+
+def read_controller(path: Path) -> dict[str, Any]:
+    """The controller's part, with every digest of the checkpoint checked. Raises DamagedCheckpoint."""
+    verify_checkpoint(path)
+    found: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
+    return found
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """Checks every file against the manifest and returns their names. Raises DamagedCheckpoint."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} has no readable {MANIFEST}: {error}") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or manifest.get("digest") != _manifest_digest(files):
+        raise DamagedCheckpoint(f"checkpoint {path}: {MANIFEST} is damaged")
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}")
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpoint(f"checkpoint {path} lacks {name}")
+        if _describe(file) != expected:
+            raise DamagedCheckpoint(f"checkpoint {path}: {name} does not have the size and digest it was written with")
+    return list(files)
+
+
+def find_checkpoint(directory: Path) -> Path | None:
+    """The newest sound checkpoint; damaged ones are skipped with a warning. None if there is none."""
+    for path in _candidates(directory):
+        try:
+            verify_checkpoint(path)
+        except DamagedCheckpoint as error:
+            logger.warning("%s; trying an older one", error)
+        else:
+            return path
+    return None
+
+
+def checkpoint_step(path: Path) -> int:
+    """N of .../step_N. Raises ValueError for another name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not a checkpoint: its folder must be named step_N")
+    return int(match[1])
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Newest first."""
+    found = [p for p in directory.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if directory.is_dir() else []
+    return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def _write_parts(work: Path, checkpoint: Checkpoint) -> None:
+    for part, tensors in checkpoint.tensors.items():
+        # Copies: safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{part}.safetensors")
+    (work / TRAINER).write_text(_json(checkpoint.trainer))
+    (work / CONTROLLER).write_text(_json(checkpoint.controller))
+    files = {}
+    for file in sorted(work.iterdir()):
+        _sync(file)
+        files[file.name] = _describe(file)
+    (work / MANIFEST).write_text(_json({"format": FORMAT, "digest": _manifest_digest(files), "files": files}))
+    _sync(work / MANIFEST)
+    _sync(work)
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _manifest_digest(files: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_latest(directory: Path, name: str) -> None:
+    work = directory / f"{_WORK}latest"
+    work.write_text(name + "\n")
+    _sync(work)
+    work.replace(directory / "latest")
+    _sync(directory)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    for path in directory.glob(f"{_WORK}*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

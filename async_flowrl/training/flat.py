@@ -1,0 +1,76 @@
+"""The trainable tensors as one flat float32 vector: one all-reduce, one norm, one optimizer, one copy per version."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_ALIGN = 64
+"""Elements between the starts of tensors: 256 bytes, because matrix products round differently on unaligned memory and
+the rollouts' copies are aligned so too."""
+
+
+class FlatParameters:
+    """Turns named parameters into views of `values`, their gradients into views of `gradients`; both [numel] float32.
+
+    The parameter objects stay the same, their storage moves to `device`. Padding between tensors is always zero.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self._shapes = {name: parameter.shape for name, parameter in sorted(parameters.items())}
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name, shape in self._shapes.items():
+            self._offsets[name] = end
+            end += -(-shape.numel() // _ALIGN) * _ALIGN
+        self.values = nn.Parameter(torch.zeros(end, device=device))
+        self.gradients = torch.zeros(end, device=device)
+        self.values.grad = self.gradients
+        self.numel = sum(shape.numel() for shape in self._shapes.values())
+        views, gradients = self.named(self.values.data), self.named(self.gradients)
+        for name, view in views.items():
+            parameter = parameters[name]
+            if parameter.dtype != torch.float32:
+                raise ValueError(f"trainable tensor {name} is {parameter.dtype}, expected torch.float32")
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = gradients[name]
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector in this layout, by name."""
+        return {
+            name: flat[self._offsets[name] : self._offsets[name] + shape.numel()].view(shape)
+            for name, shape in self._shapes.items()
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], *, where: str) -> Tensor:
+        """A new vector from named tensors. Raises ValueError, naming the tensor, where names or shapes differ."""
+        flat = torch.zeros_like(self.values.data)
+        if odd := sorted(tensors.keys() ^ self._shapes.keys()):
+            verb = "lacks" if odd[0] in self._shapes else "has unknown"
+            raise ValueError(f"{where} {verb} tensor {odd[0]} ({len(odd)} names differ)")
+        for name, view in self.named(flat).items():
+            if tensors[name].shape != view.shape:
+                shapes = f"{list(tensors[name].shape)}, expected {list(view.shape)}"
+                raise ValueError(f"{where}: tensor {name} is {shapes}")
+            view.copy_(tensors[name])
+        return flat
+
+    def snapshot(self) -> Tensor:
+        """A copy of the live values."""
+        return self.values.data.clone()
+
+    def load(self, flat: Tensor) -> None:
+        """Overwrites the live values in place."""
+        self.values.data.copy_(flat)
+
+    @contextmanager
+    def swapped(self, flat: Tensor) -> Iterator[None]:
+        """Inside, the live values are `flat`; afterwards they are what they were. No graph may be open across it."""
+        live = self.snapshot()
+        self.load(flat)
+        try:
+            yield
+        finally:
+            self.load(live)

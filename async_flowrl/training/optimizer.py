@@ -1,0 +1,69 @@
+"""AdamW over the flat trainable vector, with gradient clipping and the ratio that shows whether eps rules the step."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from async_flowrl.config import TrainerConfig
+from async_flowrl.training.flat import FlatParameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) with float32 masters and moments; `steps` counts the optimizer steps really taken."""
+
+    def __init__(self, config: TrainerConfig, parameters: FlatParameters) -> None:
+        if not config.eps > 0:
+            raise ValueError(f"trainer.eps must be positive, got {config.eps}")
+        if not config.max_grad_norm > 0:
+            raise ValueError(f"trainer.max_grad_norm must be positive, got {config.max_grad_norm}")
+        self._config, self._parameters = config, parameters
+        self._adam = torch.optim.AdamW(
+            [parameters.values],
+            lr=config.learning_rate,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=False,
+        )
+        self.steps = 0
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the whole gradient, accumulated in float64."""
+        return float(torch.linalg.vector_norm(self._parameters.gradients, dtype=torch.float64))
+
+    def step(self, learning_rate: float, norm: float) -> dict[str, float]:
+        """Clips the gradient of norm `norm` to max_grad_norm and steps."""
+        gradients = self._parameters.gradients
+        if norm > self._config.max_grad_norm:
+            gradients.mul_(self._config.max_grad_norm / norm)
+        self._adam.param_groups[0]["lr"] = learning_rate
+        self._adam.step()
+        self.steps += 1
+        rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
+        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": rms / self._config.eps}
+
+    def state(self) -> dict[str, Tensor]:
+        """`<moment>/<tensor name>` → float32 copies on the CPU; empty before the first step."""
+        kept = self._adam.state.get(self._parameters.values)
+        if not kept:
+            return {}
+        return {
+            f"{moment}/{name}": view.to("cpu", copy=True)
+            for moment in MOMENTS
+            for name, view in self._parameters.named(kept[moment]).items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        """Takes over what `state` returned; no tensors mean no step was taken yet."""
+        self._adam.state.clear()
+        self.steps = steps
+        if not tensors:
+            return
+        kept = self._adam.state[self._parameters.values]
+        kept["step"] = torch.tensor(float(steps))
+        for moment in MOMENTS:
+            mine = {n.removeprefix(f"{moment}/"): t for n, t in tensors.items() if n.startswith(f"{moment}/")}
+            kept[moment] = self._parameters.pack(mine, where=f"optimizer state {moment}")

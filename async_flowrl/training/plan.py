@@ -1,0 +1,70 @@
+"""What the controller tells a trainer rank and what it hears back. Small, frozen, picklable; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from async_flowrl.types import Sampling, Span
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step. `rows` is its full count of (sample, denoising step) rows over all ranks, skipped groups
+    included: the denominator of the loss, so that a skipped group weighs as much as one whose gradient is zero."""
+
+    rows: int
+    update: int = 0
+    """Which optimizer step of the batch this is; from the second on, every group needs its proximal predictions."""
+    probe: bool = True
+    """Recompute one micro-batch under the weights that sampled it, to compare its log-probs with the rollout's."""
+
+
+@dataclass(frozen=True)
+class GroupMeta:
+    """One prompt group as it is handed over; its tickets' trajectories travel beside it, in ticket order."""
+
+    group: int
+    """Index in the step; it names the group in errors and statistics."""
+    tickets: int
+    """How many of the trajectories passed along are this group's."""
+    version: int
+    """Policy version that sampled it."""
+    age: int
+    """Policy versions between the sampler and the trainer."""
+    advantages: tuple[float, ...]
+    """One per image of the group, in image order."""
+    selected: tuple[int, ...]
+    """Which images are trained, in order (Algorithm.select)."""
+    seeds: tuple[int, ...]
+    """A named seed per image, for algorithms that draw in the trainer."""
+    negative: str
+    """Text of its negative prompt, a key of what `set_negatives` was given; unused without guidance."""
+    sampling: Sampling
+    """How it was sampled: guidance and resolution must be the trainer's too."""
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Means over one group's trained rows of what the algorithm's loss reported."""
+
+    group: int
+    version: int
+    age: int
+    window_start: int
+    rows: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimizer step did; equal on all ranks but for `spans`."""
+
+    step: int
+    update: int
+    skipped: bool
+    """No group was left to train on, so the optimizer did not run."""
+    metrics: Mapping[str, float]
+    """By the names of metrics.jsonl: loss, grad_norm, lr, ratio/mean, clip_fraction, kl, log_prob_gap, ..."""
+    kept: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Per age: rows with a nonzero advantage whose gradient survived clip and mask, and all rows with one."""
+    groups: tuple[GroupStats, ...] = ()
+    spans: tuple[Span, ...] = ()

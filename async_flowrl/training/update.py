@@ -1,0 +1,122 @@
+"""One optimizer step of one rank: begin … accumulate (group by group, in ticket order) … finish.
+
+A batch and a stream hand-over call the same functions in the same order, so they give the same bits.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from async_flowrl.training.batch import Group
+from async_flowrl.training.passes import Parts, Passes
+from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.schedule import learning_rate
+from async_flowrl.training.tally import GroupTally, RowSums, Tally
+from async_flowrl.types import Conditioning, Span, Trajectory
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite. The weights were not touched; the message names step and group."""
+
+
+class Update:
+    """Accumulates gradients and steps; the only place where weights change."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._passes = Passes(parts)
+        self._step: int | None = None
+        self._plan = StepPlan(rows=0)
+        self._tally = Tally()
+        self._before: list[Span] = []
+
+    def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
+        """Conditioning of the negative prompts by text, once per run."""
+        self._passes.set_negatives(conditionings)
+
+    def proximal(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> None:
+        """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
+        tally = Tally()
+        for group in self._groups(metas, trajectories):
+            self._passes.remember_proximal(group, tally)
+        self._before.extend(tally.spans)
+
+    def begin(self, step: int, plan: StepPlan) -> None:
+        """Clears gradients and statistics. `step` is the batch; its optimizer steps come as plan.update = 0, 1, ..."""
+        last = self._parts.config.trainer.updates_per_batch - 1
+        if not 0 <= plan.update <= last:
+            raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
+        self._step, self._plan, self._tally = step, plan, Tally()
+        self._tally.spans, self._before = self._before, []
+        self._parts.parameters.gradients.zero_()
+
+    def accumulate(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> None:
+        """Adds the gradient of groups, in order; each group's tickets stand together in `trajectories`.
+
+        Raises NonFiniteError naming step and group, and ValueError where a group does not fit the run.
+        """
+        if self._step is None:
+            raise RuntimeError("accumulate was called before begin")
+        for group in self._groups(metas, trajectories):
+            self._train(group, self._step)
+
+    def finish(self) -> UpdateStats:
+        """Sums gradients over the ranks, clips and steps; without a group to train on the weights stay as they are.
+
+        (Adam's momentum would move them.) Raises NonFiniteError, before anything changed.
+        """
+        if self._step is None:
+            raise RuntimeError("finish was called before begin")
+        parts, plan, step, tally = self._parts, self._plan, self._step, self._tally
+        self._step = None
+        if plan.update == parts.config.trainer.updates_per_batch - 1:
+            self._passes.forget_proximal()
+        rate = learning_rate(parts.config.trainer, step, parts.config.total_steps)
+        if not tally.groups:
+            return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(tally.spans))
+        with tally.span("optimizer"):
+            parts.gang.sum(parts.parameters.gradients)
+            norm = parts.optimizer.gradient_norm()
+            if not math.isfinite(norm):
+                groups = ", ".join(str(group.meta.group) for group in tally.groups)
+                raise NonFiniteError(f"step {step}: the summed gradient of groups {groups} is not finite")
+            taken = parts.optimizer.step(rate, norm)
+            tally.reduce(parts.gang, parts.device)
+        metrics = {**tally.metrics(plan.rows), **taken}
+        return UpdateStats(step, plan.update, False, metrics, tally.kept(), tally.stats(), tuple(tally.spans))
+
+    def _groups(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> Iterable[Group]:
+        expected = sum(meta.tickets for meta in metas)
+        if expected != len(trajectories):
+            raise ValueError(f"{len(metas)} groups have {expected} tickets, got {len(trajectories)} trajectories")
+        start = 0
+        for meta in metas:
+            yield Group(meta, trajectories[start : start + meta.tickets], device=self._parts.device)
+            start += meta.tickets
+
+    def _train(self, group: Group, step: int) -> None:
+        passes, plan, tally = self._passes, self._plan, self._tally
+        batches = passes.batches(group)
+        anchors = passes.anchors(group, batches, plan, tally)
+        sums = RowSums()
+        for index, batch in enumerate(batches):
+            with tally.span("forward"):
+                output, behaviour = passes.train(group, index, batch, anchors)
+            with tally.span("backward"):
+                (output.loss.sum() / plan.rows).backward()  # type: ignore[no-untyped-call]
+            sums.add(output)
+            if index == 0 and behaviour is not None and passes.probing(plan, tally):
+                sums.set_mean("behaviour_gap", passes.behaviour_gap(batch, behaviour))
+        if sums.rows == 0:
+            return
+        totals = sums.totals()
+        self._check_finite(group, totals["loss"], step)
+        tally.groups.append(GroupTally(group.meta, min(group.train_steps), totals, sums.rows))
+
+    def _check_finite(self, group: Group, loss: float, step: int) -> None:
+        """Here and not only on the summed gradient, so that the message can name the group."""
+        gradient = float(self._parts.parameters.gradients.sum(dtype=torch.float64))
+        for what, value in (("loss", loss), ("gradient", gradient)):
+            if not math.isfinite(value):
+                raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {value}")

@@ -1,0 +1,88 @@
+"""The weights beside the live ones: what was published under the last versions, and moving averages."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
+from async_flowrl.config import Config
+from async_flowrl.training.flat import FlatParameters
+
+
+class Versions:
+    """Flat vectors in the layout of `parameters`. Version n is what rollouts sample from after n published updates.
+
+    `ema` is for evaluation; `sampling`, where the algorithm has one, is the slowly moving policy that rollouts sample
+    from instead of the trained weights.
+    """
+
+    def __init__(self, config: Config, parameters: FlatParameters) -> None:
+        self._config, self._parameters = config, parameters
+        algorithm = config.algorithm
+        averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
+        self.sampling: Tensor | None = parameters.snapshot() if averaged else None
+        self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
+        self._retained: dict[int, Tensor] = {}
+        self.retain(0)
+
+    @property
+    def newest(self) -> int:
+        return max(self._retained)
+
+    @property
+    def retained(self) -> Mapping[int, Tensor]:
+        """The last max_staleness + 1 versions: every one that a sample yet to be trained can name."""
+        return self._retained
+
+    def after_optimizer_step(self, steps: int) -> None:
+        """EMA every `ema_every` of the `steps` optimizer steps taken so far, with flow_grpo's warm-up of the decay."""
+        trainer = self._config.trainer
+        if self.ema is not None and trainer.ema_decay is not None and steps % trainer.ema_every == 0:
+            update_average([self.ema], [self._parameters.values.data], ema_decay(steps, trainer.ema_decay))
+
+    def after_batch(self, step: int) -> None:
+        """The update of batch `step` is done: the sampling policy follows, and version step + 1 is kept."""
+        if self.sampling is not None:
+            decay = old_policy_decay(self._config.algorithm.old_policy_decay, step)
+            update_average([self.sampling], [self._parameters.values.data], decay)
+        self.retain(step + 1)
+
+    def retain(self, version: int) -> None:
+        source = self._parameters.values.data if self.sampling is None else self.sampling
+        self._retained[version] = source.clone()
+        for old in [v for v in self._retained if v < version - self._config.max_staleness]:
+            del self._retained[old]
+
+    def of(self, version: int) -> Tensor:
+        """The weights that version `version` names. Raises KeyError in one sentence if they are no longer kept."""
+        if version not in self._retained:
+            raise KeyError(f"version {version} is not kept; the trainer has {sorted(self._retained)}")
+        return self._retained[version]
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parts of a checkpoint: CPU tensors by name."""
+        parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
+        for version, flat in self._retained.items():
+            parts["retained"] |= {f"{version}/{name}": tensor for name, tensor in self._named(flat).items()}
+        return parts
+
+    def load(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes over what `state` returned. Raises ValueError where parts or tensors differ from this run's."""
+        for name, flat in self._averages().items():
+            if name not in parts:
+                raise ValueError(f"the checkpoint has no {name} weights, which this run needs")
+            flat.copy_(self._parameters.pack(parts[name], where=name))
+        by_version: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in parts["retained"].items():
+            version, name = key.split("/", 1)
+            by_version.setdefault(int(version), {})[name] = tensor
+        self._retained = {
+            version: self._parameters.pack(tensors, where=f"retained version {version}")
+            for version, tensors in sorted(by_version.items())
+        }
+
+    def _averages(self) -> dict[str, Tensor]:
+        return {name: flat for name, flat in (("ema", self.ema), ("sampling", self.sampling)) if flat is not None}
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        return self._parameters.named(flat.to("cpu", copy=True))

@@ -1,0 +1,178 @@
+"""One trainer rank: a plain class with the model, its optimizer and the sending end of the weights.
+
+Everything but sealing, sending and writing runs on the main lane, one call at a time.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config import Config
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.training.flat import FlatParameters
+from async_flowrl.training.fsdp import Gang, checkpoint_blocks, shard
+from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameters
+from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.passes import Parts
+from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.update import Update
+from async_flowrl.training.versions import Versions
+from async_flowrl.types import Conditioning, FloatArray, Trajectory
+from checkpoint_engine import base_digest, weights_digest
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An algorithm that carries something from batch to batch."""
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class TrainerWorker:
+    """Ranks hold the same adapter, bit for bit; the base is sharded where there is a gang."""
+
+    def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
+        self.config, self.model, self.index, self.name = config, model, index, name
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.gang = Gang()
+        self.algorithm: Algorithm = build_algorithm(
+            config.algorithm,
+            max_staleness=config.max_staleness,
+            updates_per_batch=config.trainer.updates_per_batch,
+            hand_over=config.hand_over,
+            num_inference_steps=config.rollout.num_inference_steps,
+        )
+        self.policy: Policy
+        self.parameters: FlatParameters
+        self.optimizer: Optimizer
+        self.versions: Versions
+        self._update: Update
+        self._snapshot: tuple[int, Checkpoint] | None = None
+
+    def load(self) -> dict[str, Any]:
+        """Builds the model with its adapter. Returns the base's digest, how it is laid out, and parameter counts."""
+        config, trainer = self.config, self.config.trainer
+        # On the CPU first: a base too large for one device is moved shard by shard.
+        policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+        base = dict(policy.transformer.named_parameters())
+        digest, count = base_digest(base), sum(parameter.numel() for parameter in base.values())
+        add_lora(policy.transformer, config.lora, policy, config.seed)
+        if config.lora.path is not None:
+            load_warm_start(policy.transformer, config.lora, policy)
+        adapter = lora_parameters(policy.transformer)
+        self.parameters = FlatParameters(adapter, self.device)
+        if trainer.gradient_checkpointing:
+            checkpoint_blocks(policy)
+        layout = shard(policy, set(adapter.values()), self.gang, device=self.device, offload=trainer.cpu_offload)
+        self.policy = policy
+        self.optimizer = Optimizer(trainer, self.parameters)
+        self.versions = Versions(config, self.parameters)
+        self._update = Update(self._parts())
+        return {
+            "base_digest": digest,
+            "layout": layout,
+            "base_parameters": count,
+            "trainable_parameters": self.parameters.numel,
+            "trainable_tensors": len(adapter),
+            "device": str(self.device),
+        }
+
+    def _parts(self) -> Parts:
+        return Parts(
+            config=self.config,
+            policy=self.policy,
+            algorithm=self.algorithm,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            gang=self.gang,
+            device=self.device,
+            sampled_by=self.versions.of,
+            averaged=self.versions.sampling is not None,
+            # A warm start is the policy to stay close to, not the bare base model.
+            reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
+        )
+
+    def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
+        self._update.set_negatives(conditionings)
+
+    def proximal(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
+        self._update.proximal(metas, trajectories)
+
+    def begin(self, step: int, plan: StepPlan) -> None:
+        self._update.begin(step, plan)
+
+    def accumulate(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
+        self._update.accumulate(metas, trajectories)
+
+    def finish(self) -> UpdateStats:
+        """The optimizer step; after the last one of a batch the next version exists (see `stage`)."""
+        stats = self._update.finish()
+        if not stats.skipped:
+            self.versions.after_optimizer_step(self.optimizer.steps)
+        if stats.update == self.config.trainer.updates_per_batch - 1:
+            self.versions.after_batch(stats.step)
+        return stats
+
+    def weights_digest(self) -> str:
+        """SHA-256 of the trainable float32 weights; equal on all ranks."""
+        return weights_digest(self._live())
+
+    def tensors(self, average: bool = False) -> dict[str, FloatArray]:
+        """The float32 masters by layout name; with `average` their EMA, where the run has one."""
+        ema = self.versions.ema
+        source = self._live() if ema is None or not average else self.parameters.named(ema)
+        return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in source.items()}
+
+    def snapshot(self) -> int:
+        """Copies to host memory what a checkpoint holds (main lane), for `save` to write beside the next update.
+
+        Returns the version it stands at.
+        """
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
+            "optimizer": self.optimizer.state(),
+            **self.versions.state(),
+        }
+        if isinstance(self.algorithm, Stateful):
+            parts["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.algorithm.state_dict().items()}
+        lora = self.config.lora
+        trainer = {
+            "version": self.versions.newest,
+            "optimizer_steps": self.optimizer.steps,
+            "lora": {"rank": lora.rank, "alpha": lora.alpha},
+            "model": {"path": self.config.model.path, "revision": self.model.revision},
+            "weights_digest": weights_digest(parts["weights"]),
+        }
+        self._snapshot = self.versions.newest, Checkpoint(parts, trainer, {})
+        return self.versions.newest
+
+    def save(self, directory: str, controller: Mapping[str, Any]) -> str:
+        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0, any lane."""
+        if self._snapshot is None:
+            raise RuntimeError("save was called without a snapshot")
+        version, checkpoint = self._snapshot
+        self._snapshot = None
+        whole = Checkpoint(checkpoint.tensors, checkpoint.trainer, controller)
+        return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep))
+
+    def restore(self, path: str) -> int:
+        """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
+        found = read_checkpoint(Path(path))
+        self.parameters.load(self.parameters.pack(found.tensors["weights"], where="weights"))
+        self.optimizer.load(found.tensors["optimizer"], int(found.trainer["optimizer_steps"]))
+        self.versions.load(found.tensors)
+        if isinstance(self.algorithm, Stateful):
+            self.algorithm.load_state_dict(found.tensors["algorithm"])
+        return cast("int", found.trainer["version"])
+
+    def _live(self) -> dict[str, Tensor]:
+        return self.parameters.named(self.parameters.values.data)

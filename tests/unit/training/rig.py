@@ -1,0 +1,164 @@
+"""A real policy, real rollouts and a real trainer rank, all tiny."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config import Config, RewardTerm
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.seeds import derive
+from async_flowrl.training.lora import add_lora, lora_parameters
+from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
+
+TEXTS = ("red red red red", "blue blue blue blue", "green green", "white")
+Handed = tuple[GroupMeta, list[Trajectory]]
+
+
+def tiny_config(**trainer: Any) -> Config:
+    """2 prompts x 4 images of 32 px, 4 steps (3 trained), rank 4 LoRA."""
+    config = Config(prompts_per_step=2, group_size=4, max_staleness=1, total_steps=50)
+    config.model.tiny.heads, config.model.tiny.layers = 4, 2
+    config.rollout.num_inference_steps = 4
+    config.lora.rank, config.lora.alpha = 4, 8.0
+    config.reward.terms = {"color": RewardTerm()}
+    config.trainer.micro_batch_size = 4
+    config.trainer.learning_rate = 1e-2
+    config.trainer.weight_decay = 0.0
+    for name, value in trainer.items():
+        if not hasattr(config.trainer, name):
+            raise AttributeError(name)
+        setattr(config.trainer, name, value)
+    return config
+
+
+def trainer(config: Config) -> TrainerWorker:
+    torch.set_num_threads(1)
+    worker = TrainerWorker(config, resolve_model(config.model), 0, "trainer-0")
+    worker.load()
+    return worker
+
+
+def sampling_of(config: Config) -> Sampling:
+    rollout, algorithm = config.rollout, config.algorithm
+    return Sampling(
+        resolution=rollout.resolution,
+        num_inference_steps=rollout.num_inference_steps,
+        true_cfg_scale=rollout.true_cfg_scale,
+        guidance_scale=rollout.guidance_scale,
+        negative_prompt=rollout.negative_prompt,
+        sde_type=algorithm.sde_type,
+        noise_level=algorithm.noise_level,
+    )
+
+
+class Sampler:
+    """Rollouts of the given weights."""
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(1)
+        self.config = config
+        policy = load_policy(resolve_model(config.model), dtype="float32", device="cpu", parts="all")
+        add_lora(policy.transformer, config.lora, policy, config.seed)
+        self.policy = policy
+        self.engine = DiffusersEngine(policy, batch_size=None, device=torch.device("cpu"))
+
+    def load(self, tensors: dict[str, np.ndarray]) -> None:
+        with torch.no_grad():
+            for name, parameter in lora_parameters(self.policy.transformer).items():
+                parameter.copy_(torch.from_numpy(tensors[name]))
+
+    def group(self, step: int, group: int, *, tickets: int = 1, **meta: Any) -> Handed:
+        """One group of `step`, cut into tickets, with seeded advantages."""
+        size = self.config.group_size // tickets
+        trajectories = [self._ticket(step, group, range(i * size, (i + 1) * size)) for i in range(tickets)]
+        drawn = np.random.default_rng([step, group]).standard_normal(self.config.group_size)
+        values = {
+            "group": group,
+            "tickets": tickets,
+            "version": step,
+            "age": 0,
+            "advantages": tuple((drawn - drawn.mean()).tolist()),
+            "selected": tuple(range(self.config.group_size)),
+            "seeds": tuple(derive(self.config.seed, "row", step, group, i) for i in range(self.config.group_size)),
+            "negative": self.config.rollout.negative_prompt,
+            "sampling": sampling_of(self.config),
+        }
+        return GroupMeta(**{**values, **meta}), trajectories
+
+    def _ticket(self, step: int, group: int, images: range) -> Trajectory:
+        config = self.config
+        window = draw_window(
+            config.algorithm,
+            num_inference_steps=config.rollout.num_inference_steps,
+            seed=config.seed,
+            step=step,
+            group=group,
+        )
+        request = RolloutRequest(
+            kind=TRAIN,
+            ordinal=group,
+            step=step,
+            group=group,
+            version=step,
+            prompt=Prompt(group, TEXTS[group]),
+            images=tuple(images),
+            initial_seeds=tuple(derive(config.seed, "initial", step, group, i) for i in images),
+            noise_seeds=tuple(derive(config.seed, "noise", step, group, i) for i in images),
+            noise_steps=window.noise_steps,
+            train_steps=window.train_steps,
+            sampling=sampling_of(config),
+        )
+        trajectory = self.engine.generate(request).trajectory
+        assert trajectory is not None
+        return read_only(trajectory)
+
+    def negatives(self) -> dict[str, Any]:
+        text = self.config.rollout.negative_prompt
+        return {text: self.engine.encode([text])[0]}
+
+
+def read_only(trajectory: Trajectory) -> Trajectory:
+    """Arrays as they come out of the object store."""
+    arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
+    for array in arrays:
+        array.flags.writeable = False
+    return trajectory
+
+
+def rows(handed: list[Handed]) -> int:
+    return sum(len(meta.selected) * len(tickets[0].train_steps) for meta, tickets in handed)
+
+
+def update(
+    worker: TrainerWorker, step: int, handed: list[Handed], *, plan: StepPlan | None = None, together: bool = False
+) -> UpdateStats:
+    """One optimizer step; group by group, or all groups in one call."""
+    worker.begin(step, plan or StepPlan(rows=rows(handed)))
+    if together:
+        worker.accumulate([meta for meta, _ in handed], *[t for _, tickets in handed for t in tickets])
+    else:
+        for meta, tickets in handed:
+            worker.accumulate([meta], *tickets)
+    return worker.finish()
+
+
+def weights(worker: TrainerWorker) -> dict[str, np.ndarray]:
+    return worker.tensors()
+
+
+def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def with_advantages(handed: Handed, advantages: list[float]) -> Handed:
+    return replace(handed[0], advantages=tuple(advantages)), handed[1]
