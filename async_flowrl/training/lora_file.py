@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -55,18 +55,29 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float) -> Path:
     payload = {
         _PREFIX + name: tensors[name].detach().to("cpu", torch.float32).contiguous().clone() for name in sorted(tensors)
     }
+    content = _ordered(save(payload, {"format": "pt", _METADATA: json.dumps(metadata, sort_keys=True)}))
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{FILE_NAME}-", dir=folder)
-    os.close(handle)
     try:
-        save_file(payload, temporary, metadata={"format": "pt", _METADATA: json.dumps(metadata, sort_keys=True)})
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, folder / FILE_NAME)
     finally:
         Path(temporary).unlink(missing_ok=True)
     return folder / FILE_NAME
+
+
+def _ordered(content: bytes) -> bytes:
+    """The same safetensors file with its header in one order: the library writes the metadata in any."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def read(path: Path) -> LoraFile:

@@ -1,0 +1,281 @@
+"""The rollout engine: reproducible, seeds per image, noise only where asked, and a trajectory that replays exactly."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies import qwen_image
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.seeds import generator
+from async_flowrl.training.lora import lora_parameters, reference_mode
+from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
+from tests.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def policy() -> QwenImagePolicy:
+    return adapted_policy()
+
+
+@pytest.fixture(scope="module")
+def engine(policy: QwenImagePolicy) -> DiffusersEngine:
+    return DiffusersEngine(policy)
+
+
+def trajectory_of(rollout: Rollout) -> Trajectory:
+    assert rollout.trajectory is not None
+    return rollout.trajectory
+
+
+def same(one: Rollout, two: Rollout) -> bool:
+    a, b = trajectory_of(one), trajectory_of(two)
+    return (
+        np.array_equal(one.images, two.images)
+        and np.array_equal(a.latents, b.latents)
+        and np.array_equal(a.log_probs, b.log_probs)
+    )
+
+
+def replay(
+    policy: QwenImagePolicy,
+    found: Trajectory,
+    how: Sampling,
+    negative: dict[str, Tensor] | None,
+    *,
+    rows: int | None = None,
+) -> Tensor:
+    """log-ratio [n, W] float64 of the trainer's own forward to the recorded log-prob; `rows` images per forward."""
+    sigmas, positive = torch.from_numpy(found.sigmas), tensors(found.conditioning)
+    latents = torch.from_numpy(found.latents)
+    size, ratios = rows or len(latents), []
+    for column, step in enumerate(found.train_steps):
+        at = found.points.index(step)
+        assert found.points[at + 1] == step + 1
+        values = []
+        for start in range(0, len(latents), size):
+            x, following = latents[start : start + size, at], latents[start : start + size, at + 1]
+            sigma, after = (sigmas[i].expand(len(x)) for i in (step, step + 1))
+            velocity = policy.velocity(x, sigma, positive, negative, how)
+            transition = sde.transition(
+                x,
+                velocity,
+                sigma,
+                after,
+                sigma_after_first=sigmas[1],
+                sde_type=how.sde_type,
+                noise_level=how.noise_level,
+            )
+            values.append(sde.log_prob(following, transition, how.sde_type).float())
+        ratios.append(torch.cat(values).double() - torch.from_numpy(found.log_probs[:, column]).double())
+    return torch.stack(ratios, dim=1)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize("kind", ["sde", "dance_sde", "cps"])
+def test_the_trainer_replays_a_trajectory_exactly(policy: QwenImagePolicy, kind: str, cfg: float) -> None:
+    """With gradients on, in the sampler's shapes: ratio exactly 1. In other shapes: to float tolerance."""
+    how = sampling(cfg=cfg, sde_type=kind, noise_level=0.7)
+    found = trajectory_of(DiffusersEngine(policy).generate(request(4, how=how)))
+    negative = tensors(policy.encode([how.negative_prompt])[0])
+    exact = replay(policy, found, how, negative)
+    assert exact.shape == (4, 5) and exact.requires_grad
+    assert torch.equal(exact.detach(), torch.zeros(4, 5, dtype=torch.float64))
+    for rows in (1, 3):
+        assert replay(policy, found, how, negative, rows=rows).abs().max() < 1e-6
+
+
+def wrong_values(policy: QwenImagePolicy, found: Trajectory, how: Sampling, negative: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(replay(policy, found, how, negative).abs().max())
+
+
+def test_replay_notices_wrong_conditioning(policy: QwenImagePolicy) -> None:
+    """Each way a trainer could condition differently moves the ratio far outside the tolerance above."""
+    how = sampling(cfg=4.0)
+    found = trajectory_of(DiffusersEngine(policy).generate(request(4, how=how)))
+    right, other = (tensors(c) for c in policy.encode([how.negative_prompt, "blue"]))
+    assert wrong_values(policy, found, how, right) == 0
+    assert wrong_values(policy, found, how, other) > 1e-4
+    assert wrong_values(policy, found, replace(how, true_cfg_scale=1.0), right) > 1e-4
+    padded = {"prompt_embeds": torch.cat([right["prompt_embeds"], torch.zeros(3, 32)])}
+    assert wrong_values(policy, found, how, padded) > 1e-4
+
+    def unmasked(*args: object) -> tuple[Tensor, None]:
+        return text(*args)[0], None  # type: ignore[arg-type]
+
+    text = qwen_image._text
+    with patch.object(qwen_image, "_text", unmasked):
+        assert wrong_values(policy, found, how, right) > 1e-4
+
+    def unrescaled(*args: object) -> Tensor:
+        off, scale = replace(how, true_cfg_scale=1.0), how.true_cfg_scale
+        x, sigma, positive, negative, _ = args
+        c, u = (velocity(x, sigma, text, None, off) for text in (positive, negative))  # type: ignore[arg-type]
+        return u + scale * (c - u)
+
+    velocity = policy.velocity
+    with patch.object(policy, "velocity", unrescaled):
+        assert wrong_values(policy, found, how, right) > 1e-4
+    with reference_mode(policy.transformer):
+        assert wrong_values(policy, found, how, right) > 1e-4
+
+
+def test_a_trajectory_of_an_older_version_does_not_replay() -> None:
+    policy = adapted_policy()
+    found = trajectory_of(DiffusersEngine(policy).generate(request(4)))
+    randomise(lora_parameters(policy.transformer), 0.29)
+    assert wrong_values(policy, found, sampling(), {}) > 1e-4
+
+
+def test_the_same_request_gives_the_same_bits_from_another_engine(engine: DiffusersEngine) -> None:
+    first = engine.generate(request(4))
+    assert first.images.shape == (4, 32, 32, 3) and first.images.dtype == np.uint8
+    torch.rand(7)
+    assert same(first, engine.generate(request(4)))
+    assert same(first, DiffusersEngine(adapted_policy()).generate(request(4)))
+
+
+def test_the_adapter_matters(engine: DiffusersEngine) -> None:
+    with_adapter = engine.generate(request(2))
+    with reference_mode(engine.policy.transformer):
+        assert not same(with_adapter, engine.generate(request(2)))
+
+
+def test_chunks_change_only_the_last_float_bits(policy: QwenImagePolicy) -> None:
+    whole = DiffusersEngine(policy).generate(request(5))
+    chunked = DiffusersEngine(policy, batch_size=2).generate(request(5))
+    a, b = trajectory_of(whole), trajectory_of(chunked)
+    assert a.latents.shape == b.latents.shape == (5, 6, 4, 64)
+    assert np.abs(a.latents - b.latents).max() < 1e-4
+    assert np.abs(whole.images.astype(int) - chunked.images).max() <= 1
+    assert same(chunked, DiffusersEngine(policy, batch_size=2).generate(request(5)))
+
+
+def test_an_image_depends_on_its_own_seeds(engine: DiffusersEngine) -> None:
+    base = trajectory_of(engine.generate(request(3))).latents
+    other_start = replace(request(3), initial_seeds=(*request(3).initial_seeds[:2], 99))
+    other_noise = replace(request(3), noise_seeds=(*request(3).noise_seeds[:2], 99))
+    started = trajectory_of(engine.generate(other_start)).latents
+    assert np.array_equal(started[:2, 0], base[:2, 0]) and not np.array_equal(started[2, 0], base[2, 0])
+    noised = trajectory_of(engine.generate(other_noise)).latents
+    assert np.array_equal(noised[:, 0], base[:, 0])
+    assert np.array_equal(noised[:2], base[:2])
+    assert np.abs(noised[2, 1] - base[2, 1]).max() > 0.1
+    drawn = torch.randn(4, 64, generator=generator(request(3).initial_seeds[1]))
+    assert np.array_equal(base[1, 0], drawn.numpy())
+
+
+def test_noise_falls_only_on_the_noise_steps(policy: QwenImagePolicy, engine: DiffusersEngine) -> None:
+    """Two images from one start separate exactly at the first noisy step, and share their path up to there."""
+    twins = replace(request(2, noise_steps=(1, 2, 3)), initial_seeds=(5, 5))
+    found = trajectory_of(engine.generate(twins))
+    assert found.points == (1, 2, 3, 4) and found.train_steps == (1, 2, 3)
+    assert np.abs(found.latents[0, 0] - found.latents[1, 0]).max() < 1e-6
+    assert np.abs(found.latents[0, 1] - found.latents[1, 1]).max() > 0.1
+    without = replace(twins, noise_steps=(), train_steps=(), kind=EVALUATION)
+    images = engine.generate(without).images
+    assert np.abs(images[0].astype(int) - images[1]).max() <= 1
+
+
+def test_trained_steps_may_be_a_subset_of_the_noisy_ones(engine: DiffusersEngine) -> None:
+    every = trajectory_of(engine.generate(request(3)))
+    some = trajectory_of(engine.generate(request(3, train_steps=(0, 3))))
+    assert some.points == (0, 1, 3, 4)
+    assert np.array_equal(some.latents, every.latents[:, [0, 1, 3, 4]])
+    assert np.array_equal(some.log_probs, every.log_probs[:, [0, 3]])
+
+
+def test_without_trained_steps_the_final_latents_are_recorded(policy: QwenImagePolicy, engine: DiffusersEngine) -> None:
+    rollout = engine.generate(request(2, noise_steps=()))
+    found = trajectory_of(rollout)
+    assert found.points == (6,) and found.latents.shape == (2, 1, 4, 64) and found.log_probs.shape == (2, 0)
+    assert np.array_equal(policy.decode(torch.from_numpy(found.latents[:, 0]), 32), rollout.images)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float) -> None:
+    """No noise after the initial one even if the request names noisy steps, no trajectory."""
+    how = sampling(cfg=cfg)
+    asked = request(3, how=how, kind=EVALUATION)
+    rollout = DiffusersEngine(tiny_policy()).generate(asked)
+    assert rollout.trajectory is None
+    pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
+    pipeline.set_progress_bar_config(disable=True)
+    made = pipeline(
+        RED.text,
+        negative_prompt=how.negative_prompt,
+        true_cfg_scale=cfg,
+        height=32,
+        width=32,
+        num_inference_steps=6,
+        num_images_per_prompt=3,
+        latents=torch.stack([torch.randn(4, 64, generator=generator(seed)) for seed in asked.initial_seeds]),
+    ).images
+    assert np.abs(rollout.images.astype(int) - np.stack([np.asarray(image) for image in made])).max() <= 1
+
+
+def test_prompts_are_encoded_once(policy: QwenImagePolicy) -> None:
+    engine, encode, seen = DiffusersEngine(policy), policy.encode, []
+
+    def counted(texts: Sequence[str], system: str | None = None) -> object:
+        seen.extend((text, system) for text in texts)
+        return encode(texts, system)
+
+    how = sampling(cfg=4.0)
+    blue, polite = Prompt(1, "blue blue blue blue", negative="red"), replace(RED, system="Be bold.")
+    with patch.object(policy, "encode", counted):
+        for prompt in (RED, blue, RED, blue, polite, polite):
+            engine.generate(request(1, how=how, prompt=prompt))
+    assert sorted(seen, key=str) == sorted(
+        [(how.negative_prompt, None), (RED.text, None), (blue.text, None), ("red", None), (RED.text, "Be bold.")],
+        key=str,
+    )
+
+
+def test_the_prompts_own_negative_and_system_prompt_are_used(engine: DiffusersEngine) -> None:
+    how = sampling(cfg=4.0)
+    plain = engine.generate(request(1, how=how))
+    assert same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative=how.negative_prompt))))
+    assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative="blue"))))
+    assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, system="Be bold."))))
+
+
+def test_latents_that_are_not_finite_name_the_ticket_and_version() -> None:
+    policy = adapted_policy()
+    next(iter(lora_parameters(policy.transformer).values())).data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"ticket 0 .*policy version 2.*not finite"):
+        DiffusersEngine(policy).generate(request(1))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (replace(request(2), images=()), "at least one"),
+        (replace(request(2), noise_seeds=(1,)), "2 images, 2 initial seeds, 1 noise seeds"),
+        (request(2, noise_steps=(1, 2), train_steps=(3,)), r"train_steps \(3,\) must be ascending and among"),
+        (request(2, noise_steps=(1, 2), train_steps=(2, 1)), "must be ascending"),
+        (request(2, noise_steps=(6,)), r"must lie in 0\.\.5"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(
+    engine: DiffusersEngine, bad: RolloutRequest, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(bad)
+
+
+def test_spans_follow_each_other(engine: DiffusersEngine) -> None:
+    generate, decode = engine.generate(request(1)).spans
+    assert (generate.name, decode.name) == ("generate", "decode")
+    assert generate.start <= generate.end == decode.start <= decode.end
