@@ -5,10 +5,11 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from async_flowrl.config import RewardConfig, RewardTerm
 from async_flowrl.naming import unknown_name
+from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.composite import CompositeReward, Term
 from async_flowrl.types import Prompt
 
@@ -47,11 +48,9 @@ def _build(key: str, term: RewardTerm) -> Term:
     """Classes are built with their options, functions get them with every call, objects are taken as they are."""
     attribute = _resolve(key, term)
     if not inspect.isclass(attribute):
-        if term.options:
-            return Term(key, term.weight, functools.partial(attribute, **term.options))
-        return Term(key, term.weight, attribute)
+        return Term(key, term.weight, functools.partial(attribute, **term.options) if term.options else attribute)
     try:
-        return Term(key, term.weight, attribute(**term.options))
+        return Term(key, term.weight, cast("Reward", attribute(**term.options)))
     except ValueError as error:
         raise ValueError(f"reward.terms.{key}: {error}") from error
 

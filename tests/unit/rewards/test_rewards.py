@@ -45,12 +45,6 @@ def test_ocr_is_deterministic_and_independent_of_the_group(ocr: OCR) -> None:
     assert list(ocr(images, SIGN)) == [ocr(image[None], SIGN)[0] for image in images]
 
 
-def test_ocr_expects_rgb(ocr: OCR) -> None:
-    image = Image.new("RGB", (128, 128), (255, 255, 255))
-    ImageDraw.Draw(image).text((6, 40), "Welcome", fill=(200, 0, 0), font=ImageFont.load_default(24))
-    assert ocr(np.asarray(image)[None], SIGN)[0] == 1.0
-
-
 def test_ocr_refuses_a_prompt_without_target(ocr: OCR) -> None:
     with pytest.raises(ValueError, match="'a sign' has no target text"):
         ocr.check(Prompt(0, "a sign"))

@@ -1,0 +1,57 @@
+"""Writes train.parquet and test.parquet for the OCR reward: prompt, target, system_prompt and negative_prompt columns.
+
+python examples/ocr/prepare.py --out data/ocr
+python -m async_flowrl.main reward=ocr data.train=data/ocr/train.parquet data.evaluation=data/ocr/test.parquet
+"""
+
+import argparse
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from async_flowrl.config import DataConfig
+from async_flowrl.data.prompts import load_prompts
+
+SYSTEM = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:"
+)
+"""Qwen-Image's own; another one moves every prompt embedding."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prompt lists with quoted targets → train.parquet and test.parquet")
+    parser.add_argument("--out", type=Path, default=Path("data/ocr"), help="folder to write to")
+    parser.add_argument("--train", default="prompts/ocr_train.txt", help="txt, jsonl or parquet")
+    parser.add_argument("--test", default="prompts/ocr_test.txt", help="txt, jsonl or parquet")
+    parser.add_argument("--system", default=SYSTEM, help="system prompt")
+    parser.add_argument("--negative", default=" ", help="negative prompt; used where rollout.true_cfg_scale > 1")
+    arguments = parser.parse_args()
+    try:
+        for split, source in (("train", arguments.train), ("test", arguments.test)):
+            path, count = write(arguments.out / f"{split}.parquet", source, arguments.system, arguments.negative)
+            print(f"{path}: {count} prompts")
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+
+
+def write(path: Path, source: str, system: str, negative: str) -> tuple[Path, int]:
+    """Writes one split; prompts without a quoted target are refused with file and line."""
+    prompts = load_prompts(DataConfig(train=source), split="train", needs_target=True)
+    rows = [
+        {
+            "prompt": prompt.text,
+            "target": prompt.target,
+            "system_prompt": prompt.system or system,
+            "negative_prompt": prompt.negative if prompt.negative is not None else negative,
+        }
+        for prompt in prompts
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path, len(rows)
+
+
+if __name__ == "__main__":
+    main()

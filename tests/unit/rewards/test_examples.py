@@ -1,0 +1,54 @@
+"""The examples do what their README says."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_flowrl.config import Config, DataConfig, RewardConfig, RewardTerm
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.types import Prompt
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "ocr" / "prepare.py"), run_name="__main__")
+
+
+def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(monkeypatch, "--out", str(tmp_path), "--negative", "blurry")
+    config = DataConfig(train=str(tmp_path / "train.parquet"), evaluation=str(tmp_path / "test.parquet"))
+    train = load_prompts(config, split="train", needs_target=True)
+    test = load_prompts(config, split="evaluation", needs_target=True)
+    assert (len(train), len(test)) == (200, 40)
+    assert all(prompt.target in prompt.text for prompt in train if prompt.target)
+    assert {prompt.negative for prompt in train + test} == {"blurry"}
+    assert all(prompt.system and prompt.system.startswith("Describe the image") for prompt in train)
+
+
+def test_prepare_refuses_prompts_without_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare(monkeypatch, "--out", str(tmp_path), "--train", "prompts/two_prompts.txt")
+    assert "two_prompts.txt:1: the reward needs a target" in capsys.readouterr().err
+
+
+def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "custom_reward"))
+    terms = {
+        "sharp": RewardTerm(name="sharpness:sharpness", options={"scale": 2.0}),
+        "judge": RewardTerm(name="sharpness:Judge", weight=0.5),
+    }
+    worker = RewardWorker(Config(reward=RewardConfig(terms=terms)), index=0, name="reward-0")
+    flat = np.full((8, 8, 3), 255, dtype=np.uint8)
+    stripes = np.tile(np.array([0, 255], dtype=np.uint8)[None, :, None], (8, 4, 3))
+    scores = worker.score(Prompt(0, "stripes"), np.stack([flat, stripes]))
+    assert scores.parts == {"sharp": (0.0, 1.0), "judge": (1.0, 0.5)}
+    assert not worker.reward.deterministic
+    worker.close()
