@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from async_flowrl.config import Config
+from async_flowrl.config import DelaysConfig, RewardConfig
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -17,9 +17,12 @@ from async_flowrl.types import ByteArray, Prompt, Scores
 class RewardWorker:
     """Builds its own rewards. It keeps one event loop for its life, so that async rewards may keep connections open."""
 
-    def __init__(self, config: Config, index: int, name: str) -> None:
-        self.config, self.index, self.name = config, index, name
-        self.reward = build_reward(config.reward)
+    def __init__(
+        self, config: RewardConfig, index: int, name: str, *, delays: DelaysConfig | None = None, seed: int = 0
+    ) -> None:
+        self.index, self.name = index, name
+        self.reward = build_reward(config)
+        self._delays, self._seed = delays or DelaysConfig(), seed
         self._calls = 0
         self._executor = ThreadPoolExecutor(len(self.reward.terms), thread_name_prefix=f"{name}-score")
         self._loop = asyncio.new_event_loop()
@@ -43,8 +46,7 @@ class RewardWorker:
 
     def _delay(self) -> None:
         """debug.delays: seeded by worker and call, so that completion orders differ between runs that must agree."""
-        delays = self.config.debug.delays
-        if delays.score:
-            draw = random.Random(derive(self.config.seed, "delay", self.name, self._calls)).random()
+        if self._delays.score:
+            draw = random.Random(derive(self._seed, "delay", self.name, self._calls)).random()
             self._calls += 1
-            time.sleep(delays.score * (1.0 if delays.constant else draw))
+            time.sleep(self._delays.score * (1.0 if self._delays.constant else draw))

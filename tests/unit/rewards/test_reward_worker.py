@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.config import Config, RewardConfig, RewardTerm
+from async_flowrl.config import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
 from async_flowrl.rewards.worker import RewardWorker
@@ -36,7 +36,7 @@ def own(name: str, weight: float = 1.0, **options: Any) -> RewardTerm:
 
 
 def score(config: RewardConfig, *images: np.ndarray[Any, Any]) -> Scores:
-    worker = RewardWorker(Config(reward=config), index=0, name="reward-0")
+    worker = RewardWorker(config, index=0, name="reward-0")
     try:
         return worker.score(PROMPT, *(images or (IMAGES,)))
     finally:
@@ -65,7 +65,7 @@ def test_terms_run_side_by_side() -> None:
 
 
 def test_an_async_reward_keeps_its_event_loop_between_groups() -> None:
-    worker = RewardWorker(Config(reward=terms(judge=own("Judge", bonus=0.5))), index=0, name="reward-0")
+    worker = RewardWorker(terms(judge=own("Judge", bonus=0.5)), index=0, name="reward-0")
     assert [worker.score(PROMPT, IMAGES).total for _ in range(3)] == [(3.5,) * 4] * 3
     worker.close()
 
