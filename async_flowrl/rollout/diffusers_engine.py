@@ -90,7 +90,8 @@ class DiffusersEngine:
         if sampling.true_cfg_scale > 1:
             text = sampling.negative_prompt if request.prompt.negative is None else request.prompt.negative
             negative = self._conditioning(text, None)
-        recorded = {point for step in request.train_steps for point in (step, step + 1)}
+        # Without noise there are no transitions to train on: the rows of train_steps are made from the final latents.
+        recorded = {point for step in request.train_steps if request.noise_steps for point in (step, step + 1)}
         return _Plan(
             request,
             self.policy.sigmas(sampling.num_inference_steps, sampling.resolution),
@@ -180,7 +181,8 @@ def _check(request: RolloutRequest) -> None:
     if n == 0 or len(request.initial_seeds) != n or len(request.noise_seeds) != n:
         counts = f"{n} images, {len(request.initial_seeds)} initial seeds, {len(request.noise_seeds)} noise seeds"
         raise ValueError(f"{where}: as many seeds as images and at least one, got {counts}")
-    if list(request.train_steps) != sorted(set(request.train_steps) & set(request.noise_steps)):
+    trainable = request.noise_steps or range(steps)
+    if list(request.train_steps) != sorted(set(request.train_steps) & set(trainable)):
         raise ValueError(
             f"{where}: train_steps {request.train_steps} must be ascending and among noise_steps {request.noise_steps}"
         )

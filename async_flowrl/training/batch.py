@@ -129,7 +129,7 @@ class Group:
         before = [self._point(last if final else i) for i in indices]
         after = [self._point(last if final else i + 1) for i in indices]
         advantages = torch.tensor([self.meta.advantages[i] for i in chosen], dtype=torch.float32, device=self._device)
-        recorded = torch.zeros_like(log_probs) if final else log_probs
+        recorded = log_probs.new_zeros(len(chosen), len(self.train_steps)) if final else log_probs
         return MicroBatch(
             latents=torch.cat([latents[:, p] for p in before]),
             next_latents=torch.cat([latents[:, p] for p in after]),

@@ -156,7 +156,7 @@ class TrainerWorker:
         return self.versions.newest
 
     def save(self, directory: str, controller: Mapping[str, Any]) -> str:
-        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0, any lane."""
+        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0 only."""
         if self._snapshot is None:
             raise RuntimeError("save was called without a snapshot")
         version, checkpoint = self._snapshot

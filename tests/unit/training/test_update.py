@@ -1,0 +1,336 @@
+"""One rank's optimizer step against a loop written out by hand, and the rules around it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import rig
+import torch
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config import Config
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.training.batch import Group
+from async_flowrl.training.lora import add_lora, lora_parameters
+from async_flowrl.training.plan import StepPlan
+from async_flowrl.training.update import NonFiniteError
+from async_flowrl.types import Trajectory
+
+
+@pytest.fixture(scope="module")
+def sampler() -> rig.Sampler:
+    return rig.Sampler(rig.tiny_config())
+
+
+@pytest.fixture(scope="module")
+def handed(sampler: rig.Sampler) -> list[list[rig.Handed]]:
+    """Three batches of two groups, sampled from the initial weights."""
+    return [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
+
+
+def bare_loop(config: Config, batches: list[list[rig.Handed]]) -> dict[str, np.ndarray]:
+    """Flow-GRPO with plain torch: no flat vector, no micro-batch objects, no phases."""
+    policy = load_policy(resolve_model(config.model), dtype="float32", device="cpu", parts="transformer")
+    add_lora(policy.transformer, config.lora, policy, config.seed)
+    parameters = lora_parameters(policy.transformer)
+    settings = config.trainer
+    adam = torch.optim.AdamW(
+        parameters.values(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    for batch in batches:
+        total = rig.rows(batch)
+        for meta, (trajectory,) in batch:
+            condition = {k: torch.tensor(v) for k, v in trajectory.conditioning.items()}
+            sigmas, latents = torch.tensor(trajectory.sigmas), torch.tensor(trajectory.latents)
+            advantages = torch.tensor(meta.advantages).clamp(-5, 5)
+            for i in trajectory.train_steps:
+                x, x_next = latents[:, i], latents[:, i + 1]
+                s = sigmas[i].expand(len(x))
+                v = policy.velocity(x, s, condition, None, meta.sampling)
+                std = float(torch.sqrt(sigmas[i] / (1 - (sigmas[1] if i == 0 else sigmas[i]))))
+                dt = float(sigmas[i + 1] - sigmas[i])
+                mean = x * (1 + std**2 / (2 * s[0]) * dt) + v * (1 + std**2 * (1 - s[0]) / (2 * s[0])) * dt
+                log_prob = (-((x_next - mean) ** 2) / (2 * std**2 * -dt)).flatten(1).mean(1)
+                ratio = torch.exp(log_prob - log_prob.detach())
+                (-(advantages * ratio).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
+        adam.step()
+        adam.zero_grad()
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def test_one_rank_equals_a_bare_loop(handed: list[list[rig.Handed]]) -> None:
+    config = rig.tiny_config(max_grad_norm=2e-3)
+    worker = rig.trainer(config)
+    before = rig.weights(worker)
+    norms = [rig.update(worker, step, batch).metrics["grad_norm"] for step, batch in enumerate(handed)]
+    expected = bare_loop(config, handed)
+    assert max(norms) > config.trainer.max_grad_norm, "clipping must be part of the comparison"
+    assert rig.distance(rig.weights(worker), before) > 1e-3
+    # lr 1e-2 and three steps: an update that differs at all in direction differs by 1e-3 and more.
+    assert rig.distance(rig.weights(worker), expected) < 2e-5
+
+
+def test_the_same_update_twice_gives_the_same_bits(handed: list[list[rig.Handed]]) -> None:
+    digests = []
+    for _ in range(2):
+        worker = rig.trainer(rig.tiny_config())
+        for step, batch in enumerate(handed):
+            rig.update(worker, step, batch)
+        digests.append(worker.weights_digest())
+    assert digests[0] == digests[1]
+
+
+def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) -> None:
+    one, other, cut = (rig.trainer(rig.tiny_config()) for _ in range(3))
+    for step, batch in enumerate(handed):
+        rig.update(one, step, batch)
+        rig.update(other, step, batch, together=True)
+        rig.update(cut, step, [in_two_tickets(group) for group in batch])
+    assert one.weights_digest() == other.weights_digest() == cut.weights_digest()
+    reversed_order = rig.trainer(rig.tiny_config())
+    for step, batch in enumerate(handed):
+        rig.update(reversed_order, step, batch[::-1])
+    assert rig.distance(rig.weights(one), rig.weights(reversed_order)) < 1e-4
+
+
+def in_two_tickets(group: rig.Handed) -> rig.Handed:
+    meta, (whole,) = group
+    halves = [
+        replace(whole, latents=whole.latents[h], log_probs=whole.log_probs[h]) for h in (slice(0, 1), slice(1, 4))
+    ]
+    return replace(meta, tickets=2), halves
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1, 1), (2, 3), (4, 3)])
+def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], samples: int, steps: int) -> None:
+    one = rig.trainer(rig.tiny_config())
+    other = rig.trainer(rig.tiny_config(micro_batch_size=samples, timesteps_per_forward=steps))
+    gradients = []
+    for worker in (one, other):
+        worker.begin(0, StepPlan(rows=rig.rows(handed[0])))
+        for meta, tickets in handed[0]:
+            worker.accumulate([meta], *tickets)
+        gradients.append(worker.parameters.gradients.clone())
+    assert gradients[0].norm() > 0
+    assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
+
+
+def test_the_first_optimizer_step_has_ratio_one(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    for step, batch in enumerate(handed):
+        stats = rig.update(worker, step, batch)
+        assert stats.metrics["ratio/mean"] == 1.0 and stats.metrics["clip_fraction"] == 0.0
+        assert stats.kept == {0: (24, 24)}
+        assert {span.name for span in stats.spans} == {"forward", "backward", "optimizer"}
+
+
+def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
+    config = rig.tiny_config(updates_per_batch=2)
+    config.algorithm.clip_range = 1e9
+    worker = rig.trainer(config)
+    first, second = handed[0]
+    worker.proximal([second[0]], *second[1])
+    rig.update(worker, 0, [first])
+    assert worker.versions.newest == 0, "the version advances with the batch, not with the optimizer step"
+    worker.begin(0, StepPlan(rows=rig.rows([second]), update=1))
+    worker.accumulate([second[0]], *second[1])
+    stats = worker.finish()
+    assert worker.versions.newest == 1
+    assert stats.metrics["ratio_deviation_squared"] > 1e-9
+    assert stats.metrics["log_prob_gap"] < 1e-6, "the proximal policy is the one that sampled"
+    centred_on_live = rig.trainer(config)
+    rig.update(centred_on_live, 0, [first])
+    centred_on_live.proximal([second[0]], *second[1])
+    late = rig.update(centred_on_live, 0, [second], plan=StepPlan(rows=rig.rows([second]), update=1))
+    assert late.metrics["ratio_deviation_squared"] == 0.0
+
+
+def test_a_later_update_without_its_proximal_phase_is_refused(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config(updates_per_batch=2))
+    rig.update(worker, 0, handed[0][:1])
+    worker.begin(0, StepPlan(rows=12, update=1))
+    with pytest.raises(ValueError, match="group 1 has no proximal predictions"):
+        worker.accumulate([handed[0][1][0]], *handed[0][1][1])
+
+
+def test_a_step_without_groups_makes_a_version_and_moves_nothing(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    rig.update(worker, 0, handed[0])
+    before = worker.weights_digest()
+    worker.begin(1, StepPlan(rows=24))
+    stats = worker.finish()
+    assert stats.skipped and worker.weights_digest() == before and worker.versions.newest == 2
+    zero = [rig.with_advantages(group, [0.0] * 4) for group in handed[1]]
+    rig.update(worker, 2, zero)
+    assert worker.weights_digest() != before, (
+        "Adam's momentum moves weights on a zero gradient: that is why it is skipped"
+    )
+
+
+def test_a_skipped_group_keeps_its_place_in_the_denominator(handed: list[list[rig.Handed]]) -> None:
+    first, second = handed[0]
+    gradients = []
+    for batch in ([first], [first, rig.with_advantages(second, [0.0] * 4)]):
+        worker = rig.trainer(rig.tiny_config())
+        worker.begin(0, StepPlan(rows=24))
+        for meta, tickets in batch:
+            worker.accumulate([meta], *tickets)
+        gradients.append(worker.parameters.gradients.clone())
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    before = worker.weights_digest()
+    bad = handed[0][1][1][0]
+    latents = bad.latents.copy()
+    latents[2, 1] = np.nan
+    worker.begin(7, StepPlan(rows=24))
+    worker.accumulate([handed[0][0][0]], *handed[0][0][1])
+    with pytest.raises(NonFiniteError, match="step 7, group 1: the loss is nan"):
+        worker.accumulate([handed[0][1][0]], replace(bad, latents=latents))
+    assert worker.weights_digest() == before
+
+
+def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
+    config = rig.tiny_config()
+    config.algorithm.kl_coef = 0.04
+    worker = rig.trainer(config)
+    kl = [rig.update(worker, step, batch).metrics["kl"] for step, batch in enumerate(handed)]
+    assert kl[0] == 0.0 and 0 < kl[1] < kl[2]
+
+
+def test_gradient_checkpointing_gives_the_same_weights(handed: list[list[rig.Handed]]) -> None:
+    plain, saving = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config(gradient_checkpointing=True))
+    for step, batch in enumerate(handed):
+        rig.update(plain, step, batch)
+        rig.update(saving, step, batch)
+    assert rig.distance(rig.weights(plain), rig.weights(saving)) < 1e-6
+
+
+def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sampler) -> None:
+    config = rig.tiny_config()
+    config.max_staleness = 2
+    config.algorithm.correction = "mask"
+    worker = rig.trainer(config)
+    sampler.load(rig.weights(worker))
+    old = [sampler.group(9, group, version=0, age=2) for group in (0, 1)]
+    for step in range(2):
+        fresh = rig.update(worker, step, [sampler.group(step, group) for group in (0, 1)])
+    assert fresh.metrics["behaviour_divergence"] == 0.0, "at age 0 the behaviour policy is the live one"
+    live = worker.weights_digest()
+    worker.begin(2, StepPlan(rows=24))
+    for meta, tickets in old:
+        worker.accumulate([meta], *tickets)
+    assert worker.weights_digest() == live, "the live weights are back after the behaviour pass"
+    stats = worker.finish()
+    assert stats.metrics["behaviour_divergence"] > 0
+    # float32 storage of the rollout's log-probs is all that is left between the two engines.
+    assert stats.metrics["behaviour_gap"] < 1e-6 < 1e-4 < stats.metrics["log_prob_gap"]
+    assert list(stats.kept) == [2]
+
+
+def test_a_version_no_longer_kept_is_named(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    for step, batch in enumerate(handed):
+        rig.update(worker, step, batch)
+    assert sorted(worker.versions.retained) == [2, 3]
+    meta, tickets = handed[0][0]
+    worker.begin(3, StepPlan(rows=12))
+    with pytest.raises(KeyError, match="version 0 is not kept"):
+        worker.accumulate([replace(meta, version=0, age=3)], *tickets)
+
+
+def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
+    """The falsifier of `behaviour_gap`: samples of version 0 that claim to be of version 1."""
+    worker = rig.trainer(rig.tiny_config())
+    rig.update(worker, 0, handed[0])
+    honest = rig.update(worker, 1, [(replace(m, version=0, age=1), t) for m, t in handed[1]])
+    assert honest.metrics["behaviour_gap"] < 1e-6
+    false = rig.update(worker, 2, [(replace(m, version=1, age=1), t) for m, t in handed[2]])
+    assert false.metrics["behaviour_gap"] > 1e-4
+
+
+def test_guidance_replays_with_the_negative_prompt_of_the_rollout() -> None:
+    config = rig.tiny_config()
+    config.rollout.true_cfg_scale = 3.0
+    guided = rig.Sampler(config)
+    worker = rig.trainer(config)
+    group = guided.group(0, 0)
+    worker.begin(0, StepPlan(rows=12))
+    with pytest.raises(ValueError, match="negative prompt ' ' was not set"):
+        worker.accumulate([group[0]], *group[1])
+    worker.set_negatives(guided.negatives())
+    assert rig.update(worker, 0, [group]).metrics["log_prob_gap"] < 1e-6
+    worker.set_negatives({" ": guided.engine.encode(["something else"])[0]})
+    worker.parameters.load(worker.versions.of(0))
+    assert rig.update(worker, 1, [group]).metrics["log_prob_gap"] > 1e-4
+
+
+def test_ema_and_learning_rate_follow_their_counters(handed: list[list[rig.Handed]]) -> None:
+    config = rig.tiny_config(ema_decay=0.9, ema_every=2, warmup_steps=2, lr_schedule="linear")
+    config.total_steps = 4
+    worker = rig.trainer(config)
+    start = worker.tensors(average=True)
+    rates = []
+    for step, batch in enumerate(handed):
+        rates.append(rig.update(worker, step, batch).metrics["lr"])
+        if step == 0:
+            assert rig.equal(worker.tensors(average=True), start)
+    assert rates == [0.005, 0.01, 0.01]
+    average = worker.tensors(average=True)
+    assert 0 < rig.distance(average, start) < rig.distance(rig.weights(worker), start)
+
+
+def test_groups_that_do_not_fit_are_refused(handed: list[list[rig.Handed]]) -> None:
+    (meta, (trajectory,)), (_, (other,)) = handed[0]
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match="4 images, 3 advantages"):
+        Group(replace(meta, advantages=(1.0, 2.0, 3.0)), [trajectory], device=device)
+    with pytest.raises(ValueError, match="group 0 differ in schedule, window or conditioning"):
+        Group(replace(meta, tickets=2), [half(trajectory, 0), half(other, 1)], device=device)
+    worker = rig.trainer(rig.tiny_config())
+    with pytest.raises(ValueError, match="1 groups have 1 tickets, got 2"):
+        rig.update(worker, 0, [(meta, [trajectory, trajectory])], plan=StepPlan(rows=12))
+    group = Group(replace(meta, selected=(0, 1, 2)), [trajectory], device=device)
+    with pytest.raises(ValueError, match="trains 3 samples, which 2 ranks cannot share"):
+        list(group.micro_batches("transitions", rank=0, world=2, samples=1, steps=1))
+
+
+def half(trajectory: Trajectory, index: int) -> Trajectory:
+    part = slice(2 * index, 2 * index + 2)
+    return replace(trajectory, latents=trajectory.latents[part], log_probs=trajectory.log_probs[part])
+
+
+def test_rows_carry_their_own_step_and_seed(handed: list[list[rig.Handed]]) -> None:
+    meta, (trajectory,) = handed[0][1]
+    group = Group(meta, [trajectory], device=torch.device("cpu"))
+    batches = list(group.micro_batches("transitions", rank=1, world=2, samples=1, steps=3))
+    assert len(batches) == 2 and [
+        int(b.advantages[0] == np.float32(meta.advantages[i])) for b, i in zip(batches, (2, 3))
+    ]
+    batch = batches[0]
+    assert batch.steps.tolist() == [0, 1, 2]
+    for row, step in enumerate((0, 1, 2)):
+        assert torch.equal(batch.latents[row], torch.tensor(trajectory.latents[2, step]))
+        assert torch.equal(batch.next_latents[row], torch.tensor(trajectory.latents[2, step + 1]))
+        assert float(batch.sigma[row]) == trajectory.sigmas[step]
+    seeds = [seed for b in batches for seed in b.seeds]
+    assert len(set(seeds)) == len(seeds) == 6
+
+
+def test_final_images_are_trained_at_every_row() -> None:
+    config = rig.tiny_config()
+    config.algorithm.name = "diffusion_nft"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    group = sampler.group(0, 0)
+    stats = rig.update(worker, 0, [group])
+    assert stats.metrics["loss"] > 0 and stats.metrics["old_deviation"] == 0.0
+    again = rig.update(worker, 1, [(replace(group[0], version=0, age=1), group[1])])
+    assert again.metrics["old_deviation"] > 0
+    assert sde.latent_elements(torch.tensor(group[1][0].latents[:, 0])) > 1
