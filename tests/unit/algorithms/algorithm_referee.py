@@ -1,4 +1,4 @@
-"""A flow whose policy gradient is known exactly, to judge estimators by: v = a x + b, D = 4, four noisy steps, a last ODE step.
+"""A flow with an exactly known policy gradient: v = a x + b, D = 4, four noisy steps and a last ODE step.
 
 Written without the package's own maths (float64 numpy and moments). The parameters of each step are kept apart, so that
 the gradient with respect to every step's (a, b) is known, at any mixture of policies over the steps.
@@ -39,7 +39,7 @@ OTHER = Weights(0.42, (0.08, 0.02, 0.18, -0.08))
 
 
 def coefficients(index: int, sde_type: str, noise_level: float) -> tuple[float, float, float]:
-    """P, Q, std of step `index`: x' = P x + Q v + std noise. From the continuous-time score, or from x0 and eps for cps."""
+    """P, Q, std of step `index`: next = P x + Q v + std noise."""
     s, s_next = SIGMAS[index], SIGMAS[index + 1]
     h = s - s_next
     if sde_type == "cps":
@@ -65,7 +65,7 @@ def sample(weights: Weights, sde_type: str, noise_level: float, *, count: int, s
 
 
 def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, noise_level: float) -> Tensor:
-    """[4, 5] float64: d E[reward] / d (a, b) of each noisy step, from the moments; the ODE step has the weights `last`."""
+    """[4, 5] float64: d E[reward] / d (a, b) of each noisy step, from moments; the ODE step has `last`."""
     parameters = torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64, requires_grad=True)
     mean, variance = torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
     for index in STEPS:
@@ -134,7 +134,7 @@ def estimate(
     count: int = 100_000,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Estimated ascent direction [5] and its standard error [5]: steps summed with weights `scale` [4], rows averaged."""
+    """Ascent direction [5] and its standard error [5]: steps summed with weights `scale` [4], rows averaged."""
     config = algorithm.config
     points, rewards = sample(sampler, config.sde_type, config.noise_level, count=count, seed=seed)
     (advantages,) = algorithm.advantages({"reward": [rewards.numpy()]})

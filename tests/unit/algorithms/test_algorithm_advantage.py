@@ -1,0 +1,152 @@
+"""Advantages against plain formulas; constant groups, offsets, several rewards, falsifiers."""
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_flowrl.algorithms.advantage import check_advantage, compute_advantages, permuted, zero_std_ratio
+from async_flowrl.config import AlgorithmConfig
+
+GROUPS = [np.array([0.1, 0.5, 0.2]), np.array([3.0, 3.5, 2.0, 8.0])]
+
+
+def test_group_std() -> None:
+    for group, result in zip(GROUPS, compute_advantages({"r": GROUPS}, AlgorithmConfig()), strict=True):
+        mean, std = statistics.fmean(group), statistics.pstdev(group)
+        assert result.dtype == np.float64
+        assert result == pytest.approx([(r - mean) / (std + 1e-4) for r in group], rel=1e-12)
+
+
+def test_global_std_is_that_of_all_rewards_not_of_the_centred_ones() -> None:
+    results = compute_advantages({"r": GROUPS}, AlgorithmConfig(global_std=True))
+    std = statistics.pstdev([*GROUPS[0], *GROUPS[1]])
+    for group, result in zip(GROUPS, results, strict=True):
+        assert result == pytest.approx([(r - statistics.fmean(group)) / (std + 1e-4) for r in group], rel=1e-12)
+
+
+@pytest.mark.parametrize("global_std", [False, True])
+def test_dr_grpo_only_centres(global_std: bool) -> None:
+    results = compute_advantages({"r": GROUPS}, AlgorithmConfig(normalise="none", global_std=global_std))
+    for group, result in zip(GROUPS, results, strict=True):
+        assert result == pytest.approx(list(group - statistics.fmean(group)), abs=1e-15)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.3, 0.7, 21.7, -1e9])
+@pytest.mark.parametrize("fields", [{}, {"global_std": True}, {"normalise": "none"}, {"combine": "per_reward"}])
+def test_constant_groups_are_exactly_zero(value: float, fields: dict[str, object]) -> None:
+    groups = [np.full(7, value), np.array([0.0, 1.0, 0.5])]
+    constant, mixed = compute_advantages({"r": groups}, AlgorithmConfig(**fields))  # type: ignore[arg-type]
+    assert (constant == 0.0).all() and (mixed != 0.0).any()
+    assert zero_std_ratio(groups) == 0.5
+
+
+def test_a_single_sample_has_advantage_zero() -> None:
+    for fields in ({}, {"global_std": True}, {"normalise": "none"}):
+        (result,) = compute_advantages({"r": [np.array([3.7])]}, AlgorithmConfig(**fields))
+        assert result.tolist() == [0.0]
+
+
+def test_a_large_offset_costs_nothing() -> None:
+    """PickScore-like: offset 21.7, spread 1e-3, where float32 would be wrong by tenths of a percent."""
+    spread = np.array([0.0, 1e-3, -2e-3, 5e-4])
+    (plain,) = compute_advantages({"r": [spread]}, AlgorithmConfig())
+    (offset,) = compute_advantages({"r": [spread + 21.7]}, AlgorithmConfig())
+    assert offset == pytest.approx(plain, rel=1e-9)
+
+
+def test_weighted_sum_and_per_reward() -> None:
+    rewards = {"ocr": [np.array([0.0, 1.0, 1.0])], "size": [np.array([100.0, 300.0, 500.0])]}
+    weights = {"ocr": 2.0, "size": 0.01}
+    (summed,) = compute_advantages(rewards, AlgorithmConfig(), weights=weights)
+    total = [1.0, 5.0, 7.0]
+    assert summed == pytest.approx([(r - statistics.fmean(total)) / (statistics.pstdev(total) + 1e-4) for r in total])
+    (each,) = compute_advantages(rewards, AlgorithmConfig(combine="per_reward"), weights=weights)
+
+    def normal(values: list[float]) -> list[float]:
+        return [(v - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-4) for v in values]
+
+    parts = zip(normal([0.0, 1.0, 1.0]), normal([100.0, 300.0, 500.0]), strict=True)
+    assert each == pytest.approx([2.0 * a + 0.01 * b for a, b in parts])
+
+
+def test_per_reward_ignores_a_constant_reward() -> None:
+    rewards = {"a": [np.array([0.3, 0.3, 0.3])], "b": [np.array([1.0, 2.0, 4.0])]}
+    (both,) = compute_advantages(rewards, AlgorithmConfig(combine="per_reward"))
+    (alone,) = compute_advantages({"b": rewards["b"]}, AlgorithmConfig())
+    assert (both == alone).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=6), min_size=1, max_size=5),
+    global_std=st.booleans(),
+    data=st.data(),
+)
+def test_samples_permute_groups_stay_local_and_means_vanish(
+    groups: list[list[float]], global_std: bool, data: st.DataObject
+) -> None:
+    arrays = [np.array(group) for group in groups]
+    config = AlgorithmConfig(global_std=global_std)
+    results = compute_advantages({"r": arrays}, config)
+    orders = [data.draw(st.permutations(range(len(group)))) for group in groups]
+    shuffled = compute_advantages({"r": [a[o] for a, o in zip(arrays, orders, strict=True)]}, config)
+    for result, other, order in zip(results, shuffled, orders, strict=True):
+        assert np.isfinite(result).all()
+        assert other == pytest.approx(result[order], rel=1e-6, abs=1e-6)
+        assert abs(float(result.mean())) < 1e-6
+    if not global_std:
+        for array, result in zip(arrays, results, strict=True):
+            assert (compute_advantages({"r": [array]}, config)[0] == result).all()
+
+
+def test_negated_rewards_negate_advantages() -> None:
+    for fields in ({}, {"combine": "per_reward"}, {"global_std": True}):
+        plain = compute_advantages({"r": GROUPS}, AlgorithmConfig(**fields))
+        negated = compute_advantages({"r": GROUPS}, AlgorithmConfig(**fields, negate_reward=True))
+        for a, b in zip(plain, negated, strict=True):
+            assert b == pytest.approx(-a, rel=1e-12)
+
+
+def test_permuted_advantages_are_the_same_values_in_a_seeded_order() -> None:
+    config = AlgorithmConfig(permute_advantages=True)
+    group = np.arange(16.0) ** 2
+    (plain,) = compute_advantages({"r": [group]}, AlgorithmConfig())
+    (one,) = compute_advantages({"r": [group]}, config, seeds=[1])
+    (again,) = compute_advantages({"r": [group]}, config, seeds=[1])
+    (two,) = compute_advantages({"r": [group]}, config, seeds=[2])
+    assert sorted(one) == sorted(plain) and (one == again).all() and (one != two).any() and (one != plain).any()
+    positions = np.mean([permuted(group, seed) for seed in range(3000)], axis=0)
+    assert positions == pytest.approx(np.full(16, group.mean()), rel=0.08)
+
+
+def test_permuting_without_a_seed_per_group_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one seed per group \(2\)"):
+        compute_advantages({"r": GROUPS}, AlgorithmConfig(permute_advantages=True), seeds=[1])
+
+
+@pytest.mark.parametrize("bad", [[float("nan"), 1.0], [float("inf"), 1.0], []])
+def test_unusable_rewards_are_refused_by_name_and_group(bad: list[float]) -> None:
+    with pytest.raises(ValueError, match="reward 'ocr' of group 1 must be a list of finite numbers"):
+        compute_advantages({"ocr": [np.array([1.0]), np.array(bad)]}, AlgorithmConfig())
+
+
+def test_no_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one reward"):
+        compute_advantages({}, AlgorithmConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"normalise": "sdt"}, "did you mean 'std'"),
+        ({"combine": "sums"}, "did you mean 'sum'"),
+        ({"adv_clip_max": 0.0}, "positive"),
+        ({"adv_clip_max": float("nan")}, "positive"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_advantage(AlgorithmConfig(**fields))  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Moving averages and what Adam's eps does to small gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.ema import (
+    ema_decay,
+    old_policy_decay,
+    rms_over_eps,
+    samples_from_average,
+    update_average,
+)
+
+
+def test_ema_schedule() -> None:
+    assert [ema_decay(step, 0.9) for step in (0, 1, 8, 1000)] == pytest.approx([0.1, 2 / 11, 0.5, 0.9])
+
+
+def test_old_policy_schedules() -> None:
+    assert [old_policy_decay("copy", step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
+    assert [old_policy_decay("slow", step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
+    assert [old_policy_decay("late", step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
+
+
+def test_only_nft_with_a_slow_old_policy_samples_from_an_average() -> None:
+    assert samples_from_average("diffusion_nft", "slow") and samples_from_average("diffusion_nft", "late")
+    assert not samples_from_average("diffusion_nft", "copy") and not samples_from_average("flow_grpo", "slow")
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25, 1.0])
+def test_update_average(decay: float) -> None:
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 5)
+    average = [old.clone()]
+    update_average(average, [new], decay)
+    assert torch.allclose(average[0], decay * old + (1 - decay) * new, atol=1e-7)
+    if decay in (0.0, 1.0):
+        assert torch.equal(average[0], old if decay == 1.0 else new)
+
+
+def test_averages_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        update_average([torch.zeros(1)], [], 0.5)
+
+
+def trained(scale: float, eps: float) -> Tensor:
+    """Weights after five AdamW steps on gradients of RMS about 5e-9 · scale."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, eps=eps, weight_decay=0.0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (scale * 5e-9 * (weight * torch.randn(64)).sum()).backward()
+        optimizer.step()
+    return weight.detach()
+
+
+def test_a_small_eps_makes_updates_independent_of_the_scale_of_the_loss() -> None:
+    assert torch.allclose(trained(1.0, 1e-20), trained(1e-5, 1e-20), rtol=1e-3)
+    # With the usual eps the same gradients lose most of their learning rate.
+    assert float(trained(1.0, 1e-8).norm()) < 0.5 * float(trained(1.0, 1e-20).norm())
+    assert float(trained(1e-5, 1e-8).norm()) < 1e-3 * float(trained(1.0, 1e-20).norm())
+
+
+def test_rms_over_eps() -> None:
+    assert rms_over_eps(5e-9, 1e-8) == 0.5
+    assert rms_over_eps(5e-9, 0.0) == float("inf")

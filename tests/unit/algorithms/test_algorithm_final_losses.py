@@ -1,0 +1,254 @@
+"""DiffusionNFT and DPO against independent implementations; their draws; their fixed points."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
+from torch import Tensor
+
+from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.algorithms.forward import draw
+
+torch.set_num_threads(1)
+
+
+def nft_reference(batch: MicroBatch, nets: dict[str, Network], settings: dict[str, Any]) -> Tensor:
+    """Sum over rows, float64, from the draws and the paper's formulas."""
+    time, noise, _ = draw(batch, batch.seeds)
+    total = torch.zeros((), dtype=torch.float64)
+    beta, bound = settings.get("beta", 1.0), settings.get("adv_clip_max", 5.0)
+    for row in range(len(batch.seeds)):
+        x0, t = batch.latents[row].double(), float(time[row])
+        xt = (1 - t) * x0 + t * noise[row].double()
+        v, old, ref = (
+            torch.tanh(xt @ nets[name].w.double() + t * nets[name].u.double())
+            for name in ("current", "old", "reference")
+        )
+        old, ref = old.detach(), ref.detach()
+        A = max(-bound, min(bound, float(batch.advantages[row])))
+        mode = settings.get("advantage_mode", "continuous")
+        A = {
+            "continuous": A,
+            "positive_only": max(A, 0.0),
+            "negative_only": min(A, 0.0),
+            "one_only": 1.0 if A > 0 else 0.0,
+            "binary": float(np.sign(A)),
+        }[mode]
+        r = min(1.0, max(0.0, A / bound / 2 + 0.5))
+        parts = []
+        for u in (beta * v + (1 - beta) * old, (1 + beta) * old - beta * v):
+            d = (xt - t * u) - x0
+            parts.append((d.square() / max(float(d.detach().abs().mean()), 1e-5)).mean())
+        total = total + (r * parts[0] + (1 - r) * parts[1]) / beta * bound
+        total = total + settings.get("kl_coef", 0.0) * (v - ref).square().mean()
+    return total
+
+
+def nets() -> dict[str, Network]:
+    current = Network(3, seed=1)
+    return {"current": current, "old": nudged(current, 0.1, seed=3), "reference": nudged(current, 0.2, seed=4)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beta": 0.1},
+        {"beta": 0.5, "adv_clip_max": 2.0},
+        {"kl_coef": 0.3},
+        *({"advantage_mode": mode} for mode in ("positive_only", "negative_only", "one_only", "binary")),
+    ],
+)
+def test_nft_value_and_gradient(settings: dict[str, Any]) -> None:
+    algorithm = build(name="diffusion_nft", **settings)
+    batch, networks = final_rows(4, 2, [1.0, -1.5, 0.0, 9.0]), nets()
+    output = algorithm.loss(
+        batch,
+        algorithm.predict(batch, networks["current"]),
+        None,
+        algorithm.predict(batch, frozen(networks["old"])),
+        algorithm.predict(batch, frozen(networks["reference"])) if algorithm.needs_reference else None,
+    )
+    expected = nft_reference(batch, networks, settings)
+    assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
+    assert float(output.loss.double().sum()) == pytest.approx(float(expected), rel=1e-5)
+    parameters = list(networks["current"].parameters())
+    got = torch.autograd.grad(output.loss.sum(), parameters)
+    for value, wanted in zip(got, torch.autograd.grad(expected, parameters), strict=True):
+        assert torch.allclose(value, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+
+
+def nft_gradient(advantage: float, *, old: Network, current: Network) -> Tensor:
+    algorithm = build(name="diffusion_nft")
+    batch = final_rows(1, 1, [advantage])
+    output = algorithm.loss(batch, algorithm.predict(batch, current), None, algorithm.predict(batch, frozen(old)), None)
+    return torch.autograd.grad(output.loss.sum(), [current.w])[0]
+
+
+def test_nft_pushes_opposite_ways_for_good_and_bad_images() -> None:
+    """On the old policy the gradient is odd in the advantage and vanishes at zero; off it, zero pulls back."""
+    network = Network(3, seed=1)
+    good, bad, none = (nft_gradient(a, old=network, current=network) for a in (2.0, -2.0, 0.0))
+    assert torch.allclose(good, -bad, atol=1e-6) and good.abs().max() > 1e-3
+    assert none.abs().max() < 1e-7
+    away = nudged(network, 0.1, seed=2)
+    assert nft_gradient(0.0, old=network, current=away).abs().max() > 1e-3
+    assert not build(name="diffusion_nft").vanishes_at_zero
+
+
+def test_nft_needs_the_policy_that_generated_the_sample() -> None:
+    algorithm = build(name="diffusion_nft", max_staleness=0)
+    batch = final_rows(2, 1, [1.0, -1.0])
+    assert algorithm.needs_behaviour and algorithm.records == "final"
+    with pytest.raises(ValueError, match="policy that generated the sample"):
+        algorithm.loss(batch, algorithm.predict(batch, Network(3, 1)), None, None, None)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "dpo"])
+def test_draws_are_the_same_for_every_adapter_and_follow_the_seeds(name: str) -> None:
+    algorithm = build(name=name)
+    batch = final_rows(2, 3, [1.0, -1.0])
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def spy(x: Tensor, sigma: Tensor) -> Tensor:
+        seen.append((x, sigma))
+        return torch.zeros_like(x)
+
+    for _ in range(2):
+        algorithm.predict(batch, spy)
+    algorithm.predict(replace(batch, seeds=tuple(seed + 1 for seed in batch.seeds)), spy)
+    (x, s), (x_again, s_again), (x_other, _) = seen
+    assert torch.equal(x, x_again) and torch.equal(s, s_again) and not torch.equal(x, x_other)
+
+
+def test_levels_are_uniform_over_the_schedule_and_noise_is_standard() -> None:
+    batch = final_rows(1, 1, [1.0], tokens=2)
+    many = replace(batch, latents=batch.latents.expand(4000, -1, -1), seeds=tuple(range(4000)))
+    time, noise, noised = draw(many, many.seeds)
+    counts = Counter(time.tolist())
+    assert sorted(counts, reverse=True) == pytest.approx(SIGMAS[:-1])
+    assert all(abs(count - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5 for count in counts.values())
+    assert abs(float(noise.mean())) < 0.03 and abs(float(noise.std()) - 1) < 0.03
+    t = time.reshape(-1, 1, 1)
+    assert torch.allclose(noised, (1 - t) * many.latents + t * noise)
+
+
+def test_draws_leave_the_global_generator_alone() -> None:
+    batch = final_rows(2, 1, [1.0, -1.0])
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    draw(batch, batch.seeds)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def dpo_pair(levels: int, beta: float, networks: dict[str, Network]) -> tuple[Any, MicroBatch, Any]:
+    algorithm = build(name="dpo", beta=beta)
+    batch = final_rows(2, levels, [0.8, -1.2])
+    output = algorithm.loss(
+        batch,
+        algorithm.predict(batch, networks["current"]),
+        None,
+        None,
+        algorithm.predict(batch, frozen(networks["reference"])),
+    )
+    return algorithm, batch, output
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.parametrize("beta", [1.0, 100.0])
+def test_dpo_value_and_gradient(levels: int, beta: float) -> None:
+    networks = nets()
+    _, batch, output = dpo_pair(levels, beta, networks)
+    time, noise, _ = draw(batch, list(batch.seeds[:levels]) * 2)
+    total = torch.zeros((), dtype=torch.float64)
+    for level in range(levels):
+        gains = []
+        for row in (level, levels + level):
+            x0, eps, t = batch.latents[row].double(), noise[level].double(), float(time[level])
+            xt = (1 - t) * x0 + t * eps
+            e, e_ref = (
+                (torch.tanh(xt @ nets_.w.double() + t * nets_.u.double()) - (eps - x0)).square().mean()
+                for nets_ in (networks["current"], networks["reference"])
+            )
+            gains.append(e - e_ref.detach())
+        total = total + 2 * torch.log1p(torch.exp(beta / 2 * (gains[0] - gains[1])))
+    assert output.loss.shape == (2 * levels,)
+    assert torch.equal(output.loss[:levels], output.loss[levels:]), "both rows carry the pair's loss"
+    assert float(output.loss.sum()) == pytest.approx(float(total), rel=1e-4)
+    parameters = list(networks["current"].parameters())
+    got = torch.autograd.grad(output.loss.sum(), parameters)
+    for value, wanted in zip(got, torch.autograd.grad(total, parameters), strict=True):
+        assert torch.allclose(value, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_dpo_starts_at_log_two() -> None:
+    network = Network(3, seed=1)
+    _, _, output = dpo_pair(2, 100.0, {"current": network, "reference": network})
+    assert output.loss.tolist() == pytest.approx([math.log(2)] * 4, abs=1e-6)
+
+
+def test_dpo_pairs_whatever_the_order_of_rows() -> None:
+    networks = nets()
+    algorithm, batch, output = dpo_pair(3, 10.0, networks)
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    names = ("latents", "next_latents", "sigma", "sigma_next", "steps", "advantages", "rollout_log_prob")
+    shuffled = replace(
+        batch,
+        **{name: getattr(batch, name)[order] for name in names},
+        seeds=tuple(batch.seeds[index] for index in order),
+    )
+    other = algorithm.loss(
+        shuffled,
+        algorithm.predict(shuffled, networks["current"]),
+        None,
+        None,
+        algorithm.predict(shuffled, frozen(networks["reference"])),
+    )
+    assert torch.allclose(output.loss[order], other.loss, atol=1e-5)
+
+
+def test_dpo_selects_best_and_worst() -> None:
+    algorithm = build(name="dpo")
+    assert algorithm.select(np.array([0.1, 2.0, -1.0, 2.0, -1.0])) == [1, 2]
+    assert algorithm.select(np.zeros(4)) == []
+    assert build(name="diffusion_nft").select(np.zeros(3)) == [0, 1, 2]
+
+
+def test_dpo_refuses_half_a_pair() -> None:
+    algorithm = build(name="dpo")
+    with pytest.raises(ValueError, match="both images of a pair in one micro-batch"):
+        algorithm.predict(final_rows(1, 2, [1.0]), Network(3, 1))
+
+
+def test_dpo_needs_a_reference() -> None:
+    algorithm = build(name="dpo")
+    batch = final_rows(2, 1, [1.0, -1.0])
+    with pytest.raises(ValueError, match="needs the reference"):
+        algorithm.loss(batch, algorithm.predict(batch, Network(3, 1)), None, None, None)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "dpo"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) -> None:
+    """Images near +1 are good: the flow's own x0 prediction moves towards them, or away when negated."""
+    torch.manual_seed(0)
+    algorithm = build(name=name, beta=1.0 if name == "diffusion_nft" else 10.0)
+    network, reference = Network(3, seed=1), Network(3, seed=1)
+    base = final_rows(2, 5, [sign, -sign])
+    goal = torch.cat([torch.ones(5, 4, 3), -torch.ones(5, 4, 3)])
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    for step in range(40):
+        batch = replace(base, latents=goal, next_latents=goal, seeds=tuple(range(10 * step, 10 * step + 10)))
+        fixed = algorithm.predict(batch, frozen(reference))
+        loss = algorithm.loss(batch, algorithm.predict(batch, network), None, fixed, fixed).loss.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    x, sigma = torch.randn(500, 4, 3), torch.full((500,), 0.9)
+    predicted = [(x - 0.9 * net(x, sigma)).mean() for net in (network, reference)]
+    assert sign * float(predicted[0] - predicted[1]) > 0.05

@@ -1,0 +1,315 @@
+"""Policy-gradient losses: values and gradients against an independent float64 implementation, one row at a time."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from algorithm_cases import SIGMAS, Network, frozen, nudged, policy_gradient, rows
+from torch import Tensor
+
+from async_flowrl.algorithms.base import MicroBatch, Prediction
+from async_flowrl.algorithms.correction import effective_sample_size, gradient_kept
+
+torch.set_num_threads(1)
+STEPS = [0, 1, 2, 3, 0, 1, 2, 3]
+ADVANTAGES = [1.0, -1.0, 0.4, -0.3, -2.0, 7.0, 0.0, 0.9]
+D = 12
+
+
+def statistics(network: Network, batch: MicroBatch, row: int, a: float) -> tuple[Tensor, Tensor, float]:
+    """(log density mean over D, mean, std) of one row under `sde`, float64, from the score form of the step."""
+    s, s_next = SIGMAS[STEPS[row]], SIGMAS[STEPS[row] + 1]
+    x, after = batch.latents[row].double(), batch.next_latents[row].double()
+    v = torch.tanh(x @ network.w.double() + s * network.u.double())
+    h, g = s - s_next, a * math.sqrt(s / (1 - (SIGMAS[1] if s == 1 else s)))
+    mean = x - h * v - 0.5 * g**2 * h * (x + (1 - s) * v) / s
+    std = g * math.sqrt(h)
+    return torch.distributions.Normal(mean, std).log_prob(after).mean(), mean, std
+
+
+def reference_loss(name: str, batch: MicroBatch, networks: dict[str, Network], settings: dict[str, Any]) -> Tensor:
+    """Sum over rows of the whole loss, written out per row with plain branches."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(STEPS)):
+        A, eps = float(batch.advantages[row]), settings["clip_range"]
+        clamped = max(-5.0, min(5.0, A))
+        h = SIGMAS[STEPS[row]] - SIGMAS[STEPS[row] + 1]
+        now, mean, std = statistics(networks["current"], batch, row, 0.8)
+        with torch.no_grad():
+            old, old_mean, _ = statistics(networks["proximal"], batch, row, 0.8)
+            sampled, sampled_mean, _ = statistics(networks["behaviour"], batch, row, 0.8)
+            ref_mean = statistics(networks["reference"], batch, row, 0.8)[1]
+        k_old = (mean - old_mean).square().mean() / (2 * std**2)
+        if name == "grpo_guard":
+            rho = torch.exp((now - old + k_old) * std)
+            low, high = 1 - eps, 1 + eps
+            if settings.get("clip_unit") == "nats":
+                low, high = 1 - eps * std / D, 1 + eps * std / D
+            loss = torch.max(-clamped * rho, -clamped * rho.clamp(low, high)) / h
+        elif name == "flow_dppo":
+            rho = torch.exp(now - old)
+            k = float(k_old) * (D if settings.get("clip_unit") == "nats" else 1)
+            away = (rho > 1 and A > 0) or (rho < 1 and A < 0)
+            loss = 0.0 * rho if k >= eps and away else -A * rho
+        else:
+            rho = torch.exp(now - old)
+            low, high = 1 - eps, 1 + eps
+            if settings.get("clip_unit") == "nats":
+                low, high = math.exp(-eps / D), math.exp(eps / D)
+            loss = torch.max(-clamped * rho, -clamped * rho.clamp(low, high))
+        if settings.get("correction") == "tis":
+            loss = loss * min(math.exp(D * float(old - sampled)), settings["tis_cap"])
+        if settings.get("correction") == "mask":
+            distance = D * float((mean - sampled_mean).square().mean()) / (2 * std**2)
+            away = (now > sampled and A > 0) or (now < sampled and A < 0)
+            loss = 0.0 * loss if distance >= settings["correction_threshold"] and away else loss
+        if settings.get("kl_coef"):
+            k_ref = (mean - ref_mean).square().mean() / (2 * std**2)
+            loss = loss + settings["kl_coef"] * (k_ref if settings["kl_form"] == "exact" else k_ref * h)
+        total = total + loss
+    return total
+
+
+def networks() -> dict[str, Network]:
+    current = Network(3, seed=1)
+    return {
+        "current": current,
+        "proximal": nudged(current, 0.02, seed=5),
+        "behaviour": nudged(current, 0.06, seed=6),
+        "reference": nudged(current, 0.2, seed=7),
+    }
+
+
+def ours(algorithm: Any, batch: MicroBatch, nets: dict[str, Network], **without: None) -> Any:
+    def predicted(name: str) -> Prediction | None:
+        return None if name in without else algorithm.predict(batch, frozen(nets[name]))
+
+    return algorithm.loss(
+        batch,
+        algorithm.predict(batch, nets["current"]),
+        predicted("proximal"),
+        predicted("behaviour") if algorithm.needs_behaviour else None,
+        predicted("reference") if algorithm.needs_reference else None,
+    )
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("flow_grpo", {"clip_range": 1e-3}),
+    ("flow_grpo", {"clip_range": 0.05}),
+    ("flow_grpo", {"clip_range": 0.05, "clip_unit": "nats"}),
+    ("flow_grpo", {"clip_range": 0.05, "kl_coef": 0.04, "kl_form": "code"}),
+    ("flow_grpo", {"clip_range": 0.05, "kl_coef": 0.04, "kl_form": "exact"}),
+    ("flow_grpo", {"clip_range": 0.05, "correction": "tis", "tis_cap": 1.1}),
+    ("flow_grpo", {"clip_range": 0.05, "correction": "mask", "correction_threshold": 3e-3}),
+    ("mix_grpo", {"clip_range": 1e-3, "window": "sliding", "sde_window_size": 2}),
+    ("grpo_guard", {"clip_range": 2e-4}),
+    ("grpo_guard", {"clip_range": 0.05}),
+    ("grpo_guard", {"clip_range": 5e-3, "clip_unit": "nats"}),
+    ("grpo_guard", {"clip_range": 0.05, "correction": "tis", "tis_cap": 2.0, "kl_coef": 0.1, "kl_form": "code"}),
+    ("flow_dppo", {"clip_range": 2e-4}),
+    ("flow_dppo", {"clip_range": 1.0}),
+    ("flow_dppo", {"clip_range": 2e-3, "clip_unit": "nats"}),
+    ("flow_dppo", {"clip_range": 2e-4, "correction": "mask", "correction_threshold": 3e-3}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_value_and_gradient(name: str, settings: dict[str, Any]) -> None:
+    algorithm = policy_gradient(name=name, noise_level=0.8, **settings)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    output = ours(algorithm, batch, nets)
+    assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
+    parameters = list(nets["current"].parameters())
+    expected = reference_loss(name, batch, nets, settings)
+    assert float(output.loss.double().sum()) == pytest.approx(float(expected), rel=2e-5, abs=2e-5)
+    got = torch.autograd.grad(output.loss.sum(), parameters)
+    for value, wanted in zip(got, torch.autograd.grad(expected, parameters), strict=True):
+        assert torch.allclose(value.double(), wanted.double(), rtol=2e-3, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_the_cases_do_clip_mask_and_cap() -> None:
+    """Otherwise the comparison above would compare nothing."""
+    for name, settings in CASES[:1] + CASES[8:9] + CASES[12:13]:
+        metrics = ours(
+            policy_gradient(name=name, noise_level=0.8, **settings), rows(STEPS, ADVANTAGES), networks()
+        ).metrics
+        assert 0 < float(metrics["kept"].sum()) < float(metrics["nonzero"].sum()) == 7, name
+    masked = ours(policy_gradient(noise_level=0.8, **CASES[6][1]), rows(STEPS, ADVANTAGES), networks()).metrics
+    assert 0 < float(masked["masked"].sum()) < 8
+    capped = ours(policy_gradient(noise_level=0.8, **CASES[5][1]), rows(STEPS, ADVANTAGES), networks()).metrics
+    assert float(capped["importance_weight"].max()) > 1.1 > float(capped["importance_weight"].min())
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo"])
+def test_gradient_against_finite_differences(name: str) -> None:
+    """The surrogate is differentiable where nothing clips; its slope is that of its value."""
+    algorithm = policy_gradient(name=name, noise_level=0.8, clip_range=10.0)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    parameter = nets["current"].u
+    (gradient,) = torch.autograd.grad(ours(algorithm, batch, nets).loss.sum(), [parameter])
+    for index in range(3):
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter[index] += sign * 3e-3
+                values.append(float(ours(algorithm, batch, nets).loss.double().sum()))
+                parameter[index] -= sign * 3e-3
+        assert (values[0] - values[1]) / 6e-3 == pytest.approx(float(gradient[index]), rel=2e-2, abs=2e-3)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo"])
+def test_equal_weights_give_a_ratio_of_exactly_one(name: str, sde_type: str) -> None:
+    algorithm = policy_gradient(name=name, sde_type=sde_type, noise_level=0.8, correction="mask")
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    nets["proximal"] = nets["behaviour"] = nets["current"]
+    output = ours(algorithm, batch, nets)
+    assert (output.metrics["ratio"] == 1.0).all()
+    assert (output.metrics["behaviour_divergence"] == 0.0).all() and (output.metrics["importance_weight"] == 1.0).all()
+    assert torch.equal(output.metrics["kept"], output.metrics["nonzero"])
+    implicit = ours(algorithm, batch, nets, proximal=None)
+    assert torch.equal(implicit.loss, output.loss)
+
+
+def test_the_first_update_has_the_policy_gradient() -> None:
+    """Without a proximal prediction the ratio is 1 and d loss / d log-prob = -A."""
+    algorithm = policy_gradient(noise_level=0.8)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    current = algorithm.predict(batch, nets["current"])
+    current["log_prob"] = current["log_prob"].detach().requires_grad_(True)
+    algorithm.loss(batch, current, None, None, None).loss.sum().backward()
+    assert torch.allclose(current["log_prob"].grad, -batch.advantages.double().clamp(-5, 5), atol=1e-6)
+
+
+def test_permuting_rows_permutes_everything() -> None:
+    algorithm = policy_gradient(noise_level=0.8, correction="mask", kl_coef=0.1, clip_range=1e-3)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    order = torch.tensor([3, 0, 7, 6, 1, 5, 2, 4])
+    names = ("latents", "next_latents", "sigma", "sigma_next", "steps", "advantages", "rollout_log_prob")
+    shuffled = replace(batch, **{name: getattr(batch, name)[order] for name in names})
+    one, two = ours(algorithm, batch, nets), ours(algorithm, shuffled, nets)
+    assert torch.allclose(one.loss[order], two.loss, atol=1e-6)
+    assert one.metrics.keys() == two.metrics.keys()
+    assert torch.equal(one.metrics["kept"][order], two.metrics["kept"])
+
+
+def test_kl_forms() -> None:
+    """code = exact · h for diffusion steps; for cps they agree. Zero where the weights are the reference's."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    h = (batch.sigma - batch.sigma_next).double()
+    for sde_type, factor in (("sde", h), ("dance_sde", h), ("cps", torch.ones_like(h))):
+        values = {}
+        for form in ("code", "exact"):
+            algorithm = policy_gradient(sde_type=sde_type, noise_level=0.8, kl_coef=1.0, kl_form=form)
+            values[form] = ours(algorithm, batch, nets).metrics["kl"]
+            same = ours(algorithm, batch, nets | {"reference": nets["current"]}).metrics["kl"]
+            assert (same == 0.0).all() and (values[form] > 0.0).all()
+        assert torch.allclose(values["code"], values["exact"] * factor)
+
+
+def test_exact_kl_is_the_gaussian_one() -> None:
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    algorithm = policy_gradient(noise_level=0.8, kl_coef=1.0, kl_form="exact")
+    got = ours(algorithm, batch, nets).metrics["kl"]
+    for row in range(len(STEPS)):
+        _, mean, std = statistics(nets["current"], batch, row, 0.8)
+        _, other, _ = statistics(nets["reference"], batch, row, 0.8)
+        exact = torch.distributions.kl_divergence(
+            torch.distributions.Normal(mean, std), torch.distributions.Normal(other, std)
+        ).mean()
+        assert float(got[row]) == pytest.approx(float(exact), rel=1e-3)
+
+
+def test_vanishing_at_zero_means_no_gradient() -> None:
+    batch, nets = rows(STEPS, [0.0] * 8), networks()
+    for name in ("flow_grpo", "grpo_guard", "flow_dppo"):
+        algorithm = policy_gradient(name=name, noise_level=0.8)
+        gradients = torch.autograd.grad(ours(algorithm, batch, nets).loss.sum(), list(nets["current"].parameters()))
+        assert algorithm.vanishes_at_zero and all(not gradient.any() for gradient in gradients)
+    assert not policy_gradient(kl_coef=0.1).vanishes_at_zero
+
+
+def test_kept_marks_exactly_the_rows_with_gradient() -> None:
+    nets = networks()
+    for name in ("flow_grpo", "grpo_guard", "flow_dppo"):
+        algorithm = policy_gradient(
+            name=name, noise_level=0.8, clip_range=3e-4, correction="mask", correction_threshold=0.02
+        )
+        output = ours(algorithm, rows(STEPS, ADVANTAGES), nets)
+        for row in range(8):
+            (gradient,) = torch.autograd.grad(output.loss[row], [nets["current"].u], retain_graph=True)
+            assert bool(output.metrics["kept"][row]) == bool(gradient.any()), (name, row)
+
+
+def test_a_huge_log_ratio_stays_finite() -> None:
+    algorithm = policy_gradient(noise_level=0.8)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    current = algorithm.predict(batch, nets["current"])
+    far = {name: value.detach() - (1000.0 if name == "log_prob" else 0.0) for name, value in current.items()}
+    output = algorithm.loss(batch, current, far, None, None)
+    gradients = torch.autograd.grad(output.loss.sum(), list(nets["current"].parameters()))
+    assert torch.isfinite(output.loss).all() and all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_clip_in_nats_does_not_depend_on_resolution() -> None:
+    """The same true log-ratio clips at every D, while a bound on the mean scale would not."""
+    for tokens in (4, 64):
+        batch = rows([1, 1], [1.0, 1.0], tokens=tokens)
+        algorithm = policy_gradient(noise_level=0.8, clip_unit="nats", clip_range=0.66)
+        current = algorithm.predict(batch, frozen(Network(3, 1)))
+        nats = torch.tensor([0.65, 0.67], dtype=torch.float64)
+        proximal = dict(current, log_prob=current["log_prob"] - nats / (tokens * 3))
+        assert algorithm.loss(batch, current, proximal, None, None).metrics["clip_fraction"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kl_coef": 0.1}, {"correction": "mask"}, {"clip_unit": "nats"}, {"name": "flow_dppo"}]
+)
+def test_sharp_cps_steps_are_refused_where_a_density_is_needed(fields: dict[str, Any]) -> None:
+    batch = replace(rows([3], [1.0]), sigma_next=torch.tensor([0.05]))
+    plain = policy_gradient(sde_type="cps", noise_level=0.8)
+    assert torch.isfinite(plain.predict(batch, frozen(Network(3, 1)))["log_prob"]).all()
+    algorithm = policy_gradient(sde_type="cps", noise_level=0.8, **fields)
+    with pytest.raises(ValueError, match=r"std 0\.0476"):
+        algorithm.predict(batch, frozen(Network(3, 1)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"correction": "mask"}])
+def test_log_prob_gap_compares_equal_forms(fields: dict[str, Any]) -> None:
+    """The sampler records the field's cps form; the gap to the density is taken after converting it."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    recorder = policy_gradient(sde_type="cps", noise_level=0.8)
+    recorded = recorder.predict(batch, frozen(nets["current"]))["log_prob"]
+    batch = replace(batch, rollout_log_prob=recorded.float())
+    output = ours(policy_gradient(sde_type="cps", noise_level=0.8, **fields), batch, nets, proximal=None)
+    assert float(output.metrics["log_prob_gap"].max()) < 1e-6
+    moved = replace(batch, rollout_log_prob=recorded.float() + 0.01)
+    output = ours(policy_gradient(sde_type="cps", noise_level=0.8), moved, nets, proximal=None)
+    assert output.metrics["log_prob_gap"].tolist() == pytest.approx([0.01] * 8, rel=1e-3)
+
+
+def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
+    """Metrics of the true log-ratio must not depend on which log-prob the loss uses."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    field, density = (
+        policy_gradient(sde_type="cps", noise_level=0.8, **fields) for fields in ({}, {"clip_unit": "nats"})
+    )
+    for algorithm in (field, density):
+        algorithm.needs_behaviour = True
+    assert not field.gaussian and density.gaussian
+    one, two = (ours(algorithm, batch, nets).metrics["behaviour_log_ratio"] for algorithm in (field, density))
+    assert torch.allclose(one, two, atol=1e-9)
+
+
+def test_effective_sample_size_and_gradient_kept() -> None:
+    assert effective_sample_size(1.0, 1.0) == 1.0
+    assert effective_sample_size(0.25, 0.25) == 0.25
+    assert gradient_kept(3.0, 4.0) == 0.75 and gradient_kept(0.0, 0.0) == 1.0
+    torch.manual_seed(0)
+    for divergence in (0.07, 0.66):
+        log_weight = -divergence + (2 * divergence) ** 0.5 * torch.randn(400_000, dtype=torch.float64)
+        weight = log_weight.exp()
+        measured = effective_sample_size(float(weight.mean()), float(weight.square().mean()))
+        assert measured == pytest.approx(math.exp(-2 * divergence), rel=0.05)

@@ -1,0 +1,166 @@
+"""Names, defaults and refusals of the registry."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from algorithm_cases import build
+
+from async_flowrl.algorithms.flow_grpo import FlowGRPO
+from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
+from async_flowrl.config import AlgorithmConfig
+
+GOOD: dict[str, dict[str, Any]] = {
+    "flow_grpo": {},
+    "dance_grpo": {"sde_type": "dance_sde", "noise_level": 0.3},
+    "mix_grpo": {"window": "sliding", "sde_window_size": 2},
+    "grpo_guard": {},
+    "flow_dppo": {},
+    "diffusion_nft": {},
+    "dpo": {"beta": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_every_name_builds_what_the_protocol_wants(name: str) -> None:
+    algorithm = build(name=name, **GOOD[name])
+    assert algorithm.name == name and all(hasattr(algorithm, member) for member in MEMBERS)
+    assert algorithm.records == ("final" if name in ("diffusion_nft", "dpo") else "transitions")
+    assert algorithm.group_local
+
+
+def test_unknown_names_list_what_exists_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"dance_grpo, .*, mix_grpo, got 'flow_gpro'; did you mean 'flow_grpo'"):
+        build(name="flow_gpro")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "given", "resolved"),
+    [
+        (0, None, "none"),
+        (1, None, "none"),
+        (2, None, "mask"),
+        (5, None, "mask"),
+        (2, "none", "none"),
+        (1, "tis", "tis"),
+    ],
+)
+def test_default_correction(staleness: int, given: str | None, resolved: str) -> None:
+    assert resolve_correction(AlgorithmConfig(correction=given), staleness) == resolved
+    algorithm = build(correction=given, max_staleness=staleness)
+    assert algorithm.needs_behaviour == (resolved != "none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"name": "grpo_guard", "sde_type": "cps", "noise_level": 0.8},
+            "grpo_guard is derived for .*sde only, got cps",
+        ),
+        ({"name": "grpo_guard", "sde_type": "dance_sde"}, "got dance_sde"),
+        ({"name": "dance_grpo"}, "dance_grpo needs algorithm.sde_type=dance_sde, got sde"),
+        ({"name": "mix_grpo"}, "mix_grpo needs algorithm.window=sliding or random, got none"),
+        ({"sde_type": "ode"}, "needs noisy steps"),
+        ({"noise_level": 0.0}, "needs noisy steps"),
+        ({"sde_type": "cps", "noise_level": 1.2}, r"\[0, 1\] for cps"),
+        ({"sde_type": "cpss"}, "did you mean 'cps'"),
+        ({"clip_unit": "nat"}, "did you mean 'nats'"),
+        ({"kl_form": "exakt"}, "did you mean 'exact'"),
+        ({"correction": "masks"}, "did you mean 'mask'"),
+        ({"clip_range": 0.0}, "clip_range must be a positive number, got 0.0"),
+        ({"clip_range": float("nan")}, "clip_range must be a positive number"),
+        ({"kl_coef": -0.1}, "kl_coef must be a number >= 0"),
+        ({"tis_cap": -1.0}, "tis_cap"),
+        ({"correction_threshold": 0.0}, "correction_threshold"),
+        ({"beta": 0.0, "name": "dpo"}, "beta"),
+        ({"name": "diffusion_nft", "correction": "mask"}, "final images, so algorithm.correction=mask has no meaning"),
+        ({"name": "dpo", "correction": "tis"}, "correction=tis has no meaning"),
+        ({"old_policy_decay": "slow"}, "old_policy_decay=slow needs diffusion_nft, got flow_grpo"),
+        ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, late, slow"),
+        ({"name": "diffusion_nft", "advantage_mode": "binay"}, "did you mean 'binary'"),
+        ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
+        ({"updates_per_batch": 2, "hand_over": "stream"}, "updates_per_batch must be 1 with hand_over=stream"),
+        ({"window": "random"}, "sde_window_size"),
+        ({"normalise": "mean"}, "normalise must be one of none, std"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_streaming_works_with_group_statistics() -> None:
+    assert build(hand_over="stream").group_local
+    assert not build(global_std=True).group_local
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("own_algorithms")
+
+    class Mine(FlowGRPO):
+        name = "mine"
+
+        def __init__(self, config: AlgorithmConfig, *, correction: str, strength: float = 1.0) -> None:
+            super().__init__(config, correction=correction)
+            self.strength = strength
+
+    class NoBehaviour(Mine):
+        def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
+            super().__init__(config, correction="none")
+
+    class Half:
+        def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
+            self.name = "half"
+
+    module.Mine, module.NoBehaviour, module.Half = Mine, NoBehaviour, Half  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_algorithms", module)
+    return module
+
+
+def test_own_algorithm_by_path(own: types.ModuleType) -> None:
+    algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
+    assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and algorithm.needs_behaviour
+
+
+@pytest.mark.usefixtures("own")
+def test_own_algorithm_refusals() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'Mine'"):
+        build(name="own_algorithms:Mime")
+    with pytest.raises(ValueError, match="cannot be imported: No module named 'nowhere'"):
+        build(name="nowhere:Mine")
+    with pytest.raises(ValueError, match=r"is not an algorithm: it lacks records, .*loss"):
+        build(name="own_algorithms:Half")
+    with pytest.raises(ValueError, match=r"no behaviour term, so max_staleness=1 needs algorithm.correction=none"):
+        build(name="own_algorithms:NoBehaviour")
+    assert build(name="own_algorithms:NoBehaviour", correction="none").name == "mine"
+    assert build(name="own_algorithms:NoBehaviour", max_staleness=0).name == "mine"
+
+
+SD3 = torch.tensor((1.0, 0.9601, 0.9133, 0.8577, 0.7904, 0.7073, 0.6022, 0.4649, 0.2780, 0.0089, 0.0))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kl_coef": 0.1}, {"correction": "tis"}, {"clip_unit": "nats"}, {"name": "flow_dppo"}]
+)
+def test_schedules_with_sharp_cps_steps_are_refused_where_a_density_is_used(fields: dict[str, Any]) -> None:
+    config = AlgorithmConfig(**{"sde_type": "cps", "noise_level": 0.8} | fields)
+    check_schedule(config, SD3, max_staleness=1, train_steps=range(8))
+    with pytest.raises(ValueError, match=r"std 0\.0085"):
+        check_schedule(config, SD3, max_staleness=1, train_steps=range(9))
+
+
+def test_sharp_cps_steps_are_trained_where_no_density_is_used() -> None:
+    config = AlgorithmConfig(sde_type="cps", noise_level=0.8)
+    check_schedule(config, SD3, max_staleness=1, train_steps=range(9))
+    with pytest.raises(ValueError, match=r"std 0\.0085"):
+        check_schedule(config, SD3, max_staleness=2, train_steps=range(9))
+
+
+def test_schedules_must_be_schedules() -> None:
+    with pytest.raises(ValueError, match="strictly"):
+        check_schedule(AlgorithmConfig(), torch.tensor([1.0, 0.5, 0.5, 0.0]), max_staleness=0, train_steps=[0])

@@ -1,0 +1,301 @@
+"""Denoising steps against an independent float64 implementation, and the invariants of the schedule's maths."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+
+torch.set_num_threads(1)
+SD3 = (1.0, 0.9601, 0.9133, 0.8577, 0.7904, 0.7073, 0.6022, 0.4649, 0.2780, 0.0089, 0.0)
+QWEN = (1.0, 0.9290, 0.8515, 0.7666, 0.6733, 0.5701, 0.4555, 0.3274, 0.1833, 0.02, 0.0)
+LAYOUTS = [(16, 8, 8), (64, 16), (4, 3, 8, 8), (5,)]
+LEVELS = {"sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
+
+
+def reference_step(
+    x: Tensor, v: Tensor, s: float, s_next: float, after_first: float, sde_type: str, a: float
+) -> tuple[Tensor, float]:
+    """Mean and full std in float64, one sample, from the score (or from x0 and eps) and not from the expanded form."""
+    x, v = x.double(), v.double()
+    x0, eps = x - s * v, x + (1 - s) * v
+    h = s - s_next
+    if sde_type == "cps":
+        std = s_next * math.sin(a * math.pi / 2)
+        return (1 - s_next) * x0 + math.sqrt(s_next**2 - std**2) * eps, std
+    g = a if sde_type == "dance_sde" else a * math.sqrt(s / (1 - (after_first if s == 1 else s)))
+    score = -(x - (1 - s) * x0) / s**2
+    return x - (v - 0.5 * g**2 * score) * h, g * math.sqrt(h)
+
+
+def steps_of(schedule: tuple[float, ...], indices: list[int]) -> tuple[Tensor, Tensor]:
+    sigmas = torch.tensor(schedule)
+    return sigmas[indices], sigmas[[i + 1 for i in indices]]
+
+
+@pytest.mark.parametrize("sde_type", LEVELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", [SD3, QWEN])
+def test_steps_equal_an_independent_implementation(
+    sde_type: str, layout: tuple[int, ...], schedule: tuple[float, ...]
+) -> None:
+    """Rows at different steps in one batch, first and last but one included."""
+    indices = [0, 1, 4, len(schedule) - 3]
+    torch.manual_seed(0)
+    x, v, noise = torch.randn(3, len(indices), *layout)
+    sigma, sigma_next = steps_of(schedule, indices)
+    step = sde.transition(
+        x, v, sigma, sigma_next, sigma_after_first=schedule[1], sde_type=sde_type, noise_level=LEVELS[sde_type]
+    )
+    after = sde.sample(step, noise)
+    got = sde.gaussian_log_prob(after, step)
+    field = sde.log_prob(after, step, sde_type)
+    assert step.mean.dtype == step.std.dtype == torch.float32 and not step.deterministic.any()
+    assert step.std.shape == (len(indices), *([1] * len(layout)))
+    for row, index in enumerate(indices):
+        s, s_next = float(sigma[row]), float(sigma_next[row])
+        mean, std = reference_step(
+            x[row], v[row], s, s_next, float(torch.tensor(schedule[1])), sde_type, LEVELS[sde_type]
+        )
+        assert torch.allclose(step.mean[row].double(), mean, atol=1e-5, rtol=1e-5), index
+        assert float(step.std[row].flatten()[0]) == pytest.approx(std, rel=1e-5)
+        expected = torch.distributions.Normal(mean, std).log_prob(after[row].double()).mean()
+        assert float(got[row]) == pytest.approx(float(expected), abs=2e-4 if std < 0.05 else 1e-5)
+        if sde_type == "cps":
+            assert float(field[row]) == pytest.approx(-float((after[row].double() - mean).square().mean()), rel=1e-4)
+        else:
+            assert field[row] == got[row]
+
+
+def test_cps_log_prob_converts_to_the_density() -> None:
+    torch.manual_seed(0)
+    x, v, noise = torch.randn(3, 3, 16, 4)
+    sigma, sigma_next = steps_of(SD3, [0, 3, 5])
+    step = sde.transition(x, v, sigma, sigma_next, sigma_after_first=SD3[1], sde_type="cps", noise_level=0.8)
+    after = sde.sample(step, noise)
+    converted = sde.cps_to_gaussian(sde.log_prob(after, step, "cps"), step.std.flatten())
+    assert torch.allclose(converted, sde.gaussian_log_prob(after, step), atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sde_type=st.sampled_from(sorted(LEVELS)),
+    layout=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
+    indices=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    level=st.floats(0.05, 1.0),
+    seed=st.integers(0, 1000),
+)
+def test_rows_do_not_mix(sde_type: str, layout: tuple[int, ...], indices: list[int], level: float, seed: int) -> None:
+    """Any layout and any mixture of steps: a batch is its rows, one by one, and permuting rows permutes results."""
+    torch.manual_seed(seed)
+    x, v, noise = torch.randn(3, len(indices), *layout)
+    sigma, sigma_next = steps_of(QWEN, indices)
+
+    def run(rows: list[int]) -> tuple[Tensor, Tensor]:
+        step = sde.transition(
+            x[rows], v[rows], sigma[rows], sigma_next[rows],
+            sigma_after_first=QWEN[1], sde_type=sde_type, noise_level=level,
+        )  # fmt: skip
+        after = sde.sample(step, noise[rows])
+        return after, sde.log_prob(after, step, sde_type)
+
+    order = list(reversed(range(len(indices))))
+    after, value = run(list(range(len(indices))))
+    flipped_after, flipped_value = run(order)
+    assert value.shape == (len(indices),) and value.dtype == torch.float64
+    assert torch.equal(after[order], flipped_after) and torch.equal(value[order], flipped_value)
+    for row in range(len(indices)):
+        single_after, single_value = run([row])
+        assert torch.equal(single_after[0], after[row])
+        assert float(single_value[0]) == pytest.approx(float(value[row]), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("sde_type", LEVELS)
+def test_noise_level_per_row(sde_type: str) -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 2, 8, 4)
+    sigma, sigma_next = steps_of(SD3, [2, 2])
+    levels = torch.tensor([0.2, 0.9])
+    both = sde.transition(x, v, sigma, sigma_next, sigma_after_first=SD3[1], sde_type=sde_type, noise_level=levels)
+    for row, level in enumerate((0.2, 0.9)):
+        one = sde.transition(
+            x[row : row + 1], v[row : row + 1], sigma[:1], sigma_next[:1],
+            sigma_after_first=SD3[1], sde_type=sde_type, noise_level=level,
+        )  # fmt: skip
+        assert torch.equal(one.mean[0], both.mean[row]) and torch.equal(one.std[0], both.std[row])
+
+
+@pytest.mark.parametrize("sde_type", LEVELS)
+def test_bfloat16_inputs_are_computed_in_float32(sde_type: str) -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 1, 8, 4).bfloat16()
+    sigma, sigma_next = steps_of(SD3, [3])
+    options = {"sigma_after_first": SD3[1], "sde_type": sde_type, "noise_level": 0.5}
+    low = sde.transition(x, v, sigma, sigma_next, **options)
+    high = sde.transition(x.float(), v.float(), sigma, sigma_next, **options)
+    assert torch.equal(low.mean, high.mean) and low.mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sde_type", LEVELS)
+@pytest.mark.parametrize("index", [0, 1, 5, 8])
+def test_without_noise_every_step_is_euler(sde_type: str, index: int) -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 4, 8, 4)
+    sigma, sigma_next = (values.expand(4) for values in steps_of(SD3, [index]))
+    options = {"sigma_after_first": SD3[1], "sde_type": sde_type}
+    euler = sde.ode_step(x, v, sigma, sigma_next)
+    small = sde.transition(x, v, sigma, sigma_next, noise_level=1e-4, **options)
+    none = sde.transition(x, v, sigma, sigma_next, noise_level=0.0, **options)
+    assert torch.allclose(small.mean, euler, atol=1e-5) and not small.deterministic.any()
+    assert torch.allclose(none.mean, euler, atol=1e-6) and none.deterministic.all()
+    assert torch.equal(sde.sample(none, torch.randn(4, 8, 4)), none.mean)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps", "ode"])
+def test_deterministic_rows_have_log_prob_zero_and_finite_gradients(sde_type: str) -> None:
+    x = torch.randn(2, 6)
+    v = torch.randn(2, 6, requires_grad=True)
+    sigma, sigma_next = steps_of(SD3, [2, 4])
+    level = torch.tensor([0.0, 0.0 if sde_type == "ode" else 0.5])
+    step = sde.transition(x, v, sigma, sigma_next, sigma_after_first=SD3[1], sde_type=sde_type, noise_level=level)
+    value = sde.log_prob(step.mean.detach() + 0.1, step, sde_type)
+    assert value[0].item() == 0.0 and bool(step.deterministic[0])
+    value.sum().backward()
+    assert v.grad is not None and torch.isfinite(v.grad).all() and not v.grad[0].any()
+    assert v.grad[1].any() == (sde_type != "ode")
+
+
+def test_the_last_cps_step_is_deterministic() -> None:
+    sigma, sigma_next = steps_of(SD3, [9])
+    step = sde.transition(
+        torch.randn(1, 6),
+        torch.randn(1, 6),
+        sigma,
+        sigma_next,
+        sigma_after_first=SD3[1],
+        sde_type="cps",
+        noise_level=0.8,
+    )
+    assert step.deterministic.all() and float(sde.log_prob(torch.randn(1, 6), step, "cps")) == 0.0
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("index", [0, 4, 8])
+def test_cps_keeps_the_coefficients(level: float, index: int) -> None:
+    """With an exact velocity the step returns (1 - s') x0 + s' N(0, 1) in distribution, at any noise level."""
+    torch.manual_seed(0)
+    x0, eps, noise = torch.full((1, 400_000), 0.7), torch.randn(1, 400_000), torch.randn(1, 400_000)
+    sigma, sigma_next = steps_of(SD3, [index])
+    s, s_next = float(sigma), float(sigma_next)
+    step = sde.transition(
+        (1 - s) * x0 + s * eps, eps - x0, sigma, sigma_next,
+        sigma_after_first=SD3[1], sde_type="cps", noise_level=level,
+    )  # fmt: skip
+    after = sde.sample(step, noise).double()
+    assert float(after.mean()) == pytest.approx((1 - s_next) * 0.7, abs=4 * s_next / 400_000**0.5 + 1e-6)
+    assert float(after.std()) == pytest.approx(s_next, rel=0.01)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde"])
+def test_many_small_diffusion_steps_keep_the_marginals(sde_type: str) -> None:
+    """The SDE has the ODE's marginals: Gaussian data with its exact velocity keep the known variance."""
+    torch.manual_seed(0)
+    spread, count, grid = 0.5, 200_000, torch.linspace(1.0, 0.2, 161)
+    x = torch.randn(1, count)
+    for s, s_next in pairwise(grid):
+        variance = (1 - s) ** 2 * spread**2 + s**2
+        velocity = (s - (1 - s) * spread**2) / variance * x
+        step = sde.transition(
+            x, velocity, s.reshape(1), s_next.reshape(1),
+            sigma_after_first=grid[1], sde_type=sde_type, noise_level=0.7,
+        )  # fmt: skip
+        x = sde.sample(step, torch.randn(1, count))
+    assert float(x.std()) == pytest.approx(math.sqrt(0.64 * spread**2 + 0.04), rel=0.02)
+
+
+@pytest.mark.parametrize("sde_type", LEVELS)
+def test_replaying_with_the_same_weights_gives_ratio_one(sde_type: str) -> None:
+    """The closed loop, float32: recorded log-probs stored as float32 against recomputed ones."""
+    torch.manual_seed(0)
+    x, v, noise = torch.randn(3, 6, 64, 16)
+    sigma, sigma_next = steps_of(QWEN, [0, 1, 2, 3, 5, 7])
+    options = {"sigma_after_first": QWEN[1], "sde_type": sde_type, "noise_level": LEVELS[sde_type]}
+    step = sde.transition(x, v, sigma, sigma_next, **options)
+    after = sde.sample(step, noise)
+    stored = sde.log_prob(after, step, sde_type).float()
+    again = sde.log_prob(after, sde.transition(x, v, sigma, sigma_next, **options), sde_type)
+    assert float((again - stored).abs().max()) < 1e-6
+    assert torch.equal(again, sde.log_prob(after, step, sde_type))
+
+
+def test_sum_over_latents_is_d_times_the_mean() -> None:
+    x, v, noise = torch.randn(3, 2, 7, 3)
+    sigma, sigma_next = steps_of(QWEN, [1, 2])
+    step = sde.transition(x, v, sigma, sigma_next, sigma_after_first=QWEN[1], sde_type="sde", noise_level=1.0)
+    after = sde.sample(step, noise)
+    total = torch.distributions.Normal(step.mean.double(), step.std.double()).log_prob(after.double()).sum(dim=(1, 2))
+    assert torch.allclose(sde.gaussian_log_prob(after, step) * sde.latent_elements(x), total, rtol=1e-9)
+
+
+def test_next_latents_get_no_gradient() -> None:
+    after = torch.randn(1, 4, requires_grad=True)
+    v = torch.randn(1, 4, requires_grad=True)
+    sigma, sigma_next = steps_of(QWEN, [1])
+    step = sde.transition(
+        torch.randn(1, 4), v, sigma, sigma_next, sigma_after_first=QWEN[1], sde_type="sde", noise_level=1.0
+    )
+    sde.log_prob(after, step, "sde").sum().backward()
+    assert after.grad is None and v.grad is not None
+
+
+@pytest.mark.parametrize("schedule", [SD3, QWEN, (1.0, 0.0)])
+def test_published_schedules_are_valid(schedule: tuple[float, ...]) -> None:
+    sde.validate_schedule(torch.tensor(schedule))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ((0.9999, 0.5, 0.0), "exactly 1"),
+        ((1.0, 0.5, 0.01), "exactly 0"),
+        ((1.0,), "exactly 1"),
+        ((1.0, 0.5, 0.5, 0.0), "strictly"),
+        ((1.0, float("nan"), 0.0), "strictly"),
+        ((1.0, 0.2, 0.5, 0.0), "strictly"),
+        ((1.0, 0.9999, 0.5, 0.0), "0.999"),
+    ],
+)
+def test_bad_schedules_are_refused(schedule: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sde.validate_schedule(torch.tensor(schedule))
+
+
+def test_a_schedule_near_one_is_fine_for_other_steps() -> None:
+    sde.validate_schedule(torch.tensor((1.0, 0.9999, 0.5, 0.0)), "dance_sde")
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "level", "message"),
+    [
+        ("cps", 1.2, "folds"),
+        ("sde", -0.1, ">= 0"),
+        ("sde", float("nan"), ">= 0"),
+        ("dance", 0.3, "did you mean 'dance_sde'"),
+    ],
+)
+def test_bad_noise_levels_and_names_are_refused(sde_type: str, level: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sde.check_noise_level(sde_type, level)
+
+
+def test_unknown_step_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'cps'"):
+        sde.transition(
+            torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.zeros(1),
+            sigma_after_first=0.5, sde_type="cp", noise_level=0.5,
+        )  # fmt: skip

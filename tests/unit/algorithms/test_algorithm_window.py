@@ -1,0 +1,148 @@
+"""Windows: supports, frequencies, purity, and what is refused."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_flowrl.algorithms.window import Window, check_window, draw_window, rows_per_image, trained_steps
+from async_flowrl.config import AlgorithmConfig
+
+T = 10
+
+
+def draw(config: AlgorithmConfig, *, step: int = 0, group: int = 0, seed: int = 0) -> Window:
+    return draw_window(config, num_inference_steps=T, seed=seed, step=step, group=group)
+
+
+def test_none_is_everything_but_the_last_step() -> None:
+    assert draw(AlgorithmConfig()) == Window(tuple(range(9)), tuple(range(9)))
+
+
+def test_none_with_a_range() -> None:
+    assert draw(AlgorithmConfig(sde_window_range=(2, 5))).train_steps == (2, 3, 4)
+
+
+def test_random_windows_start_uniformly_over_the_range() -> None:
+    config = AlgorithmConfig(window="random", sde_window_size=2, sde_window_range=(0, 5))
+    starts = Counter(draw(config, step=step).train_steps[0] for step in range(4000))
+    assert set(starts) == {0, 1, 2, 3}
+    assert all(abs(count - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for count in starts.values())
+    assert draw(config).noise_steps == draw(config).train_steps
+
+
+def test_windows_are_drawn_per_group_or_per_step() -> None:
+    config = AlgorithmConfig(window="random", sde_window_size=2)
+    per_group = [draw(config, group=group) for group in range(40)]
+    assert len(set(per_group)) > 3
+    for shared in (replace(config, window_per="step"), replace(config, global_std=True)):
+        assert len({draw(shared, group=group) for group in range(40)}) == 1
+        assert len({draw(shared, step=step) for step in range(40)}) > 3
+
+
+def test_draws_depend_on_seed_step_and_group_alone() -> None:
+    config = AlgorithmConfig(window="random", sde_window_size=2)
+    draws = {(s, t, g): draw(config, seed=s, step=t, group=g) for s in range(4) for t in range(4) for g in range(4)}
+    for (s, t, g), window in reversed(draws.items()):
+        assert draw(config, seed=s, step=t, group=g) == window
+    assert len({tuple(draws[s, t, 0] for t in range(4)) for s in range(4)}) > 1
+
+
+def test_sliding_window_moves_by_one_and_rolls_over() -> None:
+    config = AlgorithmConfig(window="sliding", sde_window_size=4, window_interval=25)
+    starts = [draw(config, step=25 * move, group=move).train_steps[0] for move in range(8)]
+    assert starts == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert draw(config, step=24) == draw(config, step=0) != draw(config, step=25)
+    assert draw(config, step=125).train_steps == (5, 6, 7, 8)
+
+
+def test_list_windows_choose_from_the_list() -> None:
+    config = AlgorithmConfig(window="list", window_list=[5, 1, 3])
+    assert draw(config) == Window((1, 3, 5), (1, 3, 5))
+    single = replace(config, sde_window_size=1)
+    counts = Counter(draw(single, step=step).train_steps for step in range(3000))
+    assert set(counts) == {(1,), (3,), (5,)}
+    assert all(abs(count - 1000) < 5 * (3000 * 2 / 9) ** 0.5 for count in counts.values())
+
+
+def test_fraction_keeps_noise_everywhere_and_trains_a_random_share() -> None:
+    config = AlgorithmConfig(window="fraction", timestep_fraction=0.6)
+    counts: Counter[int] = Counter()
+    for step in range(3000):
+        window = draw(config, step=step)
+        assert window.noise_steps == tuple(range(9)) and len(window.train_steps) == 5
+        counts.update(window.train_steps)
+    assert set(counts) == set(range(9))
+    assert all(abs(count - 3000 * 5 / 9) < 5 * (3000 * 20 / 81) ** 0.5 for count in counts.values())
+
+
+@pytest.mark.parametrize(("name", "fraction", "rows"), [("diffusion_nft", 1.0, 10), ("dpo", 0.3, 3), ("dpo", 0.01, 1)])
+def test_final_image_algorithms_sample_without_noise(name: str, fraction: float, rows: int) -> None:
+    config = AlgorithmConfig(name=name, timestep_fraction=fraction)
+    window = draw(config)
+    assert window == Window((), tuple(range(T - rows, T))) and rows_per_image(config, T) == rows
+    assert window.train_steps[-1] == T - 1, "the final latents must be recorded"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]),
+    steps=st.integers(2, 30),
+    data=st.data(),
+)
+def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
+    """Ascending, without repeats, never the last step, trained steps are noisy, and as many as promised."""
+    low = data.draw(st.integers(0, steps - 2))
+    high = data.draw(st.integers(low + 1, steps - 1))
+    config = AlgorithmConfig(
+        window=kind,
+        sde_window_range=(low, high),
+        sde_window_size=data.draw(st.integers(1, high - low)) if kind in ("random", "sliding") else None,
+        window_list=data.draw(st.lists(st.integers(0, steps - 2), min_size=1, unique=True)),
+        timestep_fraction=data.draw(st.floats(0.01, 1.0)),
+        window_interval=data.draw(st.integers(1, 30)),
+    )
+    check_window(config, steps)
+    window = draw_window(
+        config,
+        num_inference_steps=steps,
+        seed=data.draw(st.integers(0, 99)),
+        step=data.draw(st.integers(0, 99)),
+        group=1,
+    )
+    for indices in (window.noise_steps, window.train_steps):
+        assert list(indices) == sorted(set(indices)) and indices and max(indices) < steps - 1
+    assert set(window.train_steps) <= set(window.noise_steps)
+    assert len(window.train_steps) == trained_steps(config, steps)
+    if kind != "list":
+        assert all(low <= index < high for index in window.noise_steps)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": "slidng"}, "did you mean 'sliding'"),
+        ({"window_per": "batch"}, "window_per must be one of group, step"),
+        ({"window": "random"}, r"sde_window_size must be in 1\.\.9 .* got None"),
+        ({"window": "sliding", "sde_window_size": 10}, r"1\.\.9"),
+        ({"window": "random", "sde_window_size": 3, "sde_window_range": (0, 2)}, r"1\.\.2"),
+        ({"sde_window_range": (0, 10)}, r"must lie in \(0, 9\)"),
+        ({"sde_window_range": (4, 4)}, "got \\(4, 4\\)"),
+        ({"window": "list"}, "window_list must name different steps"),
+        ({"window": "list", "window_list": [1, 9]}, r"0\.\.8"),
+        ({"window": "list", "window_list": [1, 1]}, "different"),
+        ({"window": "list", "window_list": [1, 2], "sde_window_size": 3}, r"1\.\.2"),
+        ({"window": "fraction", "timestep_fraction": 0.0}, r"in \(0, 1\]"),
+        ({"window": "sliding", "sde_window_size": 2, "window_interval": 0}, "at least 1"),
+    ],
+)
+def test_bad_windows_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_window(AlgorithmConfig(**fields), T)  # type: ignore[arg-type]
+
+
+def test_one_inference_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        check_window(AlgorithmConfig(), 1)
