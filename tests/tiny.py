@@ -34,7 +34,7 @@ def adapted_policy(
 def randomise(parameters: Mapping[str, Tensor], strength: float = 0.3) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if name.endswith("lora_B.weight"):
+            if ".lora_B." in name:
                 parameter.copy_(strength * torch.randn(parameter.shape, generator=generator(derive(1, name))))
 
 

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from async_flowrl.config import ModelConfig
 from async_flowrl.naming import unknown_name
@@ -72,6 +73,21 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     return family.load(
         resolved.path, dtype=DTYPES[dtype], device=torch.device(device), parts=parts, revision=resolved.revision
     )
+
+
+def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.device) -> Any:
+    """The diffusers pipeline itself, for tools that look at the model as its users do."""
+    from diffusers import DiffusionPipeline
+
+    from async_flowrl.policies.loading import quiet, settle, weight_options
+
+    with quiet():
+        options = weight_options(DTYPES[dtype], resolved.revision)
+        pipeline = DiffusionPipeline.from_pretrained(resolved.path, trust_remote_code=False, **options)
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            settle(component, torch.device(device))
+    return pipeline
 
 
 def _family(wanted: str, index: Path, path: str) -> str:

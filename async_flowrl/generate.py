@@ -1,0 +1,175 @@
+"""python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png: images before and after training.
+
+Uses diffusers' own pipeline, not the training loop's engine: what it shows is what a user of the LoRA gets.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from PIL import Image, ImageDraw, ImageFont
+
+from async_flowrl.config import ModelConfig, TinyConfig
+from async_flowrl.policies.registry import DTYPES, load_pipeline, resolve_model
+from async_flowrl.training import lora_file
+from async_flowrl.types import ByteArray
+
+logger = logging.getLogger(__name__)
+
+_CELL, _GAP, _HEAD = 128, 4, 22
+"""Pixels: the least side of an image in the grid, the space between images, the height of a line of text."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to sample; from the run's config.yaml beside the LoRA, unless the command line says otherwise."""
+
+    model: ModelConfig
+    resolution: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    negative_prompt: str
+
+
+def settings_of(lora: Path | None, model: str | None) -> Settings:
+    """What the run that trained `lora` used; without a run, what suits the model."""
+    run = lora.resolve().parent / "config.yaml" if lora is not None else None
+    if run is not None and run.is_file():
+        found: Any = OmegaConf.load(run)
+        tiny = TinyConfig(**OmegaConf.to_container(found.model.tiny))  # type: ignore[arg-type]
+        trained = ModelConfig(**{**OmegaConf.to_container(found.model), "tiny": tiny})  # type: ignore[dict-item]
+        used = trained if model in (None, trained.path) else replace(trained, path=str(model), revision=None)
+        how = found.rollout
+        return Settings(used, how.resolution, how.num_inference_steps, how.true_cfg_scale, how.negative_prompt)
+    if model is None:
+        raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
+    if model == "tiny":
+        return Settings(ModelConfig(), 32, 6, 1.0, " ")
+    return Settings(ModelConfig(path=model, dtype="bfloat16"), 512, 28, 4.0, " ")
+
+
+def open_pipeline(settings: Settings, device: str) -> Any:
+    """diffusers' pipeline for the model, on `device`, silent."""
+    pipeline = load_pipeline(resolve_model(settings.model), dtype=settings.model.dtype, device=device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def apply_lora(pipeline: Any, path: Path) -> None:
+    """`pipe.load_lora_weights` of a file or folder; a PEFT folder, of which that loads nothing, is translated first.
+
+    Raises ValueError where no adapter came of it.
+    """
+    if path.is_dir() and not (path / lora_file.FILE_NAME).is_file():
+        source = lora_file.read(path)
+        with tempfile.TemporaryDirectory() as work:
+            lora_file.write(Path(work), source.tensors, alpha=source.alpha)
+            pipeline.load_lora_weights(work, weight_name=lora_file.FILE_NAME)
+    elif path.exists():
+        folder, name = (path, lora_file.FILE_NAME) if path.is_dir() else (path.parent, path.name)
+        pipeline.load_lora_weights(str(folder), weight_name=name)
+    else:
+        raise ValueError(f"--lora {path} does not exist")
+    if not pipeline.get_list_adapters():
+        raise ValueError(f"--lora {path}: none of its tensors belong to the model")
+
+
+def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int]) -> ByteArray:
+    """Images uint8 [n, H, W, 3], one per seed, without noise after the initial one."""
+    made = pipeline(
+        prompt,
+        negative_prompt=settings.negative_prompt if settings.true_cfg_scale > 1 else None,
+        true_cfg_scale=settings.true_cfg_scale,
+        height=settings.resolution,
+        width=settings.resolution,
+        num_inference_steps=settings.num_inference_steps,
+        num_images_per_prompt=len(seeds),
+        generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+    ).images
+    return np.stack([np.asarray(image.convert("RGB")) for image in made])
+
+
+def grid(prompts: Sequence[str], columns: Sequence[tuple[str, Sequence[ByteArray]]]) -> Image.Image:
+    """One row per prompt; per column a title and, per prompt, images uint8 [n, H, W, 3]. Small images are enlarged."""
+    n, side = columns[0][1][0].shape[:2]
+    scale = max(1, -(-_CELL // side))
+    cell = side * scale
+    block = n * cell + (n - 1) * _GAP
+    width = len(columns) * block + (len(columns) - 1) * 4 * _GAP
+    sheet = Image.new("RGB", (width, _HEAD + len(prompts) * (cell + _HEAD)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    for at, (title, rows) in enumerate(columns):
+        left = at * (block + 4 * _GAP)
+        draw.text((left, 3), title, fill="black", font=font)
+        for row, images in enumerate(rows):
+            top = _HEAD + row * (cell + _HEAD)
+            for place, pixels in enumerate(images):
+                image = Image.fromarray(pixels).resize((cell, cell), Image.Resampling.NEAREST)
+                sheet.paste(image, (left + place * (cell + _GAP), top + _HEAD))
+    for row, prompt in enumerate(prompts):
+        draw.text((0, _HEAD + row * (cell + _HEAD) + 3), prompt, fill="dimgrey", font=font)
+    return sheet
+
+
+def generate(settings: Settings, lora: Path | None, prompts: Sequence[str], *, seed: int, images: int) -> Image.Image:
+    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then (given a LoRA) with it."""
+    pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")
+    seeds = range(seed, seed + images)
+    columns = [("before" if lora else "", [sample(pipeline, settings, prompt, seeds) for prompt in prompts])]
+    if lora is not None:
+        apply_lora(pipeline, lora)
+        columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
+    return grid(prompts, columns)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.generate", description="Images before and after training."
+    )
+    parser.add_argument("--model", help="tiny, a diffusers folder or a hub name (default: the run's own)")
+    parser.add_argument("--lora", type=Path, help="RUN/lora, or any diffusers LoRA; without it, only the base model")
+    parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
+    parser.add_argument("--out", type=Path, default=Path("before_after.png"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, default=4, help="images per prompt (default 4)")
+    parser.add_argument("--resolution", type=int)
+    parser.add_argument("--num-inference-steps", type=int)
+    parser.add_argument("--true-cfg-scale", type=float)
+    parser.add_argument("--negative-prompt")
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    lora = given.lora.expanduser() if given.lora is not None else None
+    try:
+        if given.images < 1:
+            raise ValueError(f"--images must be at least 1, got {given.images}")
+        settings = settings_of(lora, given.model)
+        names = ("resolution", "num_inference_steps", "true_cfg_scale", "negative_prompt")
+        settings = replace(settings, **{n: getattr(given, n) for n in names if getattr(given, n) is not None})
+        if given.dtype is not None:
+            settings = replace(settings, model=replace(settings.model, dtype=given.dtype))
+        sheet = generate(settings, lora, given.prompt, seed=given.seed, images=given.images)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 2
+    out = given.out.expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(out)
+    logger.info("wrote %s", out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

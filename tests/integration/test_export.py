@@ -1,0 +1,244 @@
+"""The exported LoRA gives, in a fresh diffusers pipeline, what the trained model gives."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from omegaconf import OmegaConf
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from async_flowrl import export as exporting
+from async_flowrl import generate as generating
+from async_flowrl.config import Config, LoraConfig, ModelConfig
+from async_flowrl.export import export, save_lora
+from async_flowrl.generate import apply_lora
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.registry import load_pipeline, resolve_model
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.seeds import generator
+from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
+from async_flowrl.training.lora import lora_parameters
+from async_flowrl.training.lora_file import FILE_NAME
+from async_flowrl.types import EVALUATION
+from tests.tiny import RED, adapted_policy, randomise, request, tiny_policy
+
+LORA = LoraConfig(rank=4, alpha=10.0)
+N = 3
+
+
+@pytest.fixture(scope="module")
+def trained() -> QwenImagePolicy:
+    return adapted_policy(config=LORA)
+
+
+def fresh_pipeline() -> QwenImagePipeline:
+    """As a user opens it, but with the weights in aligned memory, so that results may be compared bit for bit."""
+    pipeline = load_pipeline(resolve_model(ModelConfig()), dtype="float32", device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def latents_of(pipeline: QwenImagePipeline) -> Tensor:
+    start = torch.stack([torch.randn(4, 64, generator=generator(seed)) for seed in request(N).initial_seeds])
+    made: Tensor = pipeline(
+        RED.text,
+        true_cfg_scale=1.0,
+        height=32,
+        width=32,
+        num_inference_steps=6,
+        num_images_per_prompt=N,
+        latents=start,
+        output_type="latent",
+    ).images
+    return made
+
+
+def trained_latents(policy: QwenImagePolicy) -> Tensor:
+    """Final latents through diffusers' own loop, with the trained transformer put into a pipeline."""
+    pipeline = fresh_pipeline()
+    pipeline.transformer = policy.transformer
+    return latents_of(pipeline)
+
+
+def test_a_fresh_pipeline_reproduces_the_trained_model_bit_for_bit(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    assert LORA.alpha != LORA.rank
+    save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
+    pipeline = fresh_pipeline()
+    untouched = latents_of(pipeline)
+    pipeline.load_lora_weights(tmp_path)
+    assert torch.equal(latents_of(pipeline), trained_latents(trained))
+    assert (latents_of(pipeline) - untouched).abs().max() > 0.1
+
+
+def test_named_tensors_without_a_model_export_the_same_file(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    masters = {name: p.detach().numpy() for name, p in lora_parameters(trained.transformer).items()}
+    one = save_lora(tmp_path / "live", trained.transformer, alpha=LORA.alpha)
+    two = save_lora(tmp_path / "arrays", masters, alpha=LORA.alpha)
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_the_rollout_engines_images_come_back(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    made = DiffusersEngine(trained).generate(request(N, kind=EVALUATION)).images
+    save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
+    pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(tmp_path)
+    decoded = tiny_policy().decode(latents_of(pipeline), 32)
+    assert np.abs(made.astype(int) - decoded).max() <= 1
+    plain = DiffusersEngine(tiny_policy()).generate(request(N, kind=EVALUATION)).images
+    assert np.abs(made.astype(int) - plain).max() > 10
+
+
+def test_without_metadata_diffusers_scales_the_adapter_wrongly(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    """Why the metadata is written: alpha is then taken to be the rank."""
+    written = save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
+    save_file(load_file(written), tmp_path / "bare.safetensors")
+    pipeline = fresh_pipeline()
+    pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
+    assert (latents_of(pipeline) - trained_latents(trained)).abs().max() > 0.05
+
+
+def test_a_peft_folder_silently_loads_nothing_and_ours_does_not_share_its_fate(tmp_path: Path) -> None:
+    """Its keys start with `base_model.model.`, of which diffusers matches none."""
+    policy = tiny_policy(parts="transformer")
+    targets = list(policy.lora_targets)
+    model = get_peft_model(policy.transformer, PeftConfig(r=4, lora_alpha=10.0, target_modules=targets))
+    randomise({name: p for name, p in model.named_parameters() if "lora_" in name})
+    model.save_pretrained(tmp_path / "peft")
+    pipeline = fresh_pipeline()
+    untouched = latents_of(pipeline)
+    pipeline.load_lora_weights(tmp_path / "peft", weight_name="adapter_model.safetensors")
+    assert pipeline.get_list_adapters() == {}
+    assert torch.equal(latents_of(pipeline), untouched)
+    apply_lora(pipeline, tmp_path / "peft")
+    expected = trained_latents(QwenImagePolicy(policy.transformer, None, side=16, dtype=torch.float32))
+    assert (latents_of(pipeline) - expected).abs().max() < 1e-5
+    assert (expected - untouched).abs().max() > 0.1
+
+
+def run_directory(folder: Path, policy: QwenImagePolicy, *, ema: bool) -> dict[str, Tensor]:
+    """checkpoints/step_3 and step_7 as the trainer writes them; returns the weights of step 7."""
+    weights = {name: p.detach().clone() for name, p in lora_parameters(policy.transformer).items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    halves = {name: tensor / 2 for name, tensor in weights.items()}
+    trainer = {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}
+    for step, tensors in ((3, zeros), (7, weights)):
+        parts = {"weights": tensors, **({"ema": halves} if ema else {})}
+        write_checkpoint(folder / "checkpoints", step, Checkpoint(parts, trainer, {}), keep=2)
+    return weights
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_7"])
+def test_the_newest_checkpoint_of_a_run_is_exported(trained: QwenImagePolicy, tmp_path: Path, inside: str) -> None:
+    weights = run_directory(tmp_path / "run", trained, ema=False)
+    assert exporting.main([str(tmp_path / "run" / inside), str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / FILE_NAME)
+    assert all(torch.equal(found[f"transformer.{name}"], tensor) for name, tensor in weights.items())
+    pipeline = fresh_pipeline()
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert torch.equal(latents_of(pipeline), trained_latents(trained))
+
+
+def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    weights = run_directory(tmp_path / "run", trained, ema=True)
+    name, tensor = next((n, t) for n, t in weights.items() if n.endswith("lora_B.weight"))
+    assert torch.equal(load_file(export(tmp_path / "run", tmp_path / "average"))[f"transformer.{name}"], tensor / 2)
+    assert exporting.main([str(tmp_path / "run"), str(tmp_path / "raw"), "--raw"]) == 0
+    assert torch.equal(load_file(tmp_path / "raw" / FILE_NAME)[f"transformer.{name}"], tensor)
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_directory(tmp_path / "run", trained, ema=False)
+    file = tmp_path / "run/checkpoints/step_7/weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert exporting.main([str(file.parent), str(tmp_path / "out")]) == 2
+    assert "weights.safetensors" in caplog.text
+    assert not (tmp_path / "out").exists()
+    for source, message in ((tmp_path / "nothing", "is not a folder"), (tmp_path, "holds no sound checkpoint")):
+        with pytest.raises(ValueError, match=message):
+            export(source, tmp_path / "out")
+
+
+def finished_run(folder: Path, policy: QwenImagePolicy) -> Path:
+    """lora/ and config.yaml as a run leaves them."""
+    config = Config()
+    config.rollout.num_inference_steps = 4
+    save_lora(folder / "lora", policy.transformer, alpha=LORA.alpha)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    return folder / "lora"
+
+
+def test_generate_shows_before_and_after_with_the_runs_own_settings(trained: QwenImagePolicy, tmp_path: Path) -> None:
+    lora = finished_run(tmp_path / "run", trained)
+    out = tmp_path / "grid.png"
+    command = [sys.executable, "-m", "async_flowrl.generate", "--lora", str(lora), "--out", str(out), "--images", "2"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--prompt", RED.text, "--prompt", "blue blue blue blue", "--seed", "5"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {out}" in done.stderr
+
+    settings = generating.settings_of(lora, None)
+    assert (settings.num_inference_steps, settings.resolution) == (4, 32)
+    pipeline = generating.open_pipeline(settings, "cpu")
+    before = generating.sample(pipeline, settings, RED.text, [5, 6])
+    apply_lora(pipeline, lora)
+    after = generating.sample(pipeline, settings, RED.text, [5, 6])
+    assert np.abs(before.astype(int) - after).max() > 10
+    sheet = np.asarray(Image.open(out))
+    top, side = 2 * 22, 128
+    right = 2 * side + 5 * 4
+    for left, images in ((0, before), (right, after)):
+        shown = sheet[top : top + side : 4, left : left + side : 4]
+        assert np.array_equal(shown, images[0])
+
+
+def test_generate_with_one_seed_is_the_pipelines_image_of_that_seed() -> None:
+    settings = replace(generating.settings_of(None, "tiny"), true_cfg_scale=4.0, negative_prompt="grey")
+    pipeline = generating.open_pipeline(settings, "cpu")
+    (image,) = generating.sample(pipeline, settings, RED.text, [7])
+    made = pipeline(
+        RED.text,
+        negative_prompt="grey",
+        true_cfg_scale=4.0,
+        height=32,
+        width=32,
+        num_inference_steps=6,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]
+    assert np.array_equal(image, np.asarray(made))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "red"], "--model is needed"),
+        (["--prompt", "red", "--model", "tinny"], "did you mean 'tiny'"),
+        (["--prompt", "red", "--model", "tiny", "--lora", "nowhere"], "--lora nowhere does not exist"),
+        (["--prompt", "red", "--model", "tiny", "--images", "0"], "--images must be at least 1, got 0"),
+    ],
+)
+def test_generate_refuses_in_one_sentence(arguments: list[str], message: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert generating.main(arguments) == 2
+    assert message in caplog.text
+    assert len(caplog.messages[-1].splitlines()) == 1
