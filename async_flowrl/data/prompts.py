@@ -82,14 +82,14 @@ def _ground_truth(columns: Mapping[str, Any]) -> str | None:
 
 
 def _read_txt(path: Path, key: str) -> Iterator[Row]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             yield f"{path}:{number}", {key: line.strip()}
 
 
 def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
     del key
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

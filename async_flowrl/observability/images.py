@@ -1,0 +1,67 @@
+"""Picture grids for people: a row per prompt, its text above, each image's reward below."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from async_flowrl.types import ByteArray
+
+CELL, GAP, LINE = 96, 6, 18
+"""Smallest side of a shown image, space between images and height of a line of text, in pixels."""
+LARGEST = 256
+FONT_SIZE = 12
+
+
+def write_grid(
+    path: Path,
+    prompts: Sequence[str],
+    images: Sequence[ByteArray],
+    rewards: Sequence[Sequence[float]],
+    *,
+    title: str = "",
+    columns: int = 8,
+) -> None:
+    """A PNG of at most `columns` images [n, H, W, 3] per prompt. Small images are enlarged by a whole factor, without
+    smoothing, and large ones reduced to 256 pixels. Raises ValueError if the three lists differ in length.
+    """
+    if not len(prompts) == len(images) == len(rewards) or not prompts:
+        raise ValueError(
+            f"prompts, images and rewards must be as many, and at least one; got {len(prompts)}, {len(images)}, "
+            f"{len(rewards)}"
+        )
+    side = _side(images[0].shape[1])
+    width = GAP + min(columns, max(map(len, images))) * (side + GAP)
+    head = LINE if title else 0
+    height = head + len(prompts) * (2 * LINE + side + GAP)
+    sheet = Image.new("RGB", (max(width, 240), height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
+    draw.text((GAP, 2), title, fill="black", font=font)
+    for row, (prompt, group, scores) in enumerate(zip(prompts, images, rewards, strict=True)):
+        top = head + row * (2 * LINE + side + GAP)
+        draw.text((GAP, top + 2), _fit(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
+        for column, (image, score) in enumerate(zip(group[:columns], scores, strict=False)):
+            left = GAP + column * (side + GAP)
+            sheet.paste(_shown(image, side), (left, top + LINE))
+            draw.text((left, top + LINE + side + 1), f"{score:.3f}", fill=(90, 90, 90), font=font)
+    sheet.save(path, format="PNG", optimize=True)
+
+
+def _side(side: int) -> int:
+    return min(side, LARGEST) if side >= CELL else side * -(-CELL // side)
+
+
+def _shown(image: ByteArray, side: int) -> Image.Image:
+    smooth = image.shape[1] > side
+    resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
+    return Image.fromarray(image).resize((side, side), resampling)
+
+
+def _fit(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
+    """The text on one line, shortened with an ellipsis where it is too long."""
+    line = " ".join(text.split())
+    if draw.textlength(line, font=font) <= width:
+        return line
+    while line and draw.textlength(line + "…", font=font) > width:
+        line = line[:-1]
+    return line + "…"

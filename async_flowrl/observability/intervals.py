@@ -1,0 +1,52 @@
+"""Arithmetic of time intervals (start, end), in seconds."""
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted, disjoint intervals that cover the same instants; empty ones are dropped."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
+    """The instants in both, of two unions."""
+    left, right = list(one), list(other)
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            found.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
+    """The instants of the first union that are not in the second."""
+    found: list[Interval] = []
+    cuts = list(other)
+    for start, end in one:
+        for cut_start, cut_end in cuts:
+            if cut_end <= start or cut_start >= end:
+                continue
+            if cut_start > start:
+                found.append((start, cut_start))
+            start = max(start, cut_end)
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

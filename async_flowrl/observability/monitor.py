@@ -1,0 +1,162 @@
+"""What people watch while a run goes on: the progress line, tensorboard and wandb, by group `monitor`."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from async_flowrl.config import MonitorConfig
+
+RECENT = 20
+"""Steps over which seconds per step and the time left are measured."""
+LINE_SECONDS = 5.0
+"""Where there is no terminal: at most one line in so many seconds."""
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def image(self, path: Path, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Monitor:
+    """Hands every step and picture to what the configuration asks for. `settings` is the resolved configuration."""
+
+    def __init__(
+        self, config: MonitorConfig, folder: Path, *, name: str, total_steps: int, settings: Mapping[str, Any]
+    ) -> None:
+        self._sinks: list[Sink] = []
+        if config.progress:
+            self._sinks.append(Display(total_steps))
+        if config.tensorboard:
+            self._sinks.append(Tensorboard(folder / "tensorboard"))
+        if config.wandb:
+            self._sinks.append(Wandb(config.wandb_project, name, folder, settings))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics of a finished step, by the names of metrics.jsonl."""
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def image(self, path: Path, step: int) -> None:
+        for sink in self._sinks:
+            sink.image(path, step)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class Display:
+    """A live line on a terminal; elsewhere (a file, CI) a plain line every few seconds."""
+
+    def __init__(
+        self, total_steps: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._clock = total_steps, clock
+        self._console = console or Console()
+        self._ends: deque[float] = deque([clock()], maxlen=RECENT + 1)
+        self._shown = float("-inf")
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("starting", total=total_steps)
+        if self._console.is_terminal:
+            self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        now = self._clock()
+        self._ends.append(now)
+        text = self._text(step, metrics)
+        self._progress.update(self._task, completed=step + 1, description=text)
+        due = now - self._shown >= LINE_SECONDS or step + 1 == self._total
+        if due and not self._console.is_terminal:
+            self._console.print(f"step {step + 1}/{self._total} | {text}", soft_wrap=True, highlight=False)
+            self._shown = now
+
+    def image(self, path: Path, step: int) -> None:
+        """Pictures are in the run directory; a line of text has no room for them."""
+
+    def close(self) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def _text(self, step: int, metrics: Mapping[str, Any]) -> str:
+        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        parts = [
+            f"reward {_number(metrics.get('reward/mean'))}",
+            f"staleness {_number(metrics.get('staleness/mean'), '.2g')}",
+            f"{seconds:.2f} s/step",
+            f"ETA {_duration(seconds * (self._total - step - 1))}",
+        ]
+        return " | ".join(parts)
+
+
+class Tensorboard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in _scalars(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def image(self, path: Path, step: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Offline unless WANDB_MODE says otherwise or somebody is logged in; the files lie in the run directory."""
+
+    def __init__(self, project: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
+        self._run: Any = wandb.init(
+            project=project, name=name, dir=str(folder), config=dict(settings), mode=mode, reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_scalars(metrics), step=step)
+
+    def image(self, path: Path, step: int) -> None:
+        self._run.log({"images": self._wandb.Image(str(path))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+
+
+def _number(value: Any, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

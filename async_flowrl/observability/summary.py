@@ -1,0 +1,181 @@
+"""summary.json: what a run did, in numbers that tools and people rely on."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_flowrl.config import Config
+from async_flowrl.observability.events import Event, effective
+from async_flowrl.observability.intervals import Interval, intersect, length, union
+from async_flowrl.observability.ledger import pool_of
+from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.timeline import Track, tracks
+
+WARM_UP_STEPS = 2
+"""Steps before the steady state: the pipeline fills and caches are cold."""
+KEPT_WARNING = 0.8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What only the controller knows at the end."""
+
+    wall_seconds: float
+    weights_digest: str
+    tickets: Mapping[str, int]
+    """issued, trained, skipped, failed, retried, duplicate."""
+    pools: Mapping[str, Mapping[str, float]]
+    """Totals of the PoolLedger."""
+    sync: Mapping[str, Any]
+    """publishes, bytes, seconds, trainer_stall_seconds, worker_stall_seconds, transport, retries, corrupt, fallbacks."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The stretch in which the pipeline is full: after the warm-up, before generation has nothing left to do."""
+
+    window: Interval
+    steps: int
+    generation: list[Interval]
+    """When any rollout worker worked, inside the window."""
+    update: list[Interval]
+    """When the first trainer rank worked, inside the window."""
+    generation_per_step: float
+    """Seconds a step's generation keeps one rollout worker busy, spread evenly over the workers."""
+
+    @property
+    def update_per_step(self) -> float:
+        return length(self.update) / self.steps
+
+    @property
+    def seconds_per_step(self) -> float:
+        return (self.window[1] - self.window[0]) / self.steps
+
+    @property
+    def overlap(self) -> float:
+        return length(intersect(self.generation, self.update))
+
+    @property
+    def overlap_share(self) -> float | None:
+        least = min(length(self.generation), length(self.update))
+        return self.overlap / least if least > 0 else None
+
+    @property
+    def bound(self) -> float:
+        """max(G, T): no schedule of these two pools takes less per step."""
+        return max(self.generation_per_step, self.update_per_step)
+
+
+def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
+    """The keys of summary.json. What cannot be known (too few steps, say) is null."""
+    history = effective(events)
+    found = tracks(history)
+    steady = steady_state(found, history, config.max_staleness)
+    images = int(sum(line.get("images", config.prompts_per_step * config.group_size) for line in metrics))
+    kept = gradient_kept(metrics)
+    return {
+        "steps": len(metrics),
+        "images": images,
+        "wall_seconds": outcome.wall_seconds,
+        "images_per_s": images / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
+        "steady_images_per_s": _steady_rate(history, images / len(metrics) if metrics else 0.0),
+        "mode": config.mode,
+        "max_staleness": config.max_staleness,
+        "placement": config.placement,
+        "workers": {
+            "rollout": config.rollout.num_workers,
+            "trainer": config.trainer.num_workers,
+            "reward": config.reward.num_workers,
+        },
+        **staleness(metrics, config.trainer.updates_per_batch),
+        "weights_digest": outcome.weights_digest,
+        "tickets": dict(outcome.tickets),
+        "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
+        "sync": dict(outcome.sync),
+        "overlap": {
+            "seconds": length(intersect(_pool(found, "rollout"), _pool(found, "trainer"))),
+            "share": steady.overlap_share if steady else None,
+        },
+        "bound": {
+            "generation": steady.generation_per_step if steady else None,
+            "update": steady.update_per_step if steady else None,
+            "seconds_per_step": steady.bound if steady else None,
+        },
+        "efficiency": steady.bound / steady.seconds_per_step if steady else None,
+        "gradient_kept": kept,
+        "warnings": _warnings(kept),
+        "reward_first": _tenth(metrics, first=True),
+        "reward_last": _tenth(metrics, first=False),
+    }
+
+
+def steady_state(found: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
+    """None if the run is too short to have one."""
+    steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
+    inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
+    if not inner:
+        return None
+    window = inner[0]["started"], inner[-1]["ended"]
+    rollouts = [track for track in found if pool_of(track.place) == "rollout"]
+    worked = sum(length(intersect(track.busy, [window])) for track in rollouts)
+    return Steady(
+        window=window,
+        steps=len(inner),
+        generation=intersect(_pool(found, "rollout"), [window]),
+        update=intersect(_pool(found, "trainer", first_only=True), [window]),
+        generation_per_step=worked / len(inner) / max(1, len(rollouts)),
+    )
+
+
+def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
+    """As measured at the trainer's door, in policy versions and in optimizer steps."""
+    largest = max((line.get("staleness/max", 0) for line in metrics), default=0)
+    mean = sum(line.get("staleness/mean", 0.0) for line in metrics) / max(1, len(metrics))
+    # The last optimizer step of a batch trains on samples that are updates_per_batch - 1 further behind.
+    behind = max(largest * updates_per_batch + updates_per_batch - 1, 0) if metrics else 0
+    return {"staleness_max": largest, "staleness_mean": mean, "staleness_updates_max": behind}
+
+
+def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
+    """By age: the share of (sample, step) pairs with nonzero advantage whose gradient survived clip and mask."""
+    kept: dict[str, float] = {}
+    total: dict[str, float] = {}
+    for line in metrics:
+        for name, value in line.items():
+            kind, _, age = name.partition("/")
+            if kind == "kept":
+                kept[age] = kept.get(age, 0.0) + value
+            elif kind == "kept_of":
+                total[age] = total.get(age, 0.0) + value
+    return {age: kept.get(age, 0.0) / total[age] for age in sorted(total, key=int) if total[age]}
+
+
+def _warnings(kept: Mapping[str, float]) -> list[str]:
+    return [
+        f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
+        "algorithm.clip_range or lower max_staleness"
+        for age, share in kept.items()
+        if share < KEPT_WARNING
+    ]
+
+
+def _pool(found: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
+    """When any place of the pool worked (or only its first place)."""
+    members = [track for track in found if pool_of(track.place) == pool]
+    return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
+
+
+def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | None:
+    """Training images per second from the end of the warm-up to the end of the last step."""
+    ends = [event["ended"] for event in history if event["event"] == "step"]
+    if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
+        return None
+    return (len(ends) - WARM_UP_STEPS) * images_per_step / float(ends[-1] - ends[WARM_UP_STEPS - 1])
+
+
+def _tenth(metrics: Sequence[Metrics], *, first: bool) -> float | None:
+    """Mean reward over the first or the last tenth of the steps, at least one."""
+    count = max(1, len(metrics) // 10)
+    lines = metrics[:count] if first else metrics[-count:]
+    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
+    return sum(rewards) / len(rewards) if rewards else None

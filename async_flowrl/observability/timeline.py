@@ -1,0 +1,144 @@
+"""events.jsonl → timeline.json, a trace for chrome://tracing and https://ui.perfetto.dev, one track per worker."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.events import Event, read_events
+from async_flowrl.observability.intervals import Interval, subtract, union
+from async_flowrl.observability.ledger import place_of, pool_of
+
+MICROSECONDS = 1e6
+POOLS = ("rollout", "reward", "trainer")
+"""Order of the tracks; other pools come after them."""
+
+
+@dataclass
+class Track:
+    """One place of a pool: what it did and what it waited for."""
+
+    place: str
+    spans: list[Event] = field(default_factory=list)
+    waits: list[tuple[str, Interval]] = field(default_factory=list)
+    """(state, interval) of all states but busy, without the time in which a span ran."""
+
+    @property
+    def busy(self) -> list[Interval]:
+        return union((span["start"], span["end"]) for span in self.spans)
+
+    def waiting(self, *states: str) -> list[Interval]:
+        return union(interval for state, interval in self.waits if state in states)
+
+
+def tracks(events: Iterable[Event]) -> list[Track]:
+    """The tracks of a run, in the order of POOLS and of the workers' numbers."""
+    found: dict[str, Track] = {}
+    states: dict[str, list[tuple[float, str]]] = {}
+    last = 0.0
+    for event in events:
+        last = max(last, event["time"], event.get("end", 0.0))
+        if event["event"] in ("span", "state"):
+            track = found.setdefault(place_of(event["worker"]), Track(place_of(event["worker"])))
+            if event["event"] == "span":
+                track.spans.append(event)
+            else:
+                states.setdefault(track.place, []).append((event["time"], event["state"]))
+    for place, track in found.items():
+        track.waits = list(_waits(states.get(place, []), last, track.busy))
+    return sorted(found.values(), key=_order)
+
+
+def _order(track: Track) -> tuple[int, str, int]:
+    pool = pool_of(track.place)
+    return POOLS.index(pool) if pool in POOLS else len(POOLS), pool, int(track.place.rsplit("-", 1)[-1])
+
+
+def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
+    ends = [time for time, _ in changes[1:]] + [last]
+    for (start, state), end in zip(changes, ends, strict=False):
+        if state != "busy":
+            near = [interval for interval in busy if interval[1] > start and interval[0] < end]
+            for interval in subtract(union([(start, end)]), near):
+                yield state, interval
+
+
+def trace(events: Iterable[Event]) -> dict[str, Any]:
+    """The trace as JSON objects. Times are microseconds since the first event."""
+    history = list(events)
+    start = min((event.get("start", event["time"]) for event in history), default=0.0)
+    found: list[dict[str, Any]] = []
+    for number, track in enumerate(tracks(history), start=1):
+        found += _track_events(track, number, start)
+    found += [_instant(event, start) for event in history if event["event"] in ("version", "fault", "rollback", "step")]
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def write_timeline(events: Path, path: Path) -> None:
+    """Writes the trace of `events` (events.jsonl) to `path`."""
+    path.write_text(json.dumps(trace(read_events(events))), encoding="utf-8")
+
+
+def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any]]:
+    name = {"name": "thread_name", "ph": "M", "pid": 1, "args": {"name": track.place}}
+    order = {"name": "thread_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": number}}
+    found: list[dict[str, Any]] = [{**name, "tid": number * 100}, {**order, "tid": number * 100}]
+    for lane, spans in enumerate(lanes(track.spans)):
+        tid = number * 100 + lane
+        if lane:
+            found.append({**name, "tid": tid, "args": {"name": f"{track.place} (beside)"}})
+        for span in spans:
+            arguments = {k: v for k, v in span.items() if k not in ("time", "event", "name", "start", "end")}
+            found.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
+    for state, interval in track.waits:
+        found.append(_block(state, interval, number * 100, start, {}))
+    return found
+
+
+def lanes(spans: Iterable[Event]) -> list[list[Event]]:
+    """Spans spread so that within a lane any two are apart or one holds the other, as trace viewers demand."""
+    found: list[list[Event]] = []
+    open_ends: list[list[float]] = []
+    for span in sorted(spans, key=lambda s: (s["start"], -s["end"])):
+        for lane, ends in zip(found, open_ends, strict=True):
+            while ends and ends[-1] <= span["start"]:
+                ends.pop()
+            if not ends or span["end"] <= ends[-1]:
+                lane.append(span)
+                ends.append(span["end"])
+                break
+        else:
+            found.append([span])
+            open_ends.append([span["end"]])
+    return found
+
+
+def _block(name: str, interval: Interval, tid: int, start: float, arguments: dict[str, Any]) -> dict[str, Any]:
+    begin, end = ((moment - start) * MICROSECONDS for moment in interval)
+    return {"name": name, "ph": "X", "pid": 1, "tid": tid, "ts": begin, "dur": end - begin, "args": arguments}
+
+
+def _instant(event: Event, start: float) -> dict[str, Any]:
+    kind = event["event"]
+    label = f"{kind} {event.get('version', event.get('step', ''))} {event.get('state', '')}".strip()
+    arguments = {k: v for k, v in event.items() if k not in ("time", "event")}
+    when = (event["time"] - start) * MICROSECONDS
+    return {"name": label, "ph": "i", "s": "g", "pid": 1, "tid": 0, "ts": when, "args": arguments}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="events.jsonl of a run directory → timeline.json")
+    parser.add_argument("run", type=Path, help="run directory")
+    run = parser.parse_args().run
+    try:
+        write_timeline(run / "events.jsonl", run / "timeline.json")
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{run / 'timeline.json'}\n")
+
+
+if __name__ == "__main__":
+    main()
