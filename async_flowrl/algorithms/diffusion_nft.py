@@ -39,9 +39,9 @@ class DiffusionNFT(GroupAdvantages):
         self.needs_reference = config.kl_coef > 0.0
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """velocity [B, ...] float32 at x_t (noised [B, ...]) and level t (time [B]), drawn from `batch.seeds`."""
-        time, _, noised = draw(batch, batch.seeds)
-        return {"velocity": velocity(noised, time), "noised": noised, "time": time}
+        """velocity [B, ...] float32 at x_t, and x_t itself (noised [B, ...]), whose noise comes from `batch.seeds`."""
+        _, noised = draw(batch, batch.seeds)
+        return {"velocity": velocity(noised, batch.sigma), "noised": noised}
 
     def loss(
         self,
@@ -81,7 +81,7 @@ class DiffusionNFT(GroupAdvantages):
 
 def reconstruction_loss(batch: MicroBatch, prediction: Prediction, velocity: Tensor) -> Tensor:
     """[B] float64: mean_D d² / w with d = (x_t - t v) - x0 and w = max(mean_D |d|, 1e-5), w without gradient."""
-    time = expand(prediction["time"].double(), velocity)
+    time = expand(batch.sigma.double(), velocity)
     error = prediction["noised"].double() - time * velocity - batch.latents.double()
     weight = mean_over_latent(error.detach().abs()).clamp(min=MIN_WEIGHT)
     return mean_over_latent(error.square()) / weight

@@ -15,8 +15,8 @@ from async_flowrl.config import AlgorithmConfig
 class DPO(GroupAdvantages):
     """-log sigmoid(-beta/2 (d_win - d_lose)), d = e(v) - e(v_ref), e(u) = mean_D (u - (eps - x0))².
 
-    Both images of a pair share level and noise, and must be in one micro-batch. Each of the two rows carries the pair's
-    loss, so that the mean over rows is the mean over pairs.
+    Both images of a pair share noise level and noise, and must be in one micro-batch. Each of its two rows carries the
+    pair's loss, so that the mean over rows is the mean over pairs.
     """
 
     name = "dpo"
@@ -39,9 +39,9 @@ class DPO(GroupAdvantages):
         shared = list(batch.seeds)
         for winner, loser in zip(winners, losers, strict=True):
             shared[loser] = batch.seeds[winner]
-        time, noise, noised = draw(batch, shared)
+        noise, noised = draw(batch, shared)
         target = noise - batch.latents.float()
-        return {"error": mean_over_latent((velocity(noised, time).double() - target.double()).square())}
+        return {"error": mean_over_latent((velocity(noised, batch.sigma).double() - target.double()).square())}
 
     def loss(
         self,

@@ -10,17 +10,13 @@ from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive, generator
 
 
-def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row a level t [B], uniform over the schedule without its end 0, noise [B, ...], and x_t [B, ...]; float32.
+def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Noise [B, ...] and x_t [B, ...] at the rows' own levels t = `batch.sigma`; float32.
 
-    A function of `seeds` (one per row) and the schedule alone, so that every adapter predicts at the same points.
+    A function of `seeds` (one per row) and the batch alone, so that every adapter predicts at the same points.
     """
-    device = batch.latents.device
-    count = batch.sigmas.numel() - 1
-    levels = torch.tensor([derive(seed, "level") % count for seed in seeds], device=device)
-    time = batch.sigmas.float()[levels]
-    shape = batch.latents.shape[1:]
+    device, shape = batch.latents.device, batch.latents.shape[1:]
     # Drawn on the CPU, so that a run gives the same numbers on every kind of device.
     noise = torch.stack([torch.randn(shape, generator=generator(derive(seed, "noise"))) for seed in seeds]).to(device)
-    weight = expand(time, noise)
-    return time, noise, (1.0 - weight) * batch.latents.float() + weight * noise
+    weight = expand(batch.sigma.float(), noise)
+    return noise, (1.0 - weight) * batch.latents.float() + weight * noise

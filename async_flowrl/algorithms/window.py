@@ -16,8 +16,8 @@ FINAL_ALGORITHMS = ("diffusion_nft", "dpo")
 class Window:
     """Ascending step indices. `train_steps` is a subset of `noise_steps`, and equal for all images of a group.
 
-    For algorithms that train on final images there is no noise, and `train_steps` are the last steps, as many as rows
-    are wanted of each image (each row draws its own noise level in the trainer).
+    For algorithms that train on final images there is no noise, and `train_steps` are the levels of the schedule to
+    which the trainer noises them, one row each.
     """
 
     noise_steps: tuple[int, ...]
@@ -31,12 +31,11 @@ def draw_window(
 
     `final` says whether the algorithm trains on final images; None looks the built-in names up.
     """
-    if final if final is not None else config.name in FINAL_ALGORITHMS:
-        rows = rows_per_image(config, num_inference_steps)
-        return Window((), tuple(range(num_inference_steps - rows, num_inference_steps)))
-    low, high = step_range(config, num_inference_steps)
     shared = config.window_per == "step" or config.global_std
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
+    if final if final is not None else config.name in FINAL_ALGORITHMS:
+        return Window((), _subset(range(num_inference_steps), rows_per_image(config, num_inference_steps), source))
+    low, high = step_range(config, num_inference_steps)
     if config.window == "none":
         steps = tuple(range(low, high))
         return Window(steps, steps)

@@ -1,0 +1,66 @@
+"""Numbers for the log that are derived from rewards and from the means of the losses' metrics."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_flowrl.algorithms.correction import effective_sample_size
+
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
+MIN_GRADIENT_KEPT = 0.8
+
+
+@dataclass(frozen=True)
+class WindowGroup:
+    """One trained group: where its window starts, its rewards, and the means of its loss metrics."""
+
+    start: int
+    rewards: Sequence[float]
+    metrics: Mapping[str, float]
+
+
+def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
+    """`window/<start>/{reward_std,ratio_std,clip_fraction}`, means over the groups with that window.
+
+    A reward std that grows with one start, or a ratio std far above the others', says that this window is the one that
+    is too noisy or too sharp. ratio_std is the root mean square of ratio - 1.
+    """
+    found: dict[int, list[WindowGroup]] = defaultdict(list)
+    for group in groups:
+        found[group.start].append(group)
+    line: dict[str, float] = {}
+    for start, members in sorted(found.items()):
+        line[f"window/{start}/reward_std"] = float(np.mean([np.std(member.rewards) for member in members]))
+        squares = [m.metrics["ratio_deviation_squared"] for m in members if "ratio_deviation_squared" in m.metrics]
+        if squares:
+            line[f"window/{start}/ratio_std"] = float(np.sqrt(np.mean(squares)))
+        clipped = [m.metrics["clip_fraction"] for m in members if "clip_fraction" in m.metrics]
+        if clipped:
+            line[f"window/{start}/clip_fraction"] = float(np.mean(clipped))
+    return line
+
+
+def sample_size(metrics: Mapping[str, float]) -> float | None:
+    """Effective sample size of the importance weights as a share, from their means; None where there are none."""
+    if "importance_weight" not in metrics:
+        return None
+    return effective_sample_size(metrics["importance_weight"], metrics["importance_weight_squared"])
+
+
+def warnings(metrics: Mapping[str, float], *, correction: str, kept: float) -> list[str]:
+    """Sentences about updates that do less than they seem to."""
+    found = []
+    size = sample_size(metrics)
+    if correction == "tis" and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
+        found.append(
+            f"importance weights have an effective sample size of {size:.2f}: correction=mask or a smaller "
+            "max_staleness would use the samples better"
+        )
+    if kept < MIN_GRADIENT_KEPT:
+        found.append(
+            f"only {kept:.2f} of the gradients survive clip and mask: a wider algorithm.clip_range or a smaller "
+            "learning rate would use the samples better"
+        )
+    return found

@@ -1,0 +1,42 @@
+"""Every shipped algorithm configuration fits the schema and builds in every mode."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
+from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config import AlgorithmConfig
+
+FILES = sorted((Path(__file__).parents[3] / "configs" / "algorithm").glob("*.yaml"))
+MODES = [(0, "batch"), (0, "stream"), (1, "stream"), (2, "stream")]
+
+
+def load(path: Path) -> AlgorithmConfig:
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(path))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, AlgorithmConfig)
+    return config
+
+
+@pytest.mark.parametrize("steps", [6, 10, 25])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_builds_in_every_mode(path: Path, steps: int) -> None:
+    config = load(path)
+    for staleness, hand_over in MODES:
+        algorithm = build_algorithm(
+            config, max_staleness=staleness, updates_per_batch=1, hand_over=hand_over, num_inference_steps=steps
+        )
+        assert algorithm.name == config.name
+    window = draw_window(config, num_inference_steps=steps, seed=0, step=0, group=0)
+    assert window.train_steps and max(window.train_steps) < steps
+
+
+def test_every_built_in_algorithm_has_a_configuration() -> None:
+    assert {load(path).name for path in FILES} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_values_have_a_source(path: Path) -> None:
+    assert path.read_text().startswith("# "), "say what it is and where the numbers come from"
