@@ -1,6 +1,7 @@
 """The gang of trainer ranks: FSDP2 shards the frozen base; the adapter is replicated and summed once per step."""
 
 import functools
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,8 @@ def shard(policy: Policy, adapter: set[nn.Parameter], gang: Gang, *, device: tor
             raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a gang first")
         transformer.to(device)
         return "one process"
+    # True of a block's output, but nothing in the networks writes to it in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     mesh = init_device_mesh(device.type, (gang.world,), mesh_dim_names=("dp",))
     policy_offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for module in [*policy.blocks, transformer]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import rig
 import torch
+import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config import Config
@@ -311,9 +311,9 @@ def test_rows_carry_their_own_step_and_seed(handed: list[list[rig.Handed]]) -> N
     meta, (trajectory,) = handed[0][1]
     group = Group(meta, [trajectory], device=torch.device("cpu"))
     batches = list(group.micro_batches("transitions", rank=1, world=2, samples=1, steps=3))
-    assert len(batches) == 2 and [
-        int(b.advantages[0] == np.float32(meta.advantages[i])) for b, i in zip(batches, (2, 3))
-    ]
+    assert len(batches) == 2
+    for batch, image in zip(batches, (2, 3), strict=True):
+        assert batch.advantages.tolist() == [np.float32(meta.advantages[image])] * 3
     batch = batches[0]
     assert batch.steps.tolist() == [0, 1, 2]
     for row, step in enumerate((0, 1, 2)):

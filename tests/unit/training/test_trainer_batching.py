@@ -1,0 +1,63 @@
+"""What is refused before anything starts, and the learning rate."""
+
+from typing import Any
+
+import pytest
+import trainer_rig as rig
+
+from async_flowrl.training.batch import check_batching, trained_steps
+from async_flowrl.training.schedule import learning_rate
+
+
+def test_the_small_configuration_is_sound() -> None:
+    config = rig.tiny_config()
+    check_batching(config)
+    assert trained_steps(config) == 3
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ({"num_workers": 3}, "trainer.num_workers=3 must divide group_size=4; nearest: 2 or 4"),
+        (
+            {"num_workers": 2},
+            "trainer.micro_batch_size=4 must divide group_size / trainer.num_workers=2; nearest: 1 or 2",
+        ),
+        ({"micro_batch_size": 3}, "trainer.micro_batch_size=3 must divide .*=4; nearest: 2 or 4"),
+        ({"timesteps_per_forward": 2}, "trainer.timesteps_per_forward=2 must divide the number of trained steps=3"),
+        ({"updates_per_batch": 3}, "trainer.updates_per_batch=3 must divide prompts_per_step=2; nearest: 1 or 2"),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused(trainer: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_batching(rig.tiny_config(**trainer))
+
+
+def test_streaming_makes_one_optimizer_step_per_batch() -> None:
+    config = rig.tiny_config(updates_per_batch=2)
+    check_batching(config)
+    config.hand_over = "stream"
+    with pytest.raises(ValueError, match="hand_over=stream"):
+        check_batching(config)
+
+
+def test_a_pair_stays_on_one_rank() -> None:
+    config = rig.tiny_config(num_workers=2)
+    config.algorithm.name = "dpo"
+    with pytest.raises(ValueError, match=r"trainer\.num_workers must be 1, got 2"):
+        check_batching(config)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
+    ],
+)
+def test_learning_rate(schedule: str, expected: list[float]) -> None:
+    config = rig.tiny_config(lr_schedule=schedule, warmup_steps=2, learning_rate=1.0).trainer
+    assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(expected)
+    if schedule != "constant":
+        assert learning_rate(config, 6, 6) == pytest.approx(0.0, abs=1e-12)

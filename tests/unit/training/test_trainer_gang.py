@@ -1,0 +1,80 @@
+"""Several ranks, each a process, over gloo: FSDP2 for the base, one all-reduce for the adapter."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trainer_rig as rig
+from trainer_ranks import Job, Outcome, run_alone, run_gang
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, Job]:
+    config = rig.tiny_config(micro_batch_size=2)
+    sampler = rig.Sampler(config)
+    batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
+    every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing=True, updates_per_batch=2)
+    every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
+    stale = [batches[0], [(replace(meta, version=0, age=1), tickets) for meta, tickets in batches[1]]]
+    return {
+        "plain": (config, batches),
+        "again": (config, batches),
+        "every pass": (every, stale),
+        "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    return dict(zip(jobs, run_gang(2, list(jobs.values()), tmp_path_factory.mktemp("two")), strict=True))
+
+
+def agrees(mine: list[dict[str, float]], theirs: list[dict[str, float]], **tolerance: Any) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert one == pytest.approx(other, **tolerance)
+
+
+def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
+    one, other = two["plain"]
+    assert one["info"]["layout"] == "fsdp2 over 2" and one["sharded"] > 10
+    assert one["digest"] == other["digest"] and one["metrics"] == other["metrics"]
+    alone = run_alone(jobs["plain"])
+    assert rig.distance(one["tensors"], alone["tensors"]) < 1e-5
+    agrees(one["metrics"], alone["metrics"], rel=1e-3, abs=1e-6)
+    assert one["kept"] == alone["kept"] == [{0: (24, 24)}] * 3
+
+
+def test_two_ranks_give_the_same_bits_twice(two: dict[str, list[Outcome]]) -> None:
+    assert two["plain"][0]["digest"] == two["again"][0]["digest"]
+    assert two["plain"][0]["metrics"] == two["again"][0]["metrics"]
+
+
+def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
+    """Checkpointed blocks, proximal, behaviour and reference passes at once, against one process without sharding."""
+    one, other = two["every pass"]
+    config, batches = copy.deepcopy(jobs["every pass"])
+    config.trainer.gradient_checkpointing = False
+    alone = run_alone((config, batches))
+    assert one["digest"] == other["digest"]
+    assert rig.distance(one["tensors"], alone["tensors"]) < 1e-5
+    assert one["metrics"][-1]["kl"] > 0 and one["metrics"][-1]["behaviour_divergence"] > 0
+    agrees(one["metrics"], alone["metrics"], rel=1e-2, abs=1e-6)
+
+
+def test_the_base_can_be_offloaded(two: dict[str, list[Outcome]]) -> None:
+    assert two["offload"][0]["info"]["layout"] == "fsdp2 over 2, base offloaded"
+    assert two["offload"][0]["digest"] == two["plain"][0]["digest"]
+
+
+def test_one_rank_in_a_gang_is_bit_equal_to_none(
+    jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ((found,),) = run_gang(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
+    assert found["info"]["layout"] == "fsdp2 over 1"
+    assert found["digest"] == run_alone(jobs["plain"])["digest"]
+
+
+def test_offloading_needs_a_gang(jobs: dict[str, Job]) -> None:
+    with pytest.raises(ValueError, match="join a gang first"):
+        run_alone(jobs["offload"])

@@ -1,0 +1,75 @@
+"""What each trainer process does in the tests of the gang; a module of its own, so that it can be spawned."""
+
+import os
+import pickle
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+import trainer_rig as rig
+
+from async_flowrl.config import Config
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.training.fsdp import Gang
+from async_flowrl.training.worker import TrainerWorker
+
+Job = tuple[Config, list[list[rig.Handed]]]
+Outcome = dict[str, Any]
+
+
+def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
+    """Does each job with `world` processes and a fresh trainer; outcomes by job and rank."""
+    for config, _ in jobs:
+        resolve_model(config.model)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
+    processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)  # type: ignore[no-untyped-call]
+    by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    return [[outcomes[job] for outcomes in by_rank] for job in range(len(jobs))]
+
+
+def run_alone(job: Job) -> Outcome:
+    """The same job in this process, without a gang."""
+    torch.set_num_threads(1)
+    return _train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)
+
+
+def _rank(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    outcomes = []
+    for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
+        worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
+        worker.gang = Gang.current()
+        outcomes.append(_train(worker, job))
+    (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+def _train(worker: TrainerWorker, job: Job) -> Outcome:
+    config, batches = job
+    info, stats = worker.load(), []
+    updates = config.trainer.updates_per_batch
+    for step, batch in enumerate(batches):
+        size = len(batch) // updates
+        for meta, tickets in batch[size:]:
+            worker.proximal([meta], *tickets)
+        for index in range(updates):
+            part = batch[index * size : (index + 1) * size]
+            stats.append(rig.update(worker, step, part, plan=rig.StepPlan(rows=rig.rows(part), update=index)))
+    return {
+        "info": info,
+        "digest": worker.weights_digest(),
+        "tensors": worker.tensors(),
+        # The probe looks at the rank's own first micro-batch, so it is a sample, not a mean over all rows.
+        "metrics": [{k: v for k, v in s.metrics.items() if k != "behaviour_gap"} for s in stats],
+        "kept": [s.kept for s in stats],
+        "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
+    }
