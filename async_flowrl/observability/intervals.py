@@ -36,13 +36,16 @@ def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interva
     """The instants of the first union that are not in the second."""
     found: list[Interval] = []
     cuts = list(other)
+    first = 0
     for start, end in one:
-        for cut_start, cut_end in cuts:
-            if cut_end <= start or cut_start >= end:
-                continue
-            if cut_start > start:
-                found.append((start, cut_start))
-            start = max(start, cut_end)
+        while first < len(cuts) and cuts[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(cuts) and cuts[at][0] < end:
+            if cuts[at][0] > start:
+                found.append((start, cuts[at][0]))
+            start = max(start, cuts[at][1])
+            at += 1
         if start < end:
             found.append((start, end))
     return found

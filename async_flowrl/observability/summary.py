@@ -27,7 +27,7 @@ class Outcome:
     pools: Mapping[str, Mapping[str, float]]
     """Totals of the PoolLedger."""
     sync: Mapping[str, Any]
-    """publishes, bytes, seconds, trainer_stall_seconds, worker_stall_seconds, transport, retries, corrupt, fallbacks."""
+    """publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt, fallbacks."""
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,20 @@ def _order(track: Track) -> tuple[int, str, int]:
 
 
 def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
-    ends = [time for time, _ in changes[1:]] + [last]
-    for (start, state), end in zip(changes, ends, strict=False):
+    ends = [time for time, _ in changes[1:]] + [last] * bool(changes)
+    found: dict[str, list[Interval]] = {}
+    for (start, state), end in zip(changes, ends, strict=True):
+        found.setdefault(state, []).append((start, end))
+    for state, intervals in found.items():
         if state != "busy":
-            near = [interval for interval in busy if interval[1] > start and interval[0] < end]
-            for interval in subtract(union([(start, end)]), near):
+            for interval in subtract(union(intervals), busy):
                 yield state, interval
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:
     """The trace as JSON objects. Times are microseconds since the first event."""
     history = list(events)
-    start = min((event.get("start", event["time"]) for event in history), default=0.0)
+    start: float = min((event["start"] if "start" in event else event["time"] for event in history), default=0.0)
     found: list[dict[str, Any]] = []
     for number, track in enumerate(tracks(history), start=1):
         found += _track_events(track, number, start)

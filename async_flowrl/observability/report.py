@@ -1,0 +1,240 @@
+"""report.html: one self-contained page about a run. Imports nothing that the run's configuration names."""
+
+import argparse
+import base64
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.charts import Line, legend, line_chart, timeline
+from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.intervals import Interval, intersect, length
+from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.timeline import Track, tracks
+
+STEPS_SHOWN = 8
+"""Steps in the close-up of the timeline."""
+PICTURES = 6
+STYLE = """
+body {font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222}
+h1 {font-size: 1.5em} h2 {font-size: 1.1em; margin-top: 2em}
+.charts {display: flex; flex-wrap: wrap; gap: 1em} figure {margin: 0 0 1em} figcaption {color: #555; font-size: .9em}
+table {border-collapse: collapse} td, th {padding: .15em .8em .15em 0; text-align: left}
+.lead {font-size: 1.1em; background: #f3f5f8; padding: .6em .9em; border-radius: 6px}
+.key {margin-right: 1em} .key i {display: inline-block; width: .9em; height: .9em; margin-right: .3em}
+pre {background: #f6f6f6; padding: 1em; overflow: auto; font-size: .85em} svg, img {max-width: 100%; height: auto}
+"""
+FACTS = (
+    "mode",
+    "max_staleness",
+    "staleness_mean",
+    "wall_seconds",
+    "images",
+    "images_per_s",
+    "steady_images_per_s",
+    "efficiency",
+    "reward_first",
+    "reward_last",
+    "weights_digest",
+)
+LOST = 0.1
+"""Below this share of its time, what a pool loses is not worth a word."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html from metrics.jsonl, events.jsonl, config.yaml, images/ and, if there, summary.json."""
+    metrics: list[Metrics] = _lines(run_dir / "metrics.jsonl")
+    history = effective(_lines(run_dir / "events.jsonl"))
+    summary = _json(run_dir / "summary.json")
+    found = tracks(history)
+    parts = [
+        f"<h1>{escape(run_dir.name)}</h1>",
+        f'<p class="lead">{escape(bottleneck(_step_pools(found, _window(history))))}</p>',
+        _facts(summary, metrics),
+        *_curves(metrics, history),
+        *_timelines(found, history),
+        *_pictures(run_dir / "images"),
+        "<h2>Configuration</h2>",
+        f"<pre>{escape(_text(run_dir / 'config.yaml'))}</pre>",
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(run_dir.name)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
+    """One sentence from the pools' seconds per state: what to change to make the run shorter."""
+    share = {
+        (pool, state): value / sum(seconds.values())
+        for pool, seconds in pools.items()
+        for state, value in seconds.items()
+        if sum(seconds.values()) > 0
+    }
+    waited, held_up = share.get(("trainer", "wait_data"), 0.0), share.get(("trainer", "sync"), 0.0)
+    starved, late = share.get(("rollout", "idle"), 0.0), share.get(("rollout", "wait_weights"), 0.0)
+    if ("trainer", "busy") not in share or ("rollout", "busy") not in share:
+        return "Too little was recorded to name a bottleneck."
+    if max(waited, held_up, starved, late) < LOST:
+        return "The pools are balanced: neither side loses a tenth of its time waiting for the other."
+    if held_up > max(waited, starved, late):
+        return f"Publishing weights is the bottleneck: it held the trainer up {held_up:.0%} of the time."
+    if late > max(waited, starved):
+        return (
+            f"Delivering weights is the bottleneck: rollout workers waited for new weights {late:.0%} of the time; a "
+            "faster transport or a larger max_staleness shortens the run."
+        )
+    if min(waited, starved) >= LOST:
+        return (
+            f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
+            f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
+        )
+    if waited > starved:
+        return (
+            f"The rollout side is the bottleneck: the trainer waited for images {waited:.0%} of the time; more rollout "
+            "workers or fewer denoising steps shorten the run."
+        )
+    return (
+        f"The training side is the bottleneck: rollout workers had nothing to do {starved:.0%} of the time; more trainer "
+        "ranks shorten the run, and fewer rollout workers do not lengthen it."
+    )
+
+
+def _step_pools(found: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
+    """Seconds per pool and state inside the window, from the events; start-up and the end are not training's fault."""
+    pools: dict[str, dict[str, float]] = {}
+    for track in found:
+        seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))
+        for state in STATES:
+            intervals = track.busy if state == "busy" else track.waiting(state)
+            seconds[state] += length(intersect(intervals, [window]))
+    return pools
+
+
+def _window(history: Sequence[Event]) -> Interval:
+    steps = [event for event in history if event["event"] == "step"]
+    if steps:
+        return min(event["started"] for event in steps), max(event["ended"] for event in steps)
+    times = [event["time"] for event in history] or [0.0, 1.0]
+    return min(times), max(times)
+
+
+def _facts(summary: dict[str, Any], metrics: Sequence[Metrics]) -> str:
+    rows: list[tuple[str, Any]] = [("steps", len(metrics))]
+    rows += [(key.replace("_", " "), summary[key]) for key in FACTS if summary.get(key) is not None]
+    if (summary.get("overlap") or {}).get("share") is not None:
+        rows.append(("overlap, share of min(G, T)", summary["overlap"]["share"]))
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(_number(value))}</td></tr>" for name, value in rows)
+    pools = summary.get("pools") or {}
+    return f"<table>{cells}</table>{_pool_table(pools) if pools else ''}"
+
+
+def _pool_table(pools: dict[str, dict[str, float]]) -> str:
+    states = list(next(iter(pools.values())))
+    head = "".join(f"<th>{escape(state.replace('_', ' '))}</th>" for state in states)
+    rows = "".join(
+        f"<tr><th>{escape(pool)}</th>" + "".join(f"<td>{seconds[state]:.1f} s</td>" for state in states) + "</tr>"
+        for pool, seconds in pools.items()
+    )
+    return f"<h2>Where the time went</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+
+
+def _curves(metrics: Sequence[Metrics], history: Sequence[Event]) -> list[str]:
+    steps = [line["step"] for line in metrics]
+    clock = _wall_clock(metrics, history)
+    reward = [line.get("reward/mean") for line in metrics]
+    evaluated = [line for line in metrics if line.get("evaluation/reward/mean") is not None]
+    held_out = Line(
+        "held-out prompts", [e["step"] for e in evaluated], [e["evaluation/reward/mean"] for e in evaluated]
+    )
+    by_step = [Line("training", steps, reward), *([held_out] if evaluated else [])]
+    ages = [Line(kind, steps, [line.get(f"staleness/{kind}") for line in metrics]) for kind in ("mean", "max")]
+    names = sorted({name for line in metrics for name in line if name.startswith("timing/")})
+    timing = [Line(name.removeprefix("timing/"), steps, [line.get(name) for line in metrics]) for name in names]
+    charts = (
+        ("Reward against steps", line_chart(by_step, x_label="step", y_label="reward")),
+        ("Reward against wall clock", line_chart([Line("", clock, reward)], x_label="seconds", y_label="reward")),
+        ("Staleness at the trainer's door", line_chart(ages, x_label="step", y_label="versions")),
+        ("Timing", line_chart(timing, x_label="step", y_label="seconds")),
+    )
+    figures = (f"<figure>{chart}<figcaption>{title}</figcaption></figure>" for title, chart in charts)
+    return ["<h2>Curves</h2>", f'<div class="charts">{"".join(figures)}</div>']
+
+
+def _wall_clock(metrics: Sequence[Metrics], history: Sequence[Event]) -> list[float]:
+    """Seconds from the start of the first step to the end of each one."""
+    steps = {event["step"]: event for event in history if event["event"] == "step"}
+    if steps and all(line["step"] in steps for line in metrics):
+        start = min(event["started"] for event in steps.values())
+        return [steps[line["step"]]["ended"] - start for line in metrics]
+    total, found = 0.0, []
+    for line in metrics:
+        total += line.get("timing/step") or 0.0
+        found.append(total)
+    return found
+
+
+def _timelines(found: Sequence[Track], history: Sequence[Event]) -> list[str]:
+    if not found:
+        return []
+    start, end = _window(history)
+    steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
+    middle = steps[len(steps) // 2 : len(steps) // 2 + STEPS_SHOWN]
+    parts = ["<h2>Timeline</h2>", legend()]
+    if middle:
+        close = middle[0]["started"], middle[-1]["ended"]
+        title = f"Steps {middle[0]['step']} to {middle[-1]['step']}"
+        parts.append(f"<figure>{timeline(found, close, start)}<figcaption>{title}</figcaption></figure>")
+    parts.append(f"<figure>{timeline(found, (start, end), start)}<figcaption>The whole run</figcaption></figure>")
+    return parts
+
+
+def _pictures(folder: Path) -> list[str]:
+    paths = sorted(folder.glob("*.png")) if folder.is_dir() else []
+    if not paths:
+        return []
+    count = min(PICTURES, len(paths))
+    last = len(paths) - 1
+    chosen = sorted({round(index * last / max(1, count - 1)) for index in range(count)})
+    parts = ["<h2>Images</h2>"]
+    for path in (paths[index] for index in chosen):
+        data = base64.b64encode(path.read_bytes()).decode()
+        caption = f"<figcaption>{escape(path.stem)}</figcaption>"
+        parts.append(f'<figure><img src="data:image/png;base64,{data}" alt="{escape(path.stem)}">{caption}</figure>')
+    return parts
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return list(read_events(path)) if path.exists() else []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes report.html into a run directory")
+    parser.add_argument("run", type=Path, help="run directory")
+    run = parser.parse_args().run
+    if not (run / "metrics.jsonl").exists():
+        parser.error(f"{run} is no run directory: it has no metrics.jsonl")
+    sys.stdout.write(f"{write_report(run)}\n")
+
+
+if __name__ == "__main__":
+    main()
