@@ -69,7 +69,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def numerics(config: Config, device: str) -> dict[str, Any]:
+def numerics(config: Config, device: str | None = None) -> dict[str, Any]:
     """What bit-for-bit equality needs besides `config_hash`; a resume warns where it differs. Plain JSON."""
     found: dict[str, Any] = {}
     for key in _NUMERICAL:

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import trainer_rig as rig
+from omegaconf import OmegaConf
 
+from async_flowrl.config import TrainerConfig
+from async_flowrl.paths import config_dir
 from async_flowrl.training.batch import check_batching, trained_steps
 from async_flowrl.training.schedule import learning_rate
 
@@ -61,3 +64,10 @@ def test_learning_rate(schedule: str, expected: list[float]) -> None:
     assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(expected)
     if schedule != "constant":
         assert learning_rate(config, 6, 6) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (config_dir() / "trainer").glob("*.yaml")))
+def test_the_shipped_trainer_settings_fit_the_schema(name: str) -> None:
+    values = OmegaConf.load(config_dir() / "trainer" / f"{name}.yaml")
+    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), values))
+    assert isinstance(merged, TrainerConfig) and merged != TrainerConfig()
