@@ -1,1 +1,34 @@
 """Versioned tensor transfer with proof of delivery. Knows nothing of RL, diffusion or Ray."""
+
+from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Header, ReceiverEndpoint, SenderEndpoint
+from checkpoint_engine.digest import base_digest, weights_digest
+from checkpoint_engine.errors import EngineError, TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
+from checkpoint_engine.flat import Layout
+from checkpoint_engine.proof import CANARY_VERSION, LoraModule, binding_probe, canary_tensors, check_binding
+from checkpoint_engine.publisher import Publisher
+from checkpoint_engine.receiver import Receiver
+
+__all__ = [
+    "CANARY_VERSION",
+    "EVALUATION",
+    "RING",
+    "Ack",
+    "Activation",
+    "EngineError",
+    "Header",
+    "Layout",
+    "LoraModule",
+    "Publisher",
+    "Receiver",
+    "ReceiverEndpoint",
+    "SenderEndpoint",
+    "TransferCorrupted",
+    "TransferFailed",
+    "VersionGone",
+    "WeightsMismatch",
+    "base_digest",
+    "binding_probe",
+    "canary_tensors",
+    "check_binding",
+    "weights_digest",
+]

@@ -1,0 +1,131 @@
+"""What travels, and the two ends a delivery talks to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from checkpoint_engine.digest import ByteArray, combine
+from checkpoint_engine.flat import Layout
+
+RING = "ring"
+"""Slot kind: the newest `capacity` versions of each stream."""
+EVALUATION = "evaluation"
+"""Slot kind: one version beside the ring, replaced only by the next one put there."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload is and what its bytes must be. Picklable, some tens of kilobytes."""
+
+    stream: str
+    version: int
+    layout: Layout
+    alpha: float | None
+    rank: int | None
+    digests: tuple[bytes, ...]
+    """16 bytes per tensor, in layout order."""
+    digest: str
+    """SHA-256 (hex) over everything above: with `version` it is the identity of these weights."""
+
+    @classmethod
+    def seal(
+        cls, layout: Layout, data: ByteArray, *, stream: str, version: int, alpha: float | None, rank: int | None
+    ) -> "Header":
+        """The header of a host buffer uint8 [nbytes]."""
+        digests = layout.digests(data)
+        digest = _identity(stream, version, layout, alpha, rank, digests)
+        return cls(stream, version, layout, alpha, rank, digests, digest)
+
+    @property
+    def layout_hash(self) -> str:
+        return self.layout.hash
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def is_consistent(self) -> bool:
+        """Whether the total digest belongs to the other fields."""
+        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, self.digests)
+        return len(self.digests) == len(self.layout.entries) and self.digest == _identity(*parts)
+
+
+@dataclass(frozen=True)
+class Ack:
+    """A receiver's word that it verified and holds a version."""
+
+    stream: str
+    version: int
+    digest: str
+    slot: str = RING
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What the live tensors hold."""
+
+    stream: str
+    version: int
+    digest: str
+
+
+class SenderEndpoint(Protocol):
+    """The publishing side as a controller sees it: a `Publisher` in this process, a thread or another machine."""
+
+    async def stage(self, version: int) -> None:
+        """Copies the tensors; returns when they may change again."""
+        ...
+
+    async def seal(self, version: int) -> Header: ...
+
+    async def payload(self, version: int) -> Any:
+        """The version's bytes, or whatever stands for them and receivers can be given. Raises VersionGone."""
+        ...
+
+    async def hold(self, version: int) -> None:
+        """Keeps a version beyond its place among the newest, until released."""
+        ...
+
+    async def release(self, version: int) -> None: ...
+
+
+class ReceiverEndpoint(Protocol):
+    """One receiver as a controller sees it."""
+
+    name: str
+    node: str
+    """Receivers on one node can hand payloads to each other."""
+
+    async def receive(self, header: Header, payload: Any, slot: str) -> Ack: ...
+
+    async def relay(self, header: Header, slot: str) -> Any:
+        """A payload made of the version this receiver holds, for its neighbours."""
+        ...
+
+
+class Broadcast(Protocol):
+    """A transport that reaches many receivers at once (collectives)."""
+
+    name: str
+
+    async def __call__(
+        self, header: Header, receivers: Sequence[ReceiverEndpoint]
+    ) -> dict[str, Ack | BaseException]:
+        """One result per receiver's name. A receiver without an Ack is served one by one afterwards. Never hangs."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def _identity(
+    stream: str, version: int, layout: Layout, alpha: float | None, rank: int | None, digests: tuple[bytes, ...]
+) -> str:
+    return combine([stream, str(version), layout.hash, repr(alpha), repr(rank), *digests])

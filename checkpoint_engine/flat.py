@@ -1,0 +1,132 @@
+"""Many named tensors as one flat buffer with a fixed layout."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint_engine.digest import ByteArray, combine, digest_span
+from checkpoint_engine.errors import WeightsMismatch
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: `offset` and `nbytes` in bytes, dtype by its short name (float32)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors sorted by name, each at an offset padded to 256 bytes, in a buffer of `nbytes` bytes."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+    """Buffer size, padding included."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> "Layout":
+        """The layout of named tensors; `dtype` is what they are sent as where that differs from what they are."""
+        if not tensors:
+            raise ValueError("a layout needs at least one tensor, got none")
+        entries, offset = [], 0
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            kind = dtype or tensor.dtype
+            nbytes = tensor.numel() * kind.itemsize
+            entries.append(Entry(name, tuple(tensor.shape), str(kind).removeprefix("torch."), offset, nbytes))
+            offset = _padded(offset + nbytes)
+        return cls(tuple(entries), offset)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 (hex) over names, shapes, dtypes and offsets."""
+        return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype, or several joined by +."""
+        return "+".join(sorted({entry.dtype for entry in self.entries}))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements, padding left out."""
+        return sum(entry.nbytes // dtype_of(entry).itemsize for entry in self.entries)
+
+    def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
+        """An uninitialised buffer, uint8 [nbytes]."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors as views of a buffer uint8 [nbytes], by name."""
+        return {
+            entry.name: buffer[entry.offset : entry.end].view(dtype_of(entry)).view(entry.shape)
+            for entry in self.entries
+        }
+
+    def spans(self, data: ByteArray) -> Iterator[tuple[Entry, ByteArray]]:
+        """Each entry with its bytes."""
+        for entry in self.entries:
+            yield entry, data[entry.offset : entry.end]
+
+    def digests(self, data: ByteArray) -> tuple[bytes, ...]:
+        """One position-dependent digest [16 bytes] per tensor of a host buffer uint8 [nbytes]."""
+        return tuple(digest_span(span, entry.offset) for entry, span in self.spans(data))
+
+    def difference(self, other: "Layout") -> str | None:
+        """What first differs in `other`, as a clause that names the tensor; None where the layouts are equal."""
+        if self.hash == other.hash:
+            return None
+        mine = {entry.name: entry for entry in self.entries}
+        theirs = {entry.name: entry for entry in other.entries}
+        for name, entry in mine.items():
+            match = theirs.get(name)
+            if match is None:
+                return f"{name} is missing{_nearest(name, theirs.keys() - mine.keys())}"
+            if match.shape != entry.shape:
+                return f"{name} has shape {list(match.shape)}, expected {list(entry.shape)}"
+            if match.dtype != entry.dtype:
+                return f"{name} has dtype {match.dtype}, expected {entry.dtype}"
+        for name in theirs:
+            if name not in mine:
+                return f"{name} is not expected{_nearest(name, mine)}"
+        return "the tensors are equal but lie at other offsets"
+
+
+def dtype_of(entry: Entry) -> torch.dtype:
+    """The torch dtype of an entry."""
+    kind = getattr(torch, entry.dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise WeightsMismatch(f"{entry.name} has dtype {entry.dtype!r}, which torch does not know")
+    return kind
+
+
+def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
+    """A host buffer as uint8 [n], without a copy. Raises ValueError for anything but contiguous uint8."""
+    array = buffer.numpy() if isinstance(buffer, Tensor) else buffer
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(f"a payload is contiguous uint8 [n], got {array.dtype} {list(array.shape)}")
+    return array
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:
+    close = get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,222 @@
+"""The sending end: copies tensors away quickly, then seals, retains and hands out versions off the critical path."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoint_engine.base import Header
+from checkpoint_engine.digest import ByteArray
+from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
+from checkpoint_engine.flat import Layout, dtype_of
+
+SAMPLES = 16
+"""Elements per tensor compared between the live tensors at staging time and the staged copy."""
+
+
+@dataclass
+class _Staged:
+    slot: int
+    sample: Tensor
+    ready: "torch.cuda.Event | None"
+
+
+class Publisher:
+    """Publishes one stream of versions of the same named tensors.
+
+    Two lanes may use it at once: `stage` on the trainer's, everything else on another. A staging slot lies on the
+    tensors' device and is free again once its version is sealed into host memory; the newest `retain` sealed
+    versions, and held ones, are kept there for resends and late joiners.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        stream: str = "policy",
+        *,
+        alpha: float | None = None,
+        rank: int | None = None,
+        retain: int = 2,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype` is what is sent where that differs from the tensors' own. Raises ValueError for retain < 1."""
+        if retain < 1:
+            raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
+        self.layout = Layout.of(tensors, dtype=dtype)
+        self.stream, self.alpha, self.rank, self.retain = stream, alpha, rank, retain
+        self._tensors = dict(tensors)
+        self._device = next(iter(tensors.values())).device
+        self._slots = [self.layout.empty(self._device) for _ in range(2)]
+        for slot in self._slots:
+            slot.zero_()
+        self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
+        self._free = [0, 1]
+        self._staged: dict[int, _Staged] = {}
+        self._sealed: dict[int, tuple[Header, Tensor]] = {}
+        self._held: set[int] = set()
+        self._frozen: Tensor | None = None
+        self._changed = threading.Condition()
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
+        """Copies the tensors (or others of the same layout) into a staging slot; they may change on return.
+
+        Waits up to `deadline` seconds while both slots hold versions not yet sealed. Raises TransferFailed then,
+        ValueError for a version staged or retained already, WeightsMismatch for other tensors.
+        """
+        sources = self._sources(self._tensors if tensors is None else tensors)
+        with self._changed:
+            if version in self._staged or version in self._sealed:
+                raise ValueError(f"version {version} of stream {self.stream} is published already")
+            if not self._changed.wait_for(lambda: bool(self._free), timeout=deadline):
+                waiting = sorted(self._staged)
+                raise TransferFailed(f"staging version {version} waited {deadline:g} s for {waiting} to be sealed")
+            slot = self._free.pop(0)
+        try:
+            if self._frozen is None:
+                torch._foreach_copy_(self._views[slot], sources)
+            else:
+                self._slots[slot].copy_(self._frozen)
+            staged = _Staged(slot, self._sample(sources), self._record())
+        except BaseException:
+            self._give_back(slot)
+            raise
+        with self._changed:
+            self._staged[version] = staged
+            self._changed.notify_all()
+
+    def seal(self, version: int) -> Header:
+        """Copies a staged version to host memory, checks and digests it, frees its slot and retains it.
+
+        Raises VersionGone for a version that was never staged, WeightsMismatch, naming the tensor, when the staged
+        bytes are not those the tensors had while they were staged.
+        """
+        with self._changed:
+            if version in self._sealed:
+                return self._sealed[version][0]
+            staged = self._staged.pop(version, None)
+        if staged is None:
+            raise VersionGone(f"version {version} of stream {self.stream} was never staged")
+        try:
+            host = self._to_host(staged)
+        finally:
+            self._give_back(staged.slot)
+        self._check_sample(version, staged.sample, host)
+        header = Header.seal(
+            self.layout, host.numpy(), stream=self.stream, version=version, alpha=self.alpha, rank=self.rank
+        )
+        with self._changed:
+            self._sealed[version] = (header, host)
+            self._evict()
+        return header
+
+    def payload(self, version: int) -> tuple[Header, ByteArray]:
+        """Header and bytes uint8 [nbytes] of a retained version; treat the bytes as read-only. Raises VersionGone."""
+        with self._changed:
+            found = self._sealed.get(version)
+            if found is None:
+                raise VersionGone(
+                    f"version {version} of stream {self.stream} is not retained, only {sorted(self._sealed)} are"
+                )
+        return found[0], found[1].numpy()
+
+    def retained(self) -> tuple[int, ...]:
+        """The sealed versions that can be sent, oldest first."""
+        with self._changed:
+            return tuple(sorted(self._sealed))
+
+    def hold(self, version: int) -> None:
+        """Keeps a sealed version beyond its place among the newest. Raises VersionGone."""
+        with self._changed:
+            if version not in self._sealed:
+                raise VersionGone(f"version {version} of stream {self.stream} is not retained and can't be held")
+            self._held.add(version)
+
+    def release(self, version: int) -> None:
+        """Ends a hold; the version goes unless it is among the newest `retain`."""
+        with self._changed:
+            self._held.discard(version)
+            self._evict()
+
+    def freeze(self, version: int) -> None:
+        """Falsifier for tests: from now on a retained version's bytes are staged instead of the tensors'."""
+        self._frozen = torch.from_numpy(self.payload(version)[1].copy())
+
+    def clear(self) -> None:
+        """Forgets every version, sealed or staged, so that a run can publish again from an earlier one."""
+        with self._changed:
+            self._free += [staged.slot for staged in self._staged.values()]
+            self._staged.clear()
+            self._sealed.clear()
+            self._held.clear()
+            self._changed.notify_all()
+
+    def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        sources = []
+        for entry in self.layout.entries:
+            tensor = tensors.get(entry.name)
+            if tensor is None or tuple(tensor.shape) != entry.shape:
+                what = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(entry.shape)}"
+                raise WeightsMismatch(f"can't publish on stream {self.stream}: {entry.name} {what}")
+            sources.append(tensor.detach())
+        if len(tensors) != len(sources):
+            extra = min(tensors.keys() - {entry.name for entry in self.layout.entries})
+            raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
+        return sources
+
+    def _sample(self, sources: list[Tensor]) -> Tensor:
+        """A few elements of every tensor, in the dtype sent, on the tensors' device."""
+        picked = []
+        for entry, source in zip(self.layout.entries, sources, strict=True):
+            count = min(SAMPLES, source.numel())
+            flat = source if source.is_contiguous() else source.contiguous()
+            picked.append(flat.as_strided((count,), (max(1, source.numel() // max(1, count)),)).to(dtype_of(entry)))
+        return torch.cat(picked)
+
+    def _check_sample(self, version: int, sample: Tensor, host: Tensor) -> None:
+        """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
+        staged = self._sample(list(self.layout.views(host).values()))
+        expected = sample.cpu()
+        if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
+            return
+        start = 0
+        for entry in self.layout.entries:
+            end = start + min(SAMPLES, entry.nbytes // dtype_of(entry).itemsize)
+            if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
+                raise WeightsMismatch(
+                    f"the staged bytes of version {version} of stream {self.stream} are not the trainer's: "
+                    f"{entry.name} begins {staged[start].item():.6g}, was {expected[start].item():.6g}"
+                )
+            start = end
+
+    def _record(self) -> "torch.cuda.Event | None":
+        if self._device.type != "cuda":
+            return None
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _to_host(self, staged: _Staged) -> Tensor:
+        """A copy of the staged bytes, uint8 [nbytes]; on a GPU by its own stream, behind the staging copy."""
+        slot = self._slots[staged.slot]
+        if staged.ready is None:
+            return slot.clone()
+        host = self.layout.empty(pinned=True)
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_event(staged.ready)
+        with torch.cuda.stream(stream):
+            host.copy_(slot, non_blocking=True)
+        stream.synchronize()
+        return host
+
+    def _give_back(self, slot: int) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+    def _evict(self) -> None:
+        """Keeps the newest `retain` versions and the held ones; a payload handed out stays valid while it is used."""
+        newest = sorted(self._sealed)[-self.retain :]
+        for version in self._sealed.keys() - set(newest) - self._held:
+            del self._sealed[version]

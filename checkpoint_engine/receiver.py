@@ -1,0 +1,192 @@
+"""The receiving end: verifies versions, keeps a ring of them, and puts one at a time into the live tensors."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Header
+from checkpoint_engine.digest import ByteArray, digest_span
+from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
+from checkpoint_engine.flat import Layout, as_bytes
+
+SLOTS = (RING, EVALUATION)
+
+
+class Receiver:
+    """Holds the newest `capacity` versions of each stream and one evaluation version, verified.
+
+    The tensors given become views of one flat live buffer and stay so: their addresses never change, so compiled
+    graphs and captured CUDA graphs stay valid. `receive` may run beside work that reads the live tensors;
+    `activate` may not: call it between two pieces of work.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        streams: Sequence[str] = ("policy",),
+        *,
+        capacity: int = 2,
+        alpha: float | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Raises ValueError for capacity < 1, no stream, or tensors on several devices."""
+        if capacity < 1 or not streams:
+            raise ValueError(f"a receiver needs capacity >= 1 and a stream, got {capacity} and {list(streams)}")
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) != 1:
+            raise ValueError(f"the tensors must lie on one device, got {sorted(map(str, devices))}")
+        self.layout = Layout.of(tensors)
+        self.streams, self.capacity, self.alpha, self.rank = tuple(streams), capacity, alpha, rank
+        self._device = devices.pop()
+        self._tensors = dict(tensors)
+        self._live = self.layout.empty(self._device)
+        for name, view in self.layout.views(self._live).items():
+            view.copy_(tensors[name].detach())
+            tensors[name].data = view
+        self._held: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
+        self._spare: list[Tensor] = []
+        self._active: Activation | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def active(self) -> Activation | None:
+        """What the live tensors hold; None until the first activation, when nothing may be served yet."""
+        with self._lock:
+            return self._active
+
+    def held(self) -> tuple[tuple[str, int, str], ...]:
+        """Every (stream, version, slot) that can be activated, sorted."""
+        with self._lock:
+            return tuple(sorted((stream, version, slot) for slot, stream, version in self._held))
+
+    def receive(self, header: Header, buffer: Tensor | ByteArray, slot: str = RING) -> Ack:
+        """Verifies a payload uint8 [nbytes] and keeps a copy of it.
+
+        Receiving again what is held is acknowledged again. A ring keeps the newest `capacity` versions of a stream;
+        the evaluation slot keeps what was put there last. Raises TransferCorrupted (send it again) or
+        WeightsMismatch (stop), naming the tensor; what was held before is untouched then.
+        """
+        self._check_header(header, slot)
+        data = as_bytes(buffer)
+        if data.shape[0] != header.nbytes:
+            raise TransferCorrupted(f"{_title(header)} arrived with {data.shape[0]} of {header.nbytes} bytes")
+        with self._lock:
+            storage = self._spare.pop() if self._spare else self.layout.empty(self._device)
+        try:
+            self._copy_verified(header, data, storage)
+            self._keep(header, storage, slot)
+        except BaseException:
+            with self._lock:
+                self._spare.append(storage)
+            raise
+        return Ack(header.stream, header.version, header.digest, slot)
+
+    def keep(self, stream: str, version: int, *, slot: str = EVALUATION) -> Ack:
+        """Copies a held version from the ring into the evaluation slot, without another transfer."""
+        header, data = self.export(stream, version)
+        return self.receive(header, data, slot)
+
+    def export(self, stream: str, version: int, *, slot: str = RING) -> tuple[Header, ByteArray]:
+        """Header and a host copy, uint8 [nbytes], of a held version, for passing it on. Raises WeightsMismatch."""
+        with self._lock:
+            header, storage = self._find(stream, version, slot)
+            return header, storage.to("cpu", copy=True).numpy()
+
+    def activate(self, stream: str, version: int, *, slot: str = RING) -> str:
+        """Puts a held version into the live tensors, by one device copy, and returns its digest.
+
+        Raises WeightsMismatch when the version is not held or when a tensor is no longer bound to the live buffer;
+        what was active before stays active then.
+        """
+        self.check_bound()
+        with self._lock:
+            header, storage = self._find(stream, version, slot)
+            self._live.copy_(storage)
+            self._active = Activation(stream, version, header.digest)
+            return header.digest
+
+    def require(self, stream: str, version: int, digest: str) -> None:
+        """Raises WeightsMismatch unless exactly this version, with this digest, is active."""
+        active = self.active
+        if active != Activation(stream, version, digest):
+            raise WeightsMismatch(f"the work names {stream} {version} ({digest[:12]}), active is {active or 'nothing'}")
+
+    def check_bound(self) -> None:
+        """Raises WeightsMismatch, naming the tensor, when one was re-pointed away from the live buffer."""
+        start = self._live.data_ptr()
+        for entry in self.layout.entries:
+            if entry.nbytes and self._tensors[entry.name].data_ptr() != start + entry.offset:
+                raise WeightsMismatch(f"{entry.name} is no longer bound to the live buffer, something replaced its data")
+
+    def live_digest(self) -> str:
+        """The active version's digest, recomputed from the live bytes. Raises WeightsMismatch while none is active."""
+        with self._lock:
+            active, data = self._active, self._live.cpu().numpy()
+        if active is None:
+            raise WeightsMismatch("no version is active yet")
+        return Header.seal(
+            self.layout, data, stream=active.stream, version=active.version, alpha=self.alpha, rank=self.rank
+        ).digest
+
+    def clear(self) -> None:
+        """Forgets every version held; the live tensors keep their bytes but nothing is active."""
+        with self._lock:
+            self._spare += [storage for _, storage in self._held.values()]
+            self._held.clear()
+            self._active = None
+
+    def _check_header(self, header: Header, slot: str) -> None:
+        if slot not in SLOTS:
+            raise ValueError(f"slot is one of {list(SLOTS)}, got {slot!r}")
+        if header.stream not in self.streams:
+            raise WeightsMismatch(f"stream {header.stream!r} is not expected here, only {list(self.streams)} are")
+        for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
+            if sent != expected:
+                raise WeightsMismatch(f"{_title(header)} has LoRA {name} {sent}, expected {expected}")
+        difference = self.layout.difference(header.layout)
+        if difference:
+            raise WeightsMismatch(f"{_title(header)} doesn't fit the receiver: {difference}")
+        if not header.is_consistent():
+            raise TransferCorrupted(f"{_title(header)} arrived with a damaged header")
+
+    def _copy_verified(self, header: Header, data: ByteArray, storage: Tensor) -> None:
+        """Copies, then digests the copy where it lies in host memory (what is kept is what was verified)."""
+        kept = data
+        if self._device.type == "cpu":
+            kept = storage.numpy()
+            kept[:] = data
+        for (entry, span), digest in zip(self.layout.spans(kept), header.digests, strict=True):
+            if digest_span(span, entry.offset) != digest:
+                raise TransferCorrupted(f"{_title(header)} arrived with wrong bytes in {entry.name}")
+        if kept is data:
+            storage.copy_(torch.from_numpy(data.copy() if not data.flags.writeable else data))
+
+    def _keep(self, header: Header, storage: Tensor, slot: str) -> None:
+        key = (slot, header.stream, header.version)
+        with self._lock:
+            found = self._held.get(key)
+            if found is not None and found[0].digest != header.digest:
+                raise WeightsMismatch(f"{_title(header)} came twice with different contents")
+            ring = sorted(v for s, stream, v in self._held if s == slot and stream == header.stream)
+            if slot == RING and found is None and len(ring) >= self.capacity and header.version < ring[0]:
+                raise WeightsMismatch(f"{_title(header)} is stale: the receiver holds {ring} already")
+            evicted = [key] if found is not None else []
+            if slot == EVALUATION:
+                evicted = [other for other in self._held if other[0] == EVALUATION]
+            elif found is None and len(ring) >= self.capacity:
+                evicted = [(slot, header.stream, v) for v in ring[: len(ring) - self.capacity + 1]]
+            self._spare += [self._held.pop(other)[1] for other in evicted]
+            self._held[key] = (header, storage)
+
+    def _find(self, stream: str, version: int, slot: str) -> tuple[Header, Tensor]:
+        found = self._held.get((slot, stream, version))
+        if found is None:
+            names = sorted(f"{s} {v} ({kind})" for kind, s, v in self._held) or ["nothing"]
+            raise WeightsMismatch(f"{stream} {version} ({slot}) is not held, only {', '.join(names)}")
+        return found
+
+
+def _title(header: Header) -> str:
+    return f"version {header.version} of stream {header.stream}"
