@@ -41,9 +41,14 @@ class EventLog:
         self._clock, self._ledger = clock, ledger
         self._lock = threading.Lock()
         self._buffer: list[str] = []
+        self._states: dict[str, str] = {}
         self._flushed = clock()
         cut_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8")
+
+    def now(self) -> float:
+        """Unix seconds, as events are stamped."""
+        return self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
         """Records one event, now."""
@@ -57,10 +62,12 @@ class EventLog:
                 self._write(now)
 
     def state(self, worker: str, state: str) -> None:
-        """Records that `worker` is now in `state`, and books its time in the ledger if there is one."""
+        """Records that `worker` is now in `state`, if it was not, and books its time in the ledger if there is one."""
         if self._ledger is not None:
             state = self._ledger.enter(worker, state)
-        self.event("state", worker=worker, state=state)
+        if self._states.get(worker) != state:
+            self._states[worker] = state
+            self.event("state", worker=worker, state=state)
 
     def flush(self) -> None:
         with self._lock:

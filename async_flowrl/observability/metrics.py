@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,30 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
         cut_unfinished_line(path)
         path.touch()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers that are not finite become null: JSON has no name for them."""
         line: Metrics = {"step": step, **{name: _finite(value) for name, value in metrics.items() if name != "step"}}
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def truncate(self, step: int) -> None:
         """Cuts back to the steps before `step`, for a run that goes on from its checkpoint."""
-        kept = [line for line in self.read() if line["step"] < step]
+        self._rewrite([line for line in self.read() if line["step"] < step])
+
+    def amend(self, step: int, more: Mapping[str, Any]) -> None:
+        """Adds keys to the line of a step that is written already (an evaluation finishes after its step)."""
+        with self._lock:
+            added = {name: _finite(value) for name, value in more.items()}
+            self._rewrite([line | added if line["step"] == step else line for line in self.read()])
+
+    def _rewrite(self, lines: list[Metrics]) -> None:
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)

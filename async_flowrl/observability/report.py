@@ -102,8 +102,8 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
             "workers or fewer denoising steps shorten the run."
         )
     return (
-        f"The training side is the bottleneck: rollout workers had nothing to do {starved:.0%} of the time; more trainer "
-        "ranks shorten the run, and fewer rollout workers do not lengthen it."
+        f"The training side is the bottleneck: rollout workers had nothing to do {starved:.0%} of the time; more "
+        "trainer ranks shorten the run, and fewer rollout workers do not lengthen it."
     )
 
 

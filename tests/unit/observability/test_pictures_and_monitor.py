@@ -1,0 +1,166 @@
+"""Grids, the report page, and what people watch."""
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from async_flowrl.config import MonitorConfig
+from async_flowrl.observability.charts import Line, line_chart, timeline
+from async_flowrl.observability.images import CELL, GAP, LINE, write_grid
+from async_flowrl.observability.monitor import Display, Monitor
+from async_flowrl.observability.report import bottleneck, write_report
+from async_flowrl.observability.timeline import tracks
+
+
+def group(count: int, side: int, value: int) -> np.ndarray[Any, Any]:
+    return np.full((count, side, side, 3), value, dtype=np.uint8)
+
+
+def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
+    images = group(2, 32, 0)
+    images[1, 0, 0] = (255, 0, 0)
+    write_grid(tmp_path / "grid.png", ["a prompt"], [images], [[0.5, -1.0]], title="step 3")
+    sheet = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB"))
+    top, left = 2 * LINE, GAP + CELL + GAP
+    assert (sheet[top : top + 3, left : left + 3] == (255, 0, 0)).all()
+    assert (sheet[top + 3 : top + CELL, left : left + CELL] == 0).all()
+    assert (sheet[:LINE] != 255).any()
+
+
+@pytest.mark.parametrize(("side", "shown"), [(16, 96), (64, 128), (128, 128), (512, 256)])
+def test_the_size_of_a_cell(tmp_path: Path, side: int, shown: int) -> None:
+    write_grid(tmp_path / "grid.png", ["x"] * 3, [group(4, side, 9)] * 3, [[0.0] * 4] * 3)
+    assert Image.open(tmp_path / "grid.png").size == (GAP + 4 * (shown + GAP), 3 * (2 * LINE + shown + GAP))
+
+
+def test_a_grid_needs_a_reward_for_every_row(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got 2, 1, 1"):
+        write_grid(tmp_path / "grid.png", ["a", "b"], [group(1, 16, 0)], [[0.0]])
+
+
+def test_charts_are_well_formed_and_survive_odd_values() -> None:
+    nothing = line_chart([Line("a", [1.0], [None])], x_label="x", y_label="y")
+    assert nothing == "<p>Nothing recorded.</p>"
+    for values in ([0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e6], [float("nan"), 1.0]):
+        svg = line_chart([Line("a<b", [0, 1], values), Line("c", [0, 1], [1, None])], x_label="x", y_label="&")
+        ElementTree.fromstring(svg)
+
+
+def test_the_timeline_colours_idle_time_red() -> None:
+    events = [
+        {"time": 0.0, "event": "state", "worker": "rollout-0", "state": "busy"},
+        {"time": 4.0, "event": "span", "worker": "rollout-0", "name": "generate", "start": 0.0, "end": 4.0},
+        {"time": 4.0, "event": "state", "worker": "rollout-0", "state": "idle"},
+        {"time": 8.0, "event": "state", "worker": "rollout-0", "state": "busy"},
+    ]
+    svg = timeline(tracks(events), (0.0, 8.0), 0.0)
+    bars = {bar.attrib["fill"]: float(bar.attrib["width"]) for bar in ElementTree.fromstring(svg).iter() if "fill" in
+            bar.attrib and bar.tag.endswith("rect")}  # fmt: skip
+    assert set(bars) == {"#e03131", "#2b6cb0"}
+    assert bars["#e03131"] == pytest.approx(bars["#2b6cb0"])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "sentence"),
+    [
+        ({"busy": 60, "wait_data": 40}, {"busy": 98, "idle": 2}, "The rollout side is the bottleneck"),
+        ({"busy": 98, "wait_data": 2}, {"busy": 50, "idle": 50}, "The training side is the bottleneck"),
+        ({"busy": 50, "wait_data": 50}, {"busy": 50, "idle": 50}, "The pools take turns"),
+        ({"busy": 95, "wait_data": 5}, {"busy": 95, "idle": 5}, "The pools are balanced"),
+        ({"busy": 90, "wait_data": 10}, {"busy": 50, "wait_weights": 50}, "Delivering weights is the bottleneck"),
+        ({"busy": 50, "sync": 50}, {"busy": 80, "idle": 20}, "Publishing weights is the bottleneck"),
+        ({}, {}, "Too little was recorded"),
+    ],
+)
+def test_the_bottleneck_is_named(trainer: dict[str, float], rollout: dict[str, float], sentence: str) -> None:
+    assert bottleneck({"trainer": trainer, "rollout": rollout}).startswith(sentence)
+
+
+def test_the_report_is_one_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    run = tmp_path / "a<b"
+    (run / "images").mkdir(parents=True)
+    for step in (0, 10, 20):
+        write_grid(run / "images" / f"step_{step:06d}.png", ["p"], [group(1, 16, step)], [[0.0]])
+    (run / "config.yaml").write_text("name: <script>alert(1)</script>\n")
+    lines = [{"step": s, "reward/mean": s / 4, "staleness/mean": 1.0, "timing/step": 0.5} for s in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = [{"time": 1.0 + s, "event": "step", "step": s, "started": float(s), "ended": 1.0 + s} for s in range(4)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = write_report(run).read_text()
+    assert "<script" not in page
+    assert page.count("data:image/png;base64,") == 3
+    assert not [word for word in ('src="http', "href=", "url(") if word in page]
+    assert page.count("<polyline") == 5
+
+
+def test_a_report_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "Too little was recorded" in write_report(tmp_path).read_text()
+
+
+def test_the_display_names_reward_staleness_speed_and_time_left() -> None:
+    now, written = [0.0], io.StringIO()
+    display = Display(100, console=Console(file=written, width=120), clock=lambda: now[0])
+    for step in range(100):
+        now[0] += 0.5
+        display.log(step, {"reward/mean": 0.25, "staleness/mean": 1.0})
+    display.close()
+    lines = written.getvalue().splitlines()
+    assert lines[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:50"
+    assert lines[-1] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00"
+    assert len(lines) == 11
+
+
+def test_a_resumed_run_counts_on_from_its_step() -> None:
+    written = io.StringIO()
+    display = Display(100, console=Console(file=written, width=120), clock=lambda: 0.0)
+    display.log(40, {})
+    assert written.getvalue().startswith("step 41/100 | reward - | staleness - |")
+
+
+def test_a_terminal_gets_a_live_line() -> None:
+    written = io.StringIO()
+    console = Console(file=written, width=120, force_terminal=True, color_system=None)
+    display = Display(10, console=console, clock=lambda: 0.0)
+    display.log(3, {"reward/mean": 0.125, "staleness/mean": 1.0})
+    display.close()
+    assert "4/10" in written.getvalue()
+    assert "reward 0.1250" in written.getvalue()
+
+
+def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = MonitorConfig(progress=False, tensorboard=True)
+    monitor = Monitor(config, tmp_path, name="run", total_steps=2, settings={})
+    write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
+    monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
+    monitor.log(1, {"step": 1, "reward/mean": 0.75})
+    monitor.image(tmp_path / "grid.png", 1)
+    monitor.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.75)]
+    assert events.Tags()["images"] == ["images"]
+    assert events.Tags()["scalars"] == ["reward/mean"]
+
+
+@pytest.mark.slow
+def test_wandb_is_offline_unless_somebody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monitor = Monitor(
+        MonitorConfig(progress=False, wandb=True), tmp_path, name="run", total_steps=1, settings={"seed": 0}
+    )
+    monitor.log(0, {"reward/mean": 0.5})
+    monitor.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
