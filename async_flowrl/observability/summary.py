@@ -67,18 +67,22 @@ class Steady:
 
 
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
-    """The keys of summary.json. What cannot be known (too few steps, say) is null."""
-    history = effective(events)
-    found = tracks(history)
-    steady = steady_state(found, history, config.max_staleness)
-    images = int(sum(line.get("images", config.prompts_per_step * config.group_size) for line in metrics))
+    """The keys of summary.json. What cannot be known (too few steps, say) is null.
+
+    After a resume, steps, images, rewards and staleness are those of the whole run; times and rates are this life's.
+    """
+    first, life = this_life(effective(events))
+    found = tracks(life)
+    steady = steady_state(found, life, config.max_staleness)
+    images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
+    made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= first)
     kept = gradient_kept(metrics)
     return {
         "steps": len(metrics),
-        "images": images,
+        "images": sum(images),
         "wall_seconds": outcome.wall_seconds,
-        "images_per_s": images / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
-        "steady_images_per_s": _steady_rate(history, images / len(metrics) if metrics else 0.0),
+        "images_per_s": made / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
+        "steady_images_per_s": _steady_rate(life, sum(images) / max(1, len(images))),
         "mode": config.mode,
         "max_staleness": config.max_staleness,
         "placement": config.placement,
@@ -107,6 +111,14 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "reward_first": _tenth(metrics, first=True),
         "reward_last": _tenth(metrics, first=False),
     }
+
+
+def this_life(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
+    """(step at which the run was last resumed, the events since then)."""
+    for index in range(len(history) - 1, -1, -1):
+        if history[index]["event"] == "rollback":
+            return int(history[index]["step"]), history[index + 1 :]
+    return 0, history
 
 
 def steady_state(found: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:

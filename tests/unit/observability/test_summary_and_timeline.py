@@ -113,6 +113,20 @@ def test_totals_of_the_summary() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_times_of_a_resumed_run_are_those_of_its_last_life() -> None:
+    before = [event | {"time": event["time"] - 90.0} for event in made_up(5, 2.0, 1.0, 0) if event["event"] != "span"]
+    after = [
+        event | ({"step": event["step"] + 5} if event["event"] == "step" else {}) for event in made_up(15, 2.0, 1.0, 1)
+    ]
+    history = [*before, {"time": 95.0, "event": "rollback", "step": 5}, *after]
+    outcome = Outcome(40.0, "digest", {}, {}, {})
+    found = summarise(Config(max_staleness=1), metrics(20, 1), history, outcome)
+    assert (found["steps"], found["images"], found["images_per_s"]) == (20, 640, 15 * 32 / 40.0)
+    assert found["efficiency"] == pytest.approx(1.0)
+    assert found["overlap"]["share"] == pytest.approx(1.0)
+    assert found["steady_images_per_s"] == pytest.approx(16.0)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_a_run_too_short_for_a_steady_state_says_null(steps: int) -> None:
     found = summary(steps, generation=2.0, update=1.0, max_staleness=1)
