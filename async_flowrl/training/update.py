@@ -58,6 +58,8 @@ class Update:
         """
         if self._step is None:
             raise RuntimeError("accumulate was called before begin")
+        if self._plan.rows <= 0:
+            raise ValueError(f"step {self._step} has groups to train on, but its plan counts {self._plan.rows} rows")
         for group in self._groups(metas, trajectories):
             self._train(group, self._step)
 

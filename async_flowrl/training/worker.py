@@ -20,12 +20,13 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.fsdp import Gang, checkpoint_blocks, shard
 from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.outgoing import POLICY, Outgoing
 from async_flowrl.training.passes import Parts
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import Conditioning, FloatArray, Trajectory
-from checkpoint_engine import base_digest, weights_digest
+from async_flowrl.types import ByteArray, Conditioning, FloatArray, Trajectory
+from checkpoint_engine import Header, base_digest, weights_digest
 
 
 @runtime_checkable
@@ -55,8 +56,16 @@ class TrainerWorker:
         self.parameters: FlatParameters
         self.optimizer: Optimizer
         self.versions: Versions
+        self._outgoing: Outgoing | None = None
         self._update: Update
         self._snapshot: tuple[int, Checkpoint] | None = None
+
+    def join_gang(self, environment: Mapping[str, str]) -> None:
+        """Joins the other ranks; before `load`. A rank that never does trains alone, without FSDP."""
+        from separation.rendezvous import join
+
+        join(environment, device=self.device.type)
+        self.gang = Gang.current()
 
     def load(self) -> dict[str, Any]:
         """Builds the model with its adapter. Returns the base's digest, how it is laid out, and parameter counts."""
@@ -76,6 +85,8 @@ class TrainerWorker:
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters)
+        if self.gang.rank == 0:
+            self._outgoing = Outgoing(config, policy, self.parameters, self.versions)
         self._update = Update(self._parts())
         return {
             "base_digest": digest,
@@ -122,6 +133,33 @@ class TrainerWorker:
             self.versions.after_batch(stats.step)
         return stats
 
+    def stage(self, version: int, stream: str = POLICY) -> None:
+        """Copies a version away for `seal` (main lane; the first rank is the one that sends)."""
+        self._sender().stage(version, stream)
+
+    def canary(self) -> dict[str, Tensor]:
+        """Stages version -1, random weights, and returns the binding probe of this rank's modules with them."""
+        return self._sender().canary()
+
+    def probe(self, version: int) -> dict[str, Tensor]:
+        """The binding probe of this rank's modules with a version it still keeps."""
+        return self._sender().probe(version)
+
+    def seal(self, version: int, stream: str = POLICY) -> Header:
+        """Digests a staged version, on the "publish" lane, beside the next update."""
+        return self._sender().seal(version, stream)
+
+    def payload(self, version: int, stream: str = POLICY) -> tuple[Header, ByteArray]:
+        """Header and bytes of a sealed version, uint8 [nbytes]."""
+        return self._sender().payload(version, stream)
+
+    def hold(self, version: int, stream: str = POLICY) -> None:
+        """Keeps a sealed version for sending beyond its place among the newest, until `release`."""
+        self._sender().hold(version, stream)
+
+    def release(self, version: int, stream: str = POLICY) -> None:
+        self._sender().release(version, stream)
+
     def weights_digest(self) -> str:
         """SHA-256 of the trainable float32 weights; equal on all ranks."""
         return weights_digest(self._live())
@@ -135,8 +173,10 @@ class TrainerWorker:
     def snapshot(self) -> int:
         """Copies to host memory what a checkpoint holds (main lane), for `save` to write beside the next update.
 
-        Returns the version it stands at.
+        Only the first rank, which writes, copies. Returns the version it stands at.
         """
+        if self.gang.rank != 0:
+            return self.versions.newest
         parts: dict[str, Mapping[str, Tensor]] = {
             "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
             "optimizer": self.optimizer.state(),
@@ -172,7 +212,14 @@ class TrainerWorker:
         self.versions.load(found.tensors)
         if isinstance(self.algorithm, Stateful):
             self.algorithm.load_state_dict(found.tensors["algorithm"])
+        if self._outgoing is not None:
+            self._outgoing.clear()
         return cast("int", found.trainer["version"])
+
+    def _sender(self) -> Outgoing:
+        if self._outgoing is None:
+            raise RuntimeError(f"{self.name} does not send weights: that is the first rank's work, after load")
+        return self._outgoing
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

@@ -112,7 +112,7 @@ def test_a_crash_at_any_moment_leaves_a_sound_checkpoint(
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
-            return function(*args, **kwargs)  # type: ignore[operator]
+            return function(*args, **kwargs)
 
         return wrapper
 

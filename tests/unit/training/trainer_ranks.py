@@ -29,7 +29,7 @@ def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
-    processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)  # type: ignore[no-untyped-call]
+    processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
     return [[outcomes[job] for outcomes in by_rank] for job in range(len(jobs))]
 

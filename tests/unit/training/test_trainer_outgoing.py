@@ -1,0 +1,168 @@
+"""What the first rank sends is what it trained, bound to the same modules."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import trainer_rig as rig
+
+from async_flowrl.config import Config
+from async_flowrl.training.lora import lora_layers, lora_modules, lora_parameters
+from async_flowrl.training.worker import TrainerWorker
+from checkpoint_engine import (
+    CANARY_VERSION,
+    LoraModule,
+    Receiver,
+    TransferCorrupted,
+    WeightsMismatch,
+    binding_probe,
+    check_binding,
+)
+
+
+class Site:
+    """A sampler with the receiving end of the weights."""
+
+    def __init__(self, config: Config) -> None:
+        self.sampler = rig.Sampler(config)
+        transformer = self.sampler.policy.transformer
+        transformer.requires_grad_(False)
+        self.layers = lora_modules(transformer)
+        self.receiver = Receiver(
+            lora_parameters(transformer),
+            capacity=config.max_staleness + 1,
+            alpha=config.lora.alpha,
+            rank=config.lora.rank,
+        )
+
+    def receive(self, worker: TrainerWorker, version: int) -> None:
+        worker.seal(version)
+        header, data = worker.payload(version)
+        self.receiver.receive(header, data.copy())
+        self.receiver.activate("policy", version)
+
+    def probe(self) -> dict[str, torch.Tensor]:
+        return binding_probe({name: LoraModule(*parts) for name, parts in lora_layers(self.layers).items()})
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {n: t.detach().numpy().copy() for n, t in lora_parameters(self.sampler.policy.transformer).items()}
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    return Site(rig.tiny_config())
+
+
+def test_the_canary_proves_the_binding_and_trains_nothing() -> None:
+    config = rig.tiny_config()
+    site, worker = Site(config), rig.trainer(config)
+    before = worker.weights_digest()
+    mine = worker.canary()
+    assert worker.weights_digest() == before
+    site.receive(worker, CANARY_VERSION)
+    check_binding(mine, site.probe())
+    worker.stage(0)
+    site.receive(worker, 0)
+    assert rig.equal(site.tensors(), worker.tensors())
+    with pytest.raises(WeightsMismatch, match="binding can't be proven"):
+        check_binding(worker.probe(0), site.probe())
+
+
+def test_a_wrong_scale_or_swapped_modules_fail_the_proof() -> None:
+    config = rig.tiny_config()
+    site, worker = Site(config), rig.trainer(config)
+    mine = worker.canary()
+    site.receive(worker, CANARY_VERSION)
+    one, other = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k"))
+    site.layers[one], site.layers[other] = site.layers[other], site.layers[one]
+    with pytest.raises(WeightsMismatch, match=r"attn\.to_k at the receiver doesn't compute"):
+        check_binding(mine, site.probe())
+    site.layers[one], site.layers[other] = site.layers[other], site.layers[one]
+    site.layers[other].scaling["default"] *= 2
+    with pytest.raises(WeightsMismatch, match=r"attn\.to_k at the receiver doesn't compute"):
+        check_binding(mine, site.probe())
+
+
+def test_training_on_what_was_delivered_closes_the_loop() -> None:
+    """Two versions out, samples back, one step late: the sampler really used what the trainer published."""
+    config = rig.tiny_config()
+    site, worker = Site(config), rig.trainer(config)
+    worker.canary()
+    site.receive(worker, CANARY_VERSION)
+    worker.stage(0)
+    site.receive(worker, 0)
+    batches = [[site.sampler.group(0, group) for group in (0, 1)]]
+    for step in range(3):
+        late = [(replace(m, version=max(0, step - 1), age=min(step, 1)), t) for m, t in batches[step]]
+        stats = rig.update(worker, step, late)
+        assert stats.metrics["behaviour_gap"] < 1e-6
+        worker.stage(step + 1)
+        # Sampled before version step + 1 arrives: with the version before it.
+        batches.append([site.sampler.group(step + 1, group) for group in (0, 1)])
+        site.receive(worker, step + 1)
+    assert rig.equal(site.tensors(), worker.tensors())
+    assert stats.metrics["log_prob_gap"] > 1e-5, "one version late is really another policy"
+
+
+def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object) -> None:
+    config = rig.tiny_config()
+    site, worker = Site(config), rig.trainer(config)
+    versions = [worker.tensors()]
+    for step in range(2):
+        rig.update(worker, step, [site.sampler.group(step, 0)])
+        versions.append(worker.tensors())
+    worker.snapshot()
+    path = worker.save(str(tmp_path), {})
+    resumed = rig.trainer(config)
+    resumed.stage(0)
+    resumed.seal(0)
+    resumed.restore(path)
+    for version in (1, 2):
+        resumed.stage(version)
+        site.receive(resumed, version)
+        assert rig.equal(site.tensors(), versions[version])
+    assert rig.equal(resumed.tensors(), versions[2])
+
+
+def test_frozen_deliveries_are_refused_by_the_receiver() -> None:
+    config = rig.tiny_config()
+    config.debug.freeze_publish = True
+    site, worker = Site(config), rig.trainer(config)
+    worker.stage(0)
+    site.receive(worker, 0)
+    rig.update(worker, 0, [site.sampler.group(0, 0)])
+    worker.stage(1)
+    with pytest.raises(TransferCorrupted):
+        site.receive(worker, 1)
+
+
+def test_the_average_has_its_own_stream(site: Site) -> None:
+    config = rig.tiny_config(ema_decay=0.9, ema_every=1)
+    worker = rig.trainer(config)
+    rig.update(worker, 0, [site.sampler.group(0, 0)])
+    worker.stage(1)
+    worker.stage(1, "ema")
+    one, other = worker.seal(1), worker.seal(1, "ema")
+    assert one.stream == "policy" and other.stream == "ema" and one.digests != other.digests
+    with pytest.raises(ValueError, match="only the newest EMA"):
+        worker.stage(0, "ema")
+    with pytest.raises(ValueError, match="no stream 'sampling'"):
+        worker.stage(1, "sampling")
+
+
+def test_a_slowly_moving_sampling_policy_is_what_goes_out(site: Site) -> None:
+    config = rig.tiny_config()
+    config.algorithm.name, config.algorithm.old_policy_decay = "diffusion_nft", "slow"
+    worker = rig.trainer(config)
+    sampler = rig.Sampler(config)
+    published = []
+    for step in range(3):
+        sampler.load({n: t.numpy() for n, t in worker.parameters.named(worker.versions.of(step)).items()})
+        stats = rig.update(worker, step, [sampler.group(step, 0)])
+        published.append(worker.parameters.named(worker.versions.of(step + 1)))
+    # decay .001 n: the first update copies, later ones lag a little behind the trained weights.
+    assert stats.metrics["old_deviation"] > 0
+    live = worker.parameters.named(worker.parameters.values.data)
+    behind = max(float((live[name] - published[2][name]).abs().max()) for name in live)
+    assert 0 < behind < 1e-3
