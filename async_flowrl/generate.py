@@ -10,14 +10,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image, ImageDraw, ImageFont
 
-from async_flowrl.config import ModelConfig, TinyConfig
+from async_flowrl.config import Config, ModelConfig
 from async_flowrl.policies.registry import DTYPES, load_pipeline, resolve_model
 from async_flowrl.training import lora_file
 from async_flowrl.types import ByteArray
@@ -39,21 +40,35 @@ class Settings:
     negative_prompt: str
 
 
+def read_config(path: Path) -> Config:
+    """A run's config.yaml. Raises ValueError where it is not one."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except (OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {str(error).splitlines()[0]}") from error
+    return cast("Config", OmegaConf.to_object(merged))
+
+
 def settings_of(lora: Path | None, model: str | None) -> Settings:
     """What the run that trained `lora` used; without a run, what suits the model."""
     run = lora.resolve().parent / "config.yaml" if lora is not None else None
     if run is not None and run.is_file():
-        found: Any = OmegaConf.load(run)
-        tiny = TinyConfig(**OmegaConf.to_container(found.model.tiny))  # type: ignore[arg-type]
-        trained = ModelConfig(**{**OmegaConf.to_container(found.model), "tiny": tiny})  # type: ignore[dict-item]
-        used = trained if model in (None, trained.path) else replace(trained, path=str(model), revision=None)
-        how = found.rollout
-        return Settings(used, how.resolution, how.num_inference_steps, how.true_cfg_scale, how.negative_prompt)
+        trained = from_config(read_config(run))
+        if model in (None, trained.model.path):
+            return trained
+        return replace(trained, model=replace(trained.model, path=str(model), revision=None))
     if model is None:
         raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
     if model == "tiny":
         return Settings(ModelConfig(), 32, 6, 1.0, " ")
     return Settings(ModelConfig(path=model, dtype="bfloat16"), 512, 28, 4.0, " ")
+
+
+def from_config(config: Config) -> Settings:
+    """How the run evaluates."""
+    how = config.rollout
+    steps = config.evaluate.num_inference_steps or how.num_inference_steps
+    return Settings(config.model, how.resolution, steps, how.true_cfg_scale, how.negative_prompt)
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
@@ -83,7 +98,13 @@ def apply_lora(pipeline: Any, path: Path) -> None:
 
 
 def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int]) -> ByteArray:
-    """Images uint8 [n, H, W, 3], one per seed, without noise after the initial one."""
+    """Images uint8 [n, H, W, 3], one per seed as the pipeline's `generator` takes them."""
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    return run_pipeline(pipeline, settings, prompt, num_images_per_prompt=len(seeds), generator=generators)
+
+
+def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
+    """Images uint8 [n, H, W, 3] without noise after the initial one."""
     made = pipeline(
         prompt,
         negative_prompt=settings.negative_prompt if settings.true_cfg_scale > 1 else None,
@@ -91,8 +112,7 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
         height=settings.resolution,
         width=settings.resolution,
         num_inference_steps=settings.num_inference_steps,
-        num_images_per_prompt=len(seeds),
-        generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+        **options,
     ).images
     return np.stack([np.asarray(image.convert("RGB")) for image in made])
 

@@ -1,6 +1,7 @@
 """Qwen-Image (and its tiny twin): packed latents [tokens, 64], true classifier-free guidance with norm rescale."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -64,14 +65,8 @@ class QwenImagePolicy:
 
         One text at a time: padding to a batch neighbour's length would change the last bits.
         """
-        pipeline = self._whole("encode prompts")
-        kept = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-        try:
-            if system is not None:
-                pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx = self._template(system)
+        with system_prompt(self._whole("encode prompts"), system):
             return [self._encode_one(text) for text in texts]
-        finally:
-            pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx = kept
 
     def _encode_one(self, text: str) -> Conditioning:
         pipeline = self._whole("encode prompts")
@@ -79,15 +74,6 @@ class QwenImagePolicy:
         if mask is not None:
             embeds = embeds[:, mask[0].bool()]
         return {"prompt_embeds": embeds[0].float().cpu().numpy()}
-
-    def _template(self, system: str) -> tuple[str, int]:
-        """The prompt template with another system prompt, and how many of its tokens come before the user's text."""
-        pipeline = self._whole("encode prompts")
-        before, rest = pipeline.prompt_template_encode.split("system\n", 1)
-        after = rest[rest.index("<|im_end|>") :]
-        template = before + "system\n" + system.replace("{", "{{").replace("}", "}}") + after
-        prefix = template.split("{}")[0].replace("{{", "{").replace("}}", "}")
-        return template, len(pipeline.tokenizer(prefix).input_ids)
 
     def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
         """The pipeline's schedule (dynamic shift by image tokens), float32 [T+1], exactly 1 first and exactly 0 last.
@@ -181,6 +167,25 @@ class QwenImagePolicy:
         if self._pipeline is None:
             raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")
         return self._pipeline
+
+
+@contextmanager
+def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
+    """Inside, the pipeline's prompt template carries `system` in place of its own system prompt; None leaves it.
+
+    The pipeline drops as many tokens of the encoded text as the template has before the user's words.
+    """
+    kept = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
+    if system is not None:
+        before, rest = kept[0].split("system\n", 1)
+        after = rest[rest.index("<|im_end|>") :]
+        prefix = before + "system\n" + system + after.split("{}")[0]
+        pipeline.prompt_template_encode = f"{before}system\n{system.replace('{', '{{').replace('}', '}}')}{after}"
+        pipeline.prompt_template_encode_start_idx = len(pipeline.tokenizer(prefix).input_ids)
+    try:
+        yield
+    finally:
+        pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx = kept
 
 
 def _text(branches: list[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from async_flowrl.config import ModelConfig, TinyConfig
+from async_flowrl.policies.loading import settle
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny import build_tiny
 from tests.tiny import RED, tiny_policy
@@ -106,3 +108,16 @@ def test_a_trainer_process_has_no_text_encoder_and_no_vae() -> None:
         policy.decode(torch.zeros(1, 4, 64), 32)
     with pytest.raises(ValueError, match="parts must be one of all, transformer, got 'vae'"):
         load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="vae")
+
+
+def test_weights_in_unaligned_memory_are_moved_to_aligned_memory() -> None:
+    """As memory-mapped files leave them: there, matrix products round differently."""
+    layer = nn.Linear(16, 16)
+    original = layer.weight.data.clone()
+    shifted = torch.empty(16 * 16 + 10)[10:].view(16, 16)
+    layer.weight.data = shifted.copy_(original)
+    assert layer.weight.data_ptr() % 64 != 0
+    settle(layer, torch.device("cpu"))
+    assert layer.weight.data_ptr() % 64 == 0
+    assert torch.equal(layer.weight, original)
+    assert not layer.training and not layer.weight.requires_grad

@@ -1,0 +1,118 @@
+"""python -m async_flowrl.evaluate RUN: rewards of the base model and of the run's exported LoRA, in a fresh pipeline.
+
+Nothing of the training loop takes part but the reward: diffusers' own pipeline loads the LoRA and makes the images.
+With the run's own evaluation seed the initial noises, and so the images, are those of its evaluations.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_flowrl.config import Config
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.generate import Settings, apply_lora, from_config, open_pipeline, read_config, run_pipeline
+from async_flowrl.policies.qwen_image import system_prompt
+from async_flowrl.rewards.composite import CompositeReward
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.seeds import derive, generator
+from async_flowrl.types import Prompt, Scores
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(config: Config, lora: Path | None, *, device: str = "cpu") -> dict[str, dict[str, float]]:
+    """Mean rewards by name, and their weighted sum as `reward`: {"before": ...} and, given a LoRA, {"after": ...}.
+
+    Prompts, rewards, image counts and seeds are those of the configuration's evaluations.
+    """
+    reward = build_reward(config.reward)
+    prompts = load_prompts(config.data, split="evaluation", needs_target=reward.needs_target)
+    prompts = prompts[: config.evaluate.max_prompts]
+    pipeline = open_pipeline(from_config(config), device)
+    found = {"before": _means(pipeline, config, prompts, reward)}
+    if lora is not None:
+        apply_lora(pipeline, lora)
+        found["after"] = _means(pipeline, config, prompts, reward)
+    return found
+
+
+def _means(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> dict[str, float]:
+    scores = asyncio.run(_score(pipeline, config, prompts, reward))
+    means = {name: float(np.mean([score.parts[name] for score in scores])) for name in sorted(reward.weights)}
+    return {**means, "reward": float(np.mean([score.total for score in scores]))}
+
+
+async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> list[Scores]:
+    settings = from_config(config)
+    scores = []
+    with ThreadPoolExecutor(config.reward.threads) as executor:
+        for group, prompt in enumerate(prompts):
+            negative = settings.negative_prompt if prompt.negative is None else prompt.negative
+            own = replace(settings, negative_prompt=negative)
+            latents = _noise(pipeline, own, [_seed(config, group, i) for i in range(config.evaluate.images_per_prompt)])
+            text, options = _conditioning(pipeline, prompt)
+            images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
+            scores.append(await reward.score(prompt, images, executor))
+    return scores
+
+
+def _conditioning(pipeline: Any, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
+    """The prompt as the pipeline takes it: as text, or as embeddings where it brings a system prompt of its own."""
+    if prompt.system is None:
+        return prompt.text, {}
+    with torch.no_grad(), system_prompt(pipeline, prompt.system):
+        embeds, mask = pipeline.encode_prompt(prompt.text)
+    return None, {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+
+def _seed(config: Config, group: int, image: int) -> int:
+    return derive(config.evaluate.seed, "evaluation", group, image)
+
+
+def _noise(pipeline: Any, settings: Settings, seeds: Sequence[int]) -> Tensor:
+    """Packed initial latents [n, tokens, channels], row i from seed i."""
+    side = settings.resolution // (pipeline.vae_scale_factor * pipeline.transformer.config.patch_size)
+    shape = side * side, pipeline.transformer.config.in_channels
+    drawn = torch.stack([torch.randn(shape, generator=generator(seed)) for seed in seeds])
+    return drawn.to(pipeline.device, pipeline.transformer.dtype)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m async_flowrl.evaluate", description="Rewards before and after.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory with config.yaml and lora/")
+    parser.add_argument("--lora", type=Path, help="another LoRA than RUN/lora")
+    parser.add_argument("--seed", type=int, help="other initial noises than those of the run's evaluations")
+    parser.add_argument("--images", type=int, help="images per prompt")
+    parser.add_argument("--out", type=Path, help="also write the result there, as JSON")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run = given.run.expanduser()
+    try:
+        config = read_config(run / "config.yaml")
+        config.evaluate.seed = config.evaluate.seed if given.seed is None else given.seed
+        config.evaluate.images_per_prompt = given.images or config.evaluate.images_per_prompt
+        lora = (given.lora or run / "lora").expanduser()
+        found = evaluate(config, lora, device="cuda" if torch.cuda.is_available() else "cpu")
+    except (ValueError, FileNotFoundError) as error:
+        logger.error("%s", error)
+        return 2
+    text = json.dumps(found, indent=2)
+    logger.info("%s", text)
+    if given.out is not None:
+        given.out.expanduser().write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Rewards measured in a fresh pipeline are those that the rollout engine's evaluation images get."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from async_flowrl import evaluate as evaluating
+from async_flowrl.config import Config, LoraConfig, RewardTerm
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.export import save_lora
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.recipe import Recipe
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.tickets import EVALUATION, Ticket
+from tests.tiny import adapted_policy, tiny_policy
+
+LORA = LoraConfig(rank=4, alpha=10.0)
+PROMPTS = (
+    {"prompt": "red red red red"},
+    {"prompt": "blue blue blue blue", "negative_prompt": "red", "system_prompt": "Be bold."},
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with guidance, and prompts that bring their own system and negative prompts."""
+    config = Config(lora=LORA)
+    config.rollout.true_cfg_scale = 4.0
+    config.reward.terms = {"color": RewardTerm(weight=2.0)}
+    config.evaluate.images_per_prompt = 5
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    config.data.train = str(prompts)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
+    return tmp_path
+
+
+def engine_mean(config: Config, policy: QwenImagePolicy) -> float:
+    """The mean weighted reward of the rollout engine's own evaluation images."""
+    prompts = load_prompts(config.data, split="evaluation", needs_target=False)
+    assert prompts[1].system is not None and prompts[1].negative is not None
+    recipe, engine = Recipe(config, prompts, prompts), DiffusersEngine(policy)
+    (term,) = build_reward(config.reward).terms
+    values: list[float] = []
+    for group, prompt in enumerate(prompts):
+        ticket = Ticket(EVALUATION, ordinal=group, step=0, group=group, part=0, version=0)
+        values.extend(term.reward(engine.generate(recipe.request(ticket)).images, prompt))  # type: ignore[arg-type]
+    return term.weight * float(np.mean(values))
+
+
+def test_a_fresh_pipeline_scores_what_the_engine_scores(run: Path) -> None:
+    assert evaluating.main([str(run), "--out", str(run / "found.json")]) == 0
+    found = json.loads((run / "found.json").read_text())
+    config = evaluating.read_config(run / "config.yaml")
+    assert found["before"]["reward"] == pytest.approx(engine_mean(config, tiny_policy()), abs=2e-4)
+    assert found["after"]["reward"] == pytest.approx(engine_mean(config, adapted_policy(config=LORA)), abs=2e-4)
+    assert abs(found["after"]["reward"] - found["before"]["reward"]) > 0.005
+    assert found["after"]["reward"] == pytest.approx(2 * found["after"]["color"])
+
+
+def test_another_seed_gives_other_images(run: Path) -> None:
+    for seed in ("1", "1", "2"):
+        assert evaluating.main([str(run), "--seed", seed, "--images", "2", "--out", str(run / f"{seed}.json")]) == 0
+    one, two = (json.loads((run / f"{seed}.json").read_text()) for seed in ("1", "2"))
+    assert one["before"] != two["before"]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert evaluating.main([str(tmp_path)]) == 2
+    assert "config.yaml is not the configuration of a run" in caplog.text
+    (tmp_path / "config.yaml").write_text("rolout: {resolution: 32}\n")
+    assert evaluating.main([str(tmp_path)]) == 2
+    assert "rolout" in caplog.messages[-1]
