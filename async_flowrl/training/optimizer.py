@@ -1,14 +1,20 @@
 """AdamW over the flat trainable vector, with gradient clipping and the ratio that shows whether eps rules the step."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from async_flowrl.algorithms.ema import rms_over_eps
 from async_flowrl.config import TrainerConfig
 from async_flowrl.training.flat import FlatParameters
 
+logger = logging.getLogger(__name__)
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EPS_RULES = 10.0
+"""A ratio of gradient RMS to eps below this is worth a warning."""
 
 
 class Optimizer:
@@ -29,6 +35,7 @@ class Optimizer:
             foreach=False,
         )
         self.steps = 0
+        self._warned = False
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient, accumulated in float64."""
@@ -43,7 +50,20 @@ class Optimizer:
         self._adam.step()
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
-        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": rms / self._config.eps}
+        over_eps = rms_over_eps(rms, self._config.eps)
+        self._warn_of_eps(over_eps)
+        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": over_eps}
+
+    def _warn_of_eps(self, over_eps: float) -> None:
+        """Once per run: below about 10, eps is a hidden cut of the learning rate."""
+        if over_eps < EPS_RULES and not self._warned:
+            self._warned = True
+            logger.warning(
+                "trainer.eps=%g shrinks Adam's steps: the gradient's RMS is only %.3g times it; a smaller eps with a "
+                "smaller learning rate would not depend on the scale of the loss",
+                self._config.eps,
+                over_eps,
+            )
 
     def state(self) -> dict[str, Tensor]:
         """`<moment>/<tensor name>` → float32 copies on the CPU; empty before the first step."""

@@ -3,6 +3,9 @@
 Everything but sealing, sending and writing runs on the main lane, one call at a time.
 """
 
+import os
+import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -15,6 +18,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.seeds import derive
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.fsdp import Gang, checkpoint_blocks, shard
@@ -44,6 +48,8 @@ class TrainerWorker:
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.index, self.name = config, model, index, name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda":
+            repeatable_kernels()
         self.gang = Gang()
         self.algorithm: Algorithm = build_algorithm(
             config.algorithm,
@@ -127,6 +133,7 @@ class TrainerWorker:
     def finish(self) -> UpdateStats:
         """The optimizer step; after the last one of a batch the next version exists (see `stage`)."""
         stats = self._update.finish()
+        self._delay("update", self.config.debug.delays.update, stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
@@ -147,6 +154,7 @@ class TrainerWorker:
 
     def seal(self, version: int, stream: str = POLICY) -> Header:
         """Digests a staged version, on the "publish" lane, beside the next update."""
+        self._delay("publish", self.config.debug.delays.publish, version)
         return self._sender().seal(version, stream)
 
     def payload(self, version: int, stream: str = POLICY) -> tuple[Header, ByteArray]:
@@ -216,6 +224,12 @@ class TrainerWorker:
             self._outgoing.clear()
         return cast("int", found.trainer["version"])
 
+    def _delay(self, what: str, seconds: float, *moment: int) -> None:
+        """debug.delays: seeded, the same on all ranks."""
+        if seconds:
+            draw = random.Random(derive(self.config.seed, "delay", what, *moment)).random()
+            time.sleep(seconds * (1.0 if self.config.debug.delays.constant else draw))
+
     def _sender(self) -> Outgoing:
         if self._outgoing is None:
             raise RuntimeError(f"{self.name} does not send weights: that is the first rank's work, after load")
@@ -223,3 +237,11 @@ class TrainerWorker:
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)
+
+
+def repeatable_kernels() -> None:
+    """Makes CUDA give the same bits for the same work, as CPUs do anyway. Before the first matrix product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Only there to expose reads of uninitialised memory, at the price of filling every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -334,3 +334,36 @@ def test_final_images_are_trained_at_every_row() -> None:
     again = rig.update(worker, 1, [(replace(group[0], version=0, age=1), group[1])])
     assert again.metrics["old_deviation"] > 0
     assert sde.latent_elements(torch.tensor(group[1][0].latents[:, 0])) > 1
+
+
+def test_a_pair_trains_on_its_best_and_worst_image() -> None:
+    config = rig.tiny_config()
+    config.algorithm.name = "dpo"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    meta, tickets = sampler.group(0, 0)
+    chosen = tuple(worker.algorithm.select(np.asarray(meta.advantages)))
+    pair = replace(meta, selected=chosen), tickets
+    stats = [rig.update(worker, step, [pair]) for step in range(4)]
+    assert stats[0].metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-6)
+    assert stats[-1].metrics["loss"] < stats[0].metrics["loss"]
+
+
+def test_a_bfloat16_base_keeps_float32_adapters_and_closes_the_loop() -> None:
+    config = rig.tiny_config()
+    config.model.dtype = "bfloat16"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    group = sampler.group(0, 0)
+    first = rig.update(worker, 0, [group])
+    assert first.metrics["ratio_deviation_squared"] == 0.0 and first.metrics["behaviour_gap"] < 1e-6
+    assert {tensor.dtype for tensor in worker.tensors().values()} == {np.dtype(np.float32)}
+    assert {p.dtype for p in worker.policy.transformer.parameters()} == {torch.bfloat16, torch.float32}
+
+
+def test_a_plan_without_rows_takes_no_groups(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    with pytest.raises(ValueError, match="its plan counts 0 rows"):
+        rig.update(worker, 3, handed[0], plan=StepPlan(rows=0))
+    with pytest.raises(RuntimeError, match="before begin"):
+        rig.trainer(rig.tiny_config()).finish()
+    with pytest.raises(ValueError, match="step 0 has no update 1"):
+        worker.begin(0, StepPlan(rows=1, update=1))

@@ -63,7 +63,7 @@ class Sampler:
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(1)
         self.config = config
-        policy = load_policy(resolve_model(config.model), dtype="float32", device="cpu", parts="all")
+        policy = load_policy(resolve_model(config.model), dtype=config.model.dtype, device="cpu", parts="all")
         add_lora(policy.transformer, config.lora, policy, config.seed)
         self.policy = policy
         self.engine = DiffusersEngine(policy, batch_size=None, device=torch.device("cpu"))

@@ -1,0 +1,91 @@
+"""The flat vector and AdamW on it."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl.config import TrainerConfig
+from async_flowrl.training.flat import FlatParameters
+from async_flowrl.training.optimizer import Optimizer
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    drawn = torch.Generator().manual_seed(3)
+    return {name: nn.Parameter(torch.randn(shape, generator=drawn)) for name, shape in (("b", (5, 7)), ("a", (3,)))}
+
+
+def flat(owners: dict[str, nn.Parameter]) -> FlatParameters:
+    return FlatParameters(owners, torch.device("cpu"))
+
+
+def test_parameters_become_aligned_views() -> None:
+    owners = parameters()
+    values = {name: p.detach().clone() for name, p in owners.items()}
+    vector = flat(owners)
+    for name, parameter in owners.items():
+        assert torch.equal(parameter, values[name]) and parameter.data_ptr() % 64 == 0
+    (owners["b"].sum() * 2.0 + owners["a"].sum()).backward()
+    (owners["b"].sum()).backward()
+    assert vector.named(vector.gradients)["b"].unique().tolist() == [3.0], "gradients accumulate in the flat vector"
+    assert vector.gradients.count_nonzero() == vector.numel == 38
+    other = vector.pack({name: torch.zeros_like(v) for name, v in values.items()}, where="zeros")
+    with vector.swapped(other):
+        assert not owners["b"].any()
+    assert torch.equal(owners["b"], values["b"])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    owners = parameters()
+    vector = flat(owners)
+    with pytest.raises(ValueError, match="here lacks tensor a"):
+        vector.pack({"b": torch.zeros(5, 7)}, where="here")
+    with pytest.raises(ValueError, match=r"here: tensor a is \[4\], expected \[3\]"):
+        vector.pack({"a": torch.zeros(4), "b": torch.zeros(5, 7)}, where="here")
+    with pytest.raises(ValueError, match=r"half is torch\.float16"):
+        flat({"half": nn.Parameter(torch.zeros(2, dtype=torch.float16))})
+
+
+def moved(scale: float, eps: float) -> torch.Tensor:
+    """The weights after three steps whose gradients have an RMS of about 5e-9 times `scale`."""
+    vector = flat(parameters())
+    optimizer = Optimizer(TrainerConfig(learning_rate=1e-2, eps=eps, weight_decay=0.0), vector)
+    drawn = torch.Generator().manual_seed(1)
+    start = vector.snapshot()
+    for _ in range(3):
+        for gradient in vector.named(vector.gradients).values():
+            gradient.copy_(torch.randn(gradient.shape, generator=drawn) * 5e-9 * scale)
+        optimizer.step(1e-2, optimizer.gradient_norm())
+    return vector.snapshot() - start
+
+
+def test_with_a_small_eps_the_scale_of_the_loss_does_not_matter() -> None:
+    assert (moved(1.0, 1e-20) - moved(1e-5, 1e-20)).abs().max() < 1e-5
+    assert moved(1.0, 1e-8).norm() < 0.7 * moved(1.0, 1e-20).norm()
+    assert moved(1e-5, 1e-8).norm() < 1e-3 * moved(1.0, 1e-20).norm()
+
+
+def test_an_eps_that_rules_the_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        moved(1.0, 1e-20)
+        assert not caplog.records
+        moved(1.0, 1e-8)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "trainer.eps=1e-08" in caplog.text
+
+
+def test_the_norm_is_clipped() -> None:
+    vector = flat(parameters())
+    optimizer = Optimizer(TrainerConfig(max_grad_norm=0.5, weight_decay=0.0), vector)
+    vector.gradients.copy_(vector.snapshot())
+    norm = optimizer.gradient_norm()
+    before = vector.gradients.clone()
+    assert norm > 0.5
+    optimizer.step(0.0, norm)
+    assert torch.allclose(vector.gradients, before * 0.5 / norm)
+
+
+@pytest.mark.parametrize("setting", [{"eps": 0.0}, {"max_grad_norm": 0.0}])
+def test_settings_without_meaning_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Optimizer(TrainerConfig(**setting), flat(parameters()))
