@@ -116,9 +116,7 @@ class Broadcast(Protocol):
 
     name: str
 
-    async def __call__(
-        self, header: Header, receivers: Sequence[ReceiverEndpoint]
-    ) -> dict[str, Ack | BaseException]:
+    async def __call__(self, header: Header, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
         """One result per receiver's name. A receiver without an Ack is served one by one afterwards. Never hangs."""
         ...
 

@@ -118,7 +118,7 @@ class Receiver:
         start = self._live.data_ptr()
         for entry in self.layout.entries:
             if entry.nbytes and self._tensors[entry.name].data_ptr() != start + entry.offset:
-                raise WeightsMismatch(f"{entry.name} is no longer bound to the live buffer, something replaced its data")
+                raise WeightsMismatch(f"{entry.name} is not bound to the live buffer any more: its data was replaced")
 
     def live_digest(self) -> str:
         """The active version's digest, recomputed from the live bytes. Raises WeightsMismatch while none is active."""

@@ -1,0 +1,250 @@
+"""The controller's side: every version reaches every receiver, or the receiver is replaced, or the run stops.
+
+    publish(v) ─ stage ─► returns      seal ─► one lane per receiver ─► receive ─► on_ack(name, ack)
+                                                     │ corrupted, late: again, at most `retries` times
+                                                     │ gone, or still failing: leave, then replace(name, error)
+                                                     └ mismatch, or anything unknown: failed() raises, the run stops
+
+Runs on an asyncio loop and takes time only from it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from checkpoint_engine.base import EVALUATION, RING, Ack, Broadcast, Header, ReceiverEndpoint, SenderEndpoint
+from checkpoint_engine.errors import TransferFailed, VersionGone
+from checkpoint_engine.fanout import parents
+from checkpoint_engine.lane import Job, Lane, LaneEvents
+from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, verdict
+
+T = TypeVar("T")
+
+
+class Delivery:
+    """Delivers one stream. Make it and use it inside one running loop."""
+
+    def __init__(
+        self,
+        sender: SenderEndpoint,
+        *,
+        replace: Callable[[str, BaseException], Awaitable[None]],
+        options: DeliveryOptions | None = None,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """`replace(name, error)` is awaited after a receiver was given up; the new one then comes by `join`."""
+        self.stats = DeliveryStats()
+        self._sender, self._replace, self._broadcast = sender, replace, broadcast
+        self._options = options or DeliveryOptions()
+        self._lanes: dict[str, Lane] = {}
+        self._headers: dict[int, Header] = {}
+        self._staged: set[int] = set()
+        self._placed: Header | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[str, Ack], None]] = []
+        self._sealing = asyncio.Lock()
+        self._failure: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Names of the receivers that are served."""
+        return tuple(self._lanes)
+
+    def on_ack(self, listener: Callable[[str, Ack], None]) -> None:
+        """Calls `listener(receiver name, ack)` in the loop for every acknowledgement, resent ones included."""
+        self._listeners.append(listener)
+
+    async def publish(self, version: int) -> None:
+        """Returns when the version is staged and the tensors may change; delivery goes on in the background."""
+        self._check()
+        start = self._now()
+        await self._call(self._sender.stage(version))
+        self.stats.stall_seconds += self._now() - start
+        self._staged.add(version)
+        self._spawn(self._deliver(version), f"deliver-{version}")
+
+    async def place(self, version: int) -> None:
+        """Sends a sealed version to every receiver's evaluation slot, in the background; joiners get it too.
+
+        Raises VersionGone for a version that is not among the newest `retain` sealed ones.
+        """
+        self._check()
+        async with self._sealing:
+            header = self._headers.get(version)
+            if header is None:
+                raise VersionGone(f"version {version} can't be evaluated, only {sorted(self._headers)} are retained")
+            await self._call(self._sender.hold(version))
+            before, self._placed = self._placed, header
+            jobs = await self._enqueue(header, EVALUATION, list(self._lanes.values()))
+        self._spawn(self._settle_placed(jobs, before), f"place-{version}")
+
+    async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> None:
+        """Adds a receiver; returns when it holds `versions`, every newer one sealed so far, and the placed one.
+
+        Versions staged but not sealed yet reach it with everybody else. Raises VersionGone for a version that is not
+        retained, TransferFailed when the receiver failed before it held them all.
+        """
+        self._check()
+        if receiver.name in self._lanes:
+            raise ValueError(f"receiver {receiver.name} has joined already")
+        async with self._sealing:
+            wanted = self._wanted(set(versions))
+            lane = self._lanes[receiver.name] = Lane(receiver, self._options, self.stats, self._events())
+            jobs = []
+            for version in wanted:
+                jobs += await self._enqueue(self._headers[version], RING, [lane])
+            if self._placed is not None:
+                jobs += await self._enqueue(self._placed, EVALUATION, [lane])
+        if not await self._settle(jobs):
+            raise TransferFailed(f"receiver {receiver.name} failed before it held {wanted}")
+
+    async def leave(self, name: str) -> None:
+        """Stops serving a receiver. Leaving twice is fine."""
+        lane = self._lanes.pop(name, None)
+        if lane is not None:
+            lane.task.cancel()
+            lane.abandon()
+
+    async def failed(self) -> None:
+        """Waits for ever, unless a delivery fails in a way that must stop the run: raises that error."""
+        await asyncio.shield(self._failure)
+
+    async def drain(self) -> None:
+        """Returns when nothing is under way any more, replacements included; raises what stopped a delivery."""
+        while self._tasks and not self._failure.done():
+            pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        self._check()
+
+    async def reset(self) -> None:
+        """Forgets every version, for publishing again from an earlier one; receivers stay."""
+        async with self._sealing:
+            for lane in self._lanes.values():
+                lane.abandon()
+            self._headers.clear()
+            self._placed = None
+
+    async def close(self) -> None:
+        """Ends everything under way and waits for it."""
+        tasks = [*self._tasks, *(lane.task for lane in self._lanes.values())]
+        for name in list(self._lanes):
+            await self.leave(name)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._broadcast is not None:
+            await self._broadcast.close()
+
+    async def _deliver(self, version: int) -> None:
+        start = self._now()
+        async with self._sealing:
+            header = await self._call(self._sender.seal(version))
+            self._headers[version] = header
+            self._staged.discard(version)
+            for old in sorted(self._headers)[: -self._options.retain]:
+                del self._headers[old]
+            lanes = list(self._lanes.values())
+            if self._broadcast is not None:
+                lanes = await self._send_to_all(self._broadcast, header, lanes)
+            jobs = await self._enqueue(header, RING, lanes)
+        await self._settle(jobs)
+        self.stats.publishes += 1
+        self.stats.bytes += header.nbytes
+        self.stats.seconds += self._now() - start
+
+    async def _send_to_all(self, broadcast: Broadcast, header: Header, lanes: list[Lane]) -> list[Lane]:
+        """Tries the collective transport with the idle receivers; returns those to be served one by one."""
+        idle = [lane for lane in lanes if lane.idle]
+        results = await broadcast(header, [lane.endpoint for lane in idle]) if idle else {}
+        left = [lane for lane in lanes if not lane.idle]
+        for lane in idle:
+            result = results.get(lane.name)
+            if isinstance(result, Ack):
+                lane.acknowledge(Job(header, RING, None, self._future()), result)
+            elif isinstance(result, BaseException) and verdict(result) is Verdict.STOP:
+                raise result
+            else:
+                left.append(lane)
+        self.stats.fallbacks += bool(left)
+        return left
+
+    async def _enqueue(self, header: Header, slot: str, lanes: Sequence[Lane]) -> list[Job]:
+        if not lanes:
+            return []
+        payload = await self._call(self._sender.payload(header.version))
+        jobs = {lane.name: Job(header, slot, payload, self._future()) for lane in lanes}
+        ends = {lane.name: lane.endpoint for lane in lanes}
+        plan = parents({name: end.node for name, end in ends.items()}, degree=self._options.degree)
+        for name, job in jobs.items():
+            parent = plan[name]
+            job.parent = None if parent is None else (ends[parent], jobs[parent])
+        for lane in lanes:
+            if self._lanes.get(lane.name) is lane:
+                lane.put(jobs[lane.name])
+            else:
+                jobs[lane.name].settle(False)
+        return list(jobs.values())
+
+    async def _settle(self, jobs: Sequence[Job]) -> bool:
+        """Waits for all jobs; True when every one was acknowledged. Raises what stopped the run meanwhile."""
+        for job in jobs:
+            await asyncio.wait([job.done, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+        return all(job.done.result() for job in jobs)
+
+    async def _settle_placed(self, jobs: Sequence[Job], before: Header | None) -> None:
+        await self._settle(jobs)
+        if before is not None and self._placed is not None and before.version != self._placed.version:
+            await self._call(self._sender.release(before.version))
+
+    def _wanted(self, versions: set[int]) -> list[int]:
+        lost = versions - self._headers.keys() - self._staged
+        if lost:
+            raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
+        return sorted(v for v in self._headers if versions and v >= min(versions))
+
+    def _events(self) -> LaneEvents:
+        return LaneEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
+
+    def _acknowledged(self, name: str, ack: Ack) -> None:
+        for listener in self._listeners:
+            listener(name, ack)
+
+    def _retire(self, lane: Lane, error: BaseException) -> None:
+        self.stats.replaced += 1
+        if self._lanes.get(lane.name) is lane:
+            del self._lanes[lane.name]
+        self._spawn(self._call_replace(lane.name, error), f"replace-{lane.name}")
+        lane.abandon()
+
+    async def _call_replace(self, name: str, error: BaseException) -> None:
+        await self._replace(name, error)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        async with asyncio.timeout(self._options.deadline):
+            return await call
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()
+
+    def _check(self) -> None:
+        if self._failure.done() and (error := self._failure.exception()) is not None:
+            raise error
+
+    def _future(self) -> "asyncio.Future[bool]":
+        return asyncio.get_running_loop().create_future()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

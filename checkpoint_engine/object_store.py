@@ -1,0 +1,102 @@
+"""Delivery through a store of immutable objects: elastic, one receiver at a time, nothing that can hang together.
+
+The store is whatever can `put` bytes under a reference that travels and `get` them back elsewhere. Endpoints for ends
+that live in this process are here too; ends in other processes are the caller's to write (a page of code).
+"""
+
+import asyncio
+from multiprocessing import resource_tracker, shared_memory
+from typing import Any, Protocol
+
+import numpy as np
+
+from checkpoint_engine.base import RING, Ack, Header
+from checkpoint_engine.digest import ByteArray
+from checkpoint_engine.publisher import Publisher
+from checkpoint_engine.receiver import Receiver
+
+
+class ObjectStore(Protocol):
+    """Keeps payloads uint8 [n] under references that can be sent to other processes."""
+
+    def put(self, data: ByteArray) -> Any: ...
+
+    def get(self, reference: Any) -> ByteArray:
+        """The payload, read-only, without a copy where that can be."""
+        ...
+
+    def delete(self, reference: Any) -> None: ...
+
+
+class SharedMemoryStore:
+    """An object store for the processes of one host, on POSIX shared memory. References are segment names.
+
+    The process that put a payload deletes it; `get` maps it, and the mapping ends when `release` is called.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, shared_memory.SharedMemory] = {}
+        self._mapped: dict[str, shared_memory.SharedMemory] = {}
+
+    def put(self, data: ByteArray) -> str:
+        segment = shared_memory.SharedMemory(create=True, size=data.shape[0])
+        np.ndarray(data.shape, np.uint8, buffer=segment.buf)[:] = data
+        self._own[segment.name] = segment
+        return segment.name
+
+    def get(self, reference: str) -> ByteArray:
+        segment = self._own.get(reference) or self._mapped.get(reference)
+        if segment is None:
+            segment = self._mapped[reference] = shared_memory.SharedMemory(reference)
+            # Before Python 3.13 a process that only attaches would unlink the segment when it ends.
+            resource_tracker.unregister(f"/{reference.lstrip('/')}", "shared_memory")
+        data: ByteArray = np.ndarray((segment.size,), np.uint8, buffer=segment.buf)
+        data.flags.writeable = False
+        return data
+
+    def release(self, reference: str) -> None:
+        """Ends a mapping made by `get`; arrays taken from it must be gone."""
+        segment = self._mapped.pop(reference, None)
+        if segment is not None:
+            segment.close()
+
+    def delete(self, reference: str) -> None:
+        segment = self._own.pop(reference)
+        segment.close()
+        segment.unlink()
+
+
+class LocalSender:
+    """A `SenderEndpoint` for a publisher in this process; its work runs in threads, beside the event loop."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+
+    async def stage(self, version: int) -> None:
+        await asyncio.to_thread(self.publisher.stage, version)
+
+    async def seal(self, version: int) -> Header:
+        return await asyncio.to_thread(self.publisher.seal, version)
+
+    async def payload(self, version: int) -> ByteArray:
+        return self.publisher.payload(version)[1]
+
+    async def hold(self, version: int) -> None:
+        self.publisher.hold(version)
+
+    async def release(self, version: int) -> None:
+        self.publisher.release(version)
+
+
+class LocalReceiver:
+    """A `ReceiverEndpoint` for a receiver in this process; payloads are arrays uint8 [nbytes]."""
+
+    def __init__(self, receiver: Receiver, name: str, *, node: str = "local") -> None:
+        self.receiver, self.name, self.node = receiver, name, node
+
+    async def receive(self, header: Header, payload: ByteArray, slot: str = RING) -> Ack:
+        return await asyncio.to_thread(self.receiver.receive, header, payload, slot)
+
+    async def relay(self, header: Header, slot: str = RING) -> ByteArray:
+        held, data = await asyncio.to_thread(lambda: self.receiver.export(header.stream, header.version, slot=slot))
+        return data if held.digest == header.digest else np.empty(0, np.uint8)
