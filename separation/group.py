@@ -6,7 +6,7 @@ Calls on one lane run one at a time, in order; different lanes run side by side 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 
 class WorkerDied(RuntimeError):
@@ -14,7 +14,10 @@ class WorkerDied(RuntimeError):
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"{worker} died: {reason}")
-        self.worker = worker
+        self.worker, self.reason = worker, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.worker, self.reason)
 
 
 class WorkerFailed(RuntimeError):
@@ -24,6 +27,14 @@ class WorkerFailed(RuntimeError):
         super().__init__(f"{worker}.{method} raised {kind}: {message}")
         self.worker, self.method, self.kind, self.message = worker, method, kind, message
         self.remote_traceback = remote_traceback
+        self.add_note(f"in the worker:\n{remote_traceback}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.worker, self.method, self.kind, self.message, self.remote_traceback)
+
+
+class RefLost(RuntimeError):
+    """The value behind a ref is gone: the node that held it died, or it was freed."""
 
 
 class Ref(Protocol):
@@ -44,6 +55,8 @@ class PoolSpec:
     """torch threads, set in the worker before anything is imported."""
     lanes: Sequence[str] = ()
     """Extra lanes beside "main", each with one thread."""
+    gang: bool = False
+    """The workers live and die together (ranks of one process group): reserved first, and as one placement group."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +72,8 @@ class Worker(Protocol):
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
         """The method's result. Refs among the arguments (top level only) arrive as their values.
 
-        Raises WorkerDied or WorkerFailed; cancelling the await does not stop the method, it only forgets the result.
+        `method` may also be `pkg.module:function`: that function, run in the worker.
+        Raises WorkerDied, WorkerFailed or RefLost; cancelling the await does not stop the method, it only forgets the result.
         """
         ...
 
@@ -67,8 +81,12 @@ class Worker(Protocol):
         """For a method that returns a tuple of `returns` items: the first by value, the others as refs."""
         ...
 
+    async def watch(self) -> NoReturn:
+        """Waits until the worker dies and raises WorkerDied, also while no call is under way."""
+        ...
+
     def kill(self) -> None:
-        """SIGKILL, now (Ray); calls under way raise WorkerDied."""
+        """SIGKILL, now (Ray); calls under way raise WorkerDied, and what they still return is discarded."""
         ...
 
 
@@ -78,8 +96,17 @@ class WorkerGroup(Protocol):
     spec: PoolSpec
     workers: list[Worker]
 
-    async def replace(self, index: int) -> Worker: ...
+    async def replace(self, index: int) -> Worker:
+        """Kills worker `index`, waits until it is gone, and returns its successor, built and ready.
 
-    async def fetch(self, ref: Ref) -> Any: ...
+        Raises WorkerDied or WorkerFailed if the successor can't be built, DeadlineExceeded if that takes too long.
+        """
+        ...
 
-    async def close(self) -> None: ...
+    async def fetch(self, ref: Ref) -> Any:
+        """The value; numpy arrays in it are read-only. Raises RefLost, or WorkerFailed if the call behind it failed."""
+        ...
+
+    async def close(self) -> None:
+        """Kills every worker. Refs that were returned stay readable."""
+        ...

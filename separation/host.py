@@ -1,0 +1,149 @@
+"""The inside of a worker: builds one object and runs its methods. The same class serves a Ray actor and a thread.
+
+Nothing heavy is imported here: thread counts have to be in force before torch or numpy start their pools.
+"""
+
+import faulthandler
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class RemoteError(Exception):
+    """What a method raised, as text: any exception can travel that way, also one that can't be pickled."""
+
+    def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(kind, message, remote_traceback)
+        self.kind, self.message, self.remote_traceback = kind, message, remote_traceback
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RemoteError":
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, told apart from every other one that ever had its number. `started` is in clock ticks since boot."""
+
+    pid: int
+    started: int
+    machine: str
+    """Boot id and pid namespace."""
+    address: str = "127.0.0.1"
+
+    @classmethod
+    def of(cls, pid: int, *, address: str = "127.0.0.1") -> "Identity | None":
+        """None when there is no such process."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        fields = stat[stat.rindex(")") + 2 :].split()
+        if fields[0] in "ZX":
+            return None
+        return cls(pid, int(fields[19]), f"{boot} {os.readlink('/proc/self/ns/pid')}", address)
+
+    def alive(self) -> bool:
+        """Only meaningful on the same machine; False anywhere else."""
+        now = Identity.of(self.pid)
+        return now is not None and (now.started, now.machine) == (self.started, self.machine)
+
+
+def resolve(path: str) -> Any:
+    """The object named `pkg.module:attr`. Raises ValueError, ModuleNotFoundError or AttributeError."""
+    module, found, attribute = path.partition(":")
+    if not (found and module and attribute):
+        raise ValueError(f"{path!r} is not of the form pkg.module:attr")
+    target: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        target = getattr(target, name)
+    return target
+
+
+class Host:
+    """Holds the object of one worker and forwards calls to it."""
+
+    def __init__(self, name: str, *, threads: int, log_file: str | None = None) -> None:
+        self.name = name
+        self.threads = threads
+        self._target: Any = None
+        if log_file is not None:
+            redirect_output(Path(log_file))
+
+    def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        """Imports the factory and calls it."""
+        try:
+            limit_threads(self.threads)
+            make = resolve(factory)
+            limit_threads(self.threads)
+            self._target = make(**arguments)
+        except Exception as error:
+            raise RemoteError.of(error) from None
+
+    def run(self, method: str, *args: Any) -> Any:
+        """The result of a method, or of `pkg.module:function`. Raises RemoteError."""
+        try:
+            return self._find(method)(*args)
+        except Exception as error:
+            raise RemoteError.of(error) from None
+
+    def run_split(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
+        """Like `run` for a method that must return a tuple of `returns` items."""
+        result = self.run(method, *args)
+        if not isinstance(result, tuple) or len(result) != returns:
+            got = f"{len(result)} items" if isinstance(result, tuple) else type(result).__name__
+            error = TypeError(f"{method} must return a tuple of {returns} items, got {got}")
+            raise RemoteError.of(error)
+        return result
+
+    def watch(self) -> None:
+        """Never returns: the pending call fails when the process ends, whatever else it was doing."""
+        threading.Event().wait()
+
+    def identity(self, address: str) -> Identity:
+        """Who this process is."""
+        found = Identity.of(os.getpid(), address=address)
+        if found is None:
+            raise RuntimeError("/proc does not show this process")
+        return found
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = resolve(method) if ":" in method else getattr(self._target, method)
+        return found
+
+
+def limit_threads(count: int) -> None:
+    """Sets torch's threads if torch is there already; before that the environment decides."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(count)
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """Environment of a process whose numeric libraries use `count` threads, whatever Ray thinks of its CPUs."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return dict.fromkeys(names, str(count))
+
+
+def redirect_output(path: Path) -> None:
+    """Appends this process's stdout, stderr, log records and crash dumps to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger(__name__).info("process %d on %s", os.getpid(), socket.gethostname())

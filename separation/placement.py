@@ -1,0 +1,184 @@
+"""Which worker sits where: reservations computed before anything starts, and a table when they don't fit. Pure Python."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from separation.group import PoolSpec
+from separation.table import format_table, number
+
+Resources = Mapping[str, float]
+
+PROCESSES_PER_CORE = 8
+"""How many worker processes we are willing to start per core on a machine of our own."""
+
+
+class ResourcesMissing(RuntimeError):
+    """The cluster can't hold what was asked. The message is a table of what was asked and what exists."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place: bundle number in its reservation, and its share of that bundle."""
+
+    pool: str
+    index: int
+    bundle: int
+    share: Resources
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """One placement group: reserved as a whole, lost as a whole."""
+
+    name: str
+    bundles: tuple[Resources, ...]
+    seats: tuple[Seat, ...]
+
+
+def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
+    """GPUs where the cluster has any, else the custom resource named after the pool, else nothing: CPUs only."""
+    if spec.gpus_per_worker <= 0:
+        return {}
+    if exists.get("GPU", 0) > 0:
+        return {"GPU": spec.gpus_per_worker}
+    return {spec.name: 1.0} if exists.get(spec.name, 0) > 0 else {}
+
+
+def reserve(
+    pools: Sequence[PoolSpec], exists: Resources, *, placement: str, colocated: tuple[str, str]
+) -> list[Reservation]:
+    """The placement groups in the order they should be taken: gangs first, then shared bundles, then single workers.
+
+    `separate`: one group per gang, one small group per other worker, so that a lost node takes only its own workers.
+    `colocated`: worker i of both named pools shares bundle i, each with half of its device. Raises ValueError.
+    """
+    if placement not in ("separate", "colocated"):
+        raise ValueError(f"placement must be separate or colocated, got {placement!r}")
+    by_name = {spec.name: spec for spec in pools}
+    if len(by_name) != len(pools):
+        raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
+    pair: list[PoolSpec] = []
+    if placement == "colocated":
+        pair = [by_name[name] for name in colocated if name in by_name]
+        _check_pair(pair, colocated)
+    alone = sorted((spec for spec in pools if spec not in pair), key=lambda spec: not spec.gang)
+    reservations = [_shared(pair, exists)] if pair else []
+    for spec in alone:
+        reservations += [_gang(spec, exists)] if spec.gang else _singles(spec, exists)
+    return reservations
+
+
+def _check_pair(pair: Sequence[PoolSpec], names: tuple[str, str]) -> None:
+    if len(pair) != 2:
+        raise ValueError(f"placement=colocated needs the pools {names[0]} and {names[1]}")
+    first, second = pair
+    if first.num_workers != second.num_workers:
+        raise ValueError(
+            f"placement=colocated needs as many {first.name} workers as {second.name} workers, "
+            f"got {first.num_workers} and {second.num_workers}"
+        )
+    if max(first.gpus_per_worker, second.gpus_per_worker) > 1:
+        raise ValueError("placement=colocated shares one GPU per pair of workers; gpus_per_worker must be at most 1")
+
+
+def _needs(spec: PoolSpec, exists: Resources) -> dict[str, float]:
+    return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
+
+
+def _gang(spec: PoolSpec, exists: Resources) -> Reservation:
+    needs = _needs(spec, exists)
+    seats = tuple(Seat(spec.name, index, index, needs) for index in range(spec.num_workers))
+    return Reservation(spec.name, (needs,) * spec.num_workers, seats)
+
+
+def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
+    needs = _needs(spec, exists)
+    return [
+        Reservation(f"{spec.name}-{index}", (needs,), (Seat(spec.name, index, 0, needs),))
+        for index in range(spec.num_workers)
+    ]
+
+
+def _shared(pair: Sequence[PoolSpec], exists: Resources) -> Reservation:
+    """The device is the larger of both requests; each worker takes half of it, so that both see the same one."""
+    first, second = pair
+    devices = [device_resources(spec, exists) for spec in pair]
+    whole = {name: max(one.get(name, 0.0) for one in devices) for name in [*devices[0], *devices[1]]}
+    bundle = {"CPU": first.cpus_per_worker + second.cpus_per_worker, **whole}
+    half = {name: amount / 2 for name, amount in whole.items()}
+    seats = tuple(
+        Seat(spec.name, index, index, {"CPU": spec.cpus_per_worker, **half})
+        for index in range(first.num_workers)
+        for spec in pair
+    )
+    return Reservation(f"{first.name}+{second.name}", (bundle,) * first.num_workers, seats)
+
+
+def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
+    """Logical CPUs and custom resources of a cluster started for these pools on one machine. Raises ResourcesMissing.
+
+    Logical CPUs may exceed the cores: most workers wait most of the time. PROCESSES_PER_CORE is where that ends.
+    """
+    wanted = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
+    allowed = cores * PROCESSES_PER_CORE
+    if wanted > allowed:
+        rows = [(spec.name, spec.num_workers, number(spec.num_workers * spec.cpus_per_worker)) for spec in pools]
+        raise ResourcesMissing(
+            f"this machine can't hold {number(wanted)} CPU worth of workers: {cores} cores, at most "
+            f"{PROCESSES_PER_CORE} processes each = {allowed}\n{format_table(('pool', 'workers', 'CPU'), rows)}"
+        )
+    custom: dict[str, float] = {spec.name: float(spec.num_workers) for spec in pools if spec.gpus_per_worker > 0}
+    return max(1, -int(-wanted // 1)), custom
+
+
+def totals(groups: Iterable[Resources]) -> Counter[str]:
+    """Sums resources by name."""
+    total: Counter[str] = Counter()
+    for group in groups:
+        for name, amount in group.items():
+            total[name] += amount  # type: ignore[assignment]
+    return total
+
+
+def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> None:
+    """Refuses what could never be placed: more than all nodes have together, or a bundle larger than any node."""
+    bundles = [bundle for reservation in reservations for bundle in reservation.bundles]
+    asked, exists = totals(bundles), totals(nodes)
+    if any(asked[name] > exists[name] + 1e-6 for name in asked):
+        raise ResourcesMissing(shortage(reservations, nodes, "the cluster can't hold what was asked"))
+    for bundle in bundles:
+        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
+            raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
+
+
+def shortage(
+    reservations: Sequence[Reservation],
+    nodes: Sequence[Resources],
+    headline: str,
+    *,
+    free: Callable[[str], float] | None = None,
+) -> str:
+    """The table of what was asked and what exists, by worker pool and by resource."""
+    pools: dict[str, list[Seat]] = {}
+    for seat in (seat for reservation in reservations for seat in reservation.seats):
+        pools.setdefault(seat.pool, []).append(seat)
+    asked_rows = [
+        (name, len(seats), _text(seats[0].share), _text(totals(seat.share for seat in seats)))
+        for name, seats in pools.items()
+    ]
+    asked = totals(bundle for reservation in reservations for bundle in reservation.bundles)
+    exists = totals(nodes)
+    header = ["resource", "asked", "exists", "missing"] + (["free now"] if free else [])
+    rows = [
+        [name, number(asked[name]), number(exists[name]), number(max(0.0, asked[name] - exists[name]))]
+        + ([number(free(name))] if free else [])
+        for name in asked
+    ]
+    return "\n".join(
+        [f"{headline}:", format_table(("pool", "workers", "each", "all"), asked_rows), format_table(header, rows)]
+    )
+
+
+def _text(resources: Resources) -> str:
+    return ", ".join(f"{number(amount)} {name}" for name, amount in resources.items())
