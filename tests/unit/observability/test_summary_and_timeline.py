@@ -153,6 +153,16 @@ def test_waits_are_what_is_left_between_spans() -> None:
     assert length(trainer.waiting("wait_data")) == pytest.approx(12.0)
 
 
+def test_a_wait_booked_while_a_span_still_ran_is_cut_back() -> None:
+    events = [
+        {"time": 0.0, "event": "state", "worker": "trainer-0", "state": "wait_data"},
+        {"time": 9.0, "event": "span", "worker": "trainer-0", "name": "forward", "start": 4.0, "end": 6.0},
+        {"time": 10.0, "event": "state", "worker": "trainer-0", "state": "busy"},
+    ]
+    (track,) = tracks(events)
+    assert track.waiting("wait_data") == [(0.0, 4.0), (6.0, 10.0)]
+
+
 def test_a_replacement_shares_the_track_of_the_dead_worker() -> None:
     span = {"time": 2.0, "event": "span", "name": "generate", "start": 1.0, "end": 2.0}
     events = [span | {"worker": "rollout-0"}, span | {"worker": "rollout-0.1", "start": 3.0, "end": 4.0}]
