@@ -28,7 +28,7 @@ table {border-collapse: collapse} td, th {padding: .15em .8em .15em 0; text-alig
 .key {margin-right: 1em} .key i {display: inline-block; width: .9em; height: .9em; margin-right: .3em}
 pre {background: #f6f6f6; padding: 1em; overflow: auto; font-size: .85em} svg, img {max-width: 100%; height: auto}
 """
-FACTS = (
+SHOWN = (
     "mode",
     "max_staleness",
     "staleness_mean",
@@ -128,7 +128,7 @@ def _window(history: Sequence[Event]) -> Interval:
 
 def _facts(summary: dict[str, Any], metrics: Sequence[Metrics]) -> str:
     rows: list[tuple[str, Any]] = [("steps", len(metrics))]
-    rows += [(key.replace("_", " "), summary[key]) for key in FACTS if summary.get(key) is not None]
+    rows += [(key.replace("_", " "), summary[key]) for key in SHOWN if summary.get(key) is not None]
     if (summary.get("overlap") or {}).get("share") is not None:
         rows.append(("overlap, share of min(G, T)", summary["overlap"]["share"]))
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(_number(value))}</td></tr>" for name, value in rows)

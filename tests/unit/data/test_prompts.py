@@ -101,7 +101,11 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("empty.jsonl", "", r"empty\.jsonl holds no prompts"),
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"broken\.jsonl:2: not JSON"),
         ("list.jsonl", "[1]\n", r"list\.jsonl:1: expected a JSON object, got list"),
-        ("missing.jsonl", '{"promt": "a"}\n', r"missing\.jsonl:1: data\.prompt_key must be one of promt, got 'prompt'"),
+        (
+            "missing.jsonl",
+            '{"prompts": "a"}\n',
+            r"missing\.jsonl:1: data\.prompt_key must be one of prompts, got 'prompt'",
+        ),
         ("blank.jsonl", '{"prompt": " "}\n', r"blank\.jsonl:1: the prompt is empty"),
         ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
         ("target.jsonl", '{"prompt": "a", "target": 3}\n', r"target\.jsonl:1: target: expected text"),
@@ -121,10 +125,10 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, name: str, conten
 
 def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"trian\.parquet does not exist .*did you mean .*train\.parquet"):
-        load(tmp_path / "trian.parquet")
+    with pytest.raises(FileNotFoundError, match=r"tr_ain\.parquet does not exist .*did you mean .*train\.parquet"):
+        load(tmp_path / "tr_ain.parquet")
     with pytest.raises(FileNotFoundError, match=r"did you mean .*ocr_train\.txt"):
-        find_data("prompts/ocr_trian.txt", tmp_path)
+        find_data("prompts/ocr_tr_ain.txt", tmp_path)
     with pytest.raises(FileNotFoundError, match="is a folder"):
         find_data(str(tmp_path))
 

@@ -115,7 +115,7 @@ def test_built_in_rewards_build(name: str) -> None:
         (own("constnt"), "'constnt'; did you mean 'constant'"),
         (own("not_callable"), "must be a function or a class, got int"),
         (own("takes_only_images"), r"cannot be called with \(images, prompt\)"),
-        (own("constant", valu=1.0), "'valu'; did you mean 'value'"),
+        (own("constant", valuex=1.0), "'valuex'; did you mean 'value'"),
         (own("first_pixel", side=1), "it takes none, got 'side'"),
         (own("Judge", bonsu=1), "'bonsu'; did you mean 'bonus'"),
         (own("constant", float("inf")), "weight must be a finite number, got inf"),
