@@ -95,6 +95,19 @@ def test_the_trainer_replays_a_trajectory_exactly(policy: QwenImagePolicy, kind:
         assert replay(policy, found, how, negative, rows=rows).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_a_bfloat16_trajectory_replays_exactly_and_is_stored_in_float32(cfg: float) -> None:
+    """Only the network computes in bfloat16: rounding the stored latents as well would move the ratio."""
+    policy = adapted_policy(dtype="bfloat16")
+    how = sampling(cfg=cfg)
+    found = trajectory_of(DiffusersEngine(policy).generate(request(4, how=how)))
+    negative = tensors(policy.encode([how.negative_prompt])[0])
+    assert found.latents.dtype == found.log_probs.dtype == found.sigmas.dtype == np.float32
+    assert wrong_values(policy, found, how, negative) == 0
+    rounded = torch.from_numpy(found.latents).bfloat16().float().numpy()
+    assert wrong_values(policy, replace(found, latents=rounded), how, negative) > 1e-4
+
+
 def wrong_values(policy: QwenImagePolicy, found: Trajectory, how: Sampling, negative: dict[str, Tensor]) -> float:
     with torch.no_grad():
         return float(replay(policy, found, how, negative).abs().max())
