@@ -125,6 +125,10 @@ class QwenImagePolicy:
         side = sampling.resolution // self._side
         if latents.shape[1:] != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
+        if sampling.guidance_scale > 0:
+            raise ValueError(
+                f"rollout.guidance_scale must be 0 for Qwen-Image, got {sampling.guidance_scale}; use true_cfg_scale"
+            )
         if sampling.true_cfg_scale <= 1:
             return self._forward(latents, sigma, _text([positive], len(latents), self._dtype), side)
         if negative is None:
