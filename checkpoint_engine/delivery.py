@@ -39,6 +39,7 @@ class Delivery:
         self._lanes: dict[str, Lane] = {}
         self._headers: dict[int, Header] = {}
         self._staged: set[int] = set()
+        self._kept: dict[int, Header] = {}
         self._placed: Header | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
@@ -66,17 +67,25 @@ class Delivery:
     async def place(self, version: int) -> None:
         """Sends a sealed version to every receiver's evaluation slot, in the background; joiners get it too.
 
-        Raises VersionGone for a version that is not among the newest `retain` sealed ones.
+        Raises VersionGone for a version that is neither among the newest `retain` sealed ones nor kept.
         """
         self._check()
         async with self._sealing:
-            header = self._headers.get(version)
+            header = self._kept.pop(version, None) or self._headers.get(version)
             if header is None:
                 raise VersionGone(f"version {version} can't be evaluated, only {sorted(self._headers)} are retained")
             await self._call(self._sender.hold(version))
             before, self._placed = self._placed, header
             jobs = await self._enqueue(header, EVALUATION, list(self._lanes.values()))
         self._spawn(self._settle_placed(jobs, before), f"place-{version}")
+
+    async def keep(self, version: int) -> None:
+        """Keeps a sealed version for a later `place`, however many newer ones come. Raises VersionGone."""
+        async with self._sealing:
+            if version not in self._headers:
+                raise VersionGone(f"version {version} can't be kept, only {sorted(self._headers)} are retained")
+            await self._call(self._sender.hold(version))
+            self._kept[version] = self._headers[version]
 
     async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> None:
         """Adds a receiver; returns when it holds `versions`, every newer one sealed so far, and the placed one.
@@ -87,8 +96,13 @@ class Delivery:
         self._check()
         if receiver.name in self._lanes:
             raise ValueError(f"receiver {receiver.name} has joined already")
+        asked = set(versions)
+        lost = asked - self._headers.keys() - self._staged
+        if lost:
+            raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
         async with self._sealing:
-            wanted = self._wanted(set(versions))
+            # A version evicted while this waited was replaced by newer ones: what needed it is done.
+            wanted = sorted(v for v in self._headers if asked and v >= min(asked))
             lane = self._lanes[receiver.name] = Lane(receiver, self._options, self.stats, self._events())
             jobs = []
             for version in wanted:
@@ -196,12 +210,6 @@ class Delivery:
         await self._settle(jobs)
         if before is not None and self._placed is not None and before.version != self._placed.version:
             await self._call(self._sender.release(before.version))
-
-    def _wanted(self, versions: set[int]) -> list[int]:
-        lost = versions - self._headers.keys() - self._staged
-        if lost:
-            raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
-        return sorted(v for v in self._headers if versions and v >= min(versions))
 
     def _events(self) -> LaneEvents:
         return LaneEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)

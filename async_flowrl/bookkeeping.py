@@ -1,0 +1,82 @@
+"""What is done after every step besides training: metrics, evaluation, pictures, checkpoints. Off the critical path."""
+
+from dataclasses import dataclass, field
+
+from async_flowrl.context import Context
+from async_flowrl.evaluation import EvaluationResult, Evaluations
+from async_flowrl.observability.images import write_grid
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.run_directory import RunDirectory
+from async_flowrl.saving import Checkpoints
+
+
+@dataclass
+class Bookkeeping:
+    """Implements the controller's `Steps` protocol (context.py)."""
+
+    directory: RunDirectory
+    metrics: MetricsLog
+    monitor: Monitor
+    checkpoints: Checkpoints
+    evaluations: Evaluations = field(init=False)
+    evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
+    lines: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of every step of this life, in order."""
+
+    def __post_init__(self) -> None:
+        self.evaluations = Evaluations(self.show)
+        self._step_began = 0.0
+
+    async def before_training(self, ctx: Context) -> None:
+        """Checkpoint 0 exists before step 0; a fresh run is evaluated first, if asked."""
+        await self.checkpoints.save(ctx.table, ctx.table.step)
+        if ctx.table.step == 0 and ctx.config.evaluate.before_training:
+            await self.evaluations.start(ctx, 0)
+        self._step_began = ctx.observer.now()
+
+    async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
+        began, self._step_began = self._step_began, ctx.observer.now()
+        seconds = self._step_began - began
+        ctx.observer.event("step", step=step, started=began, ended=self._step_began)
+        line = stats | {"timing/step": seconds, "images_per_s": stats["images"] / max(seconds, 1e-9)}
+        self.lines.append(line)
+        self.metrics.append(step, line | self._evaluation_keys(step))
+        self.monitor.log(step, line)
+        self.evaluations.check()
+        version = step + 1
+        if self.checkpoints.due(version):
+            await self.checkpoints.save(ctx.table, version)
+        every = ctx.config.evaluate.every
+        if version == ctx.config.total_steps or (every > 0 and version % every == 0):
+            await self.evaluations.start(ctx, version)
+
+    async def drain(self, ctx: Context) -> None:
+        """Outstanding evaluations, and a checkpoint of where the run ended; their errors count too."""
+        await self.checkpoints.save(ctx.table, ctx.table.step)
+        await self.evaluations.drain()
+
+    def show(self, result: EvaluationResult) -> None:
+        """Called in a thread when an evaluation is complete: its means join the line of the step that made its policy."""
+        self.evaluated[result.version] = result
+        step = max(0, result.version - 1)
+        if any(line["step"] == step for line in self.lines):
+            self.metrics.amend(step, self._evaluation_keys(step))
+        path = self.directory.images / f"step_{result.version:06d}.png"
+        mean = result.means()["reward"]
+        write_grid(
+            path,
+            [prompt.text for prompt in result.prompts],
+            result.images,
+            [scores.total for scores in result.scores],
+            title=f"policy version {result.version}, mean reward {mean:.3f}",
+        )
+        self.monitor.image(path, step)
+
+    def _evaluation_keys(self, step: int) -> dict[str, float]:
+        keys: dict[str, float] = {}
+        if step == 0 and 0 in self.evaluated:
+            keys |= {f"evaluation_before/{name}/mean": x for name, x in self.evaluated[0].means().items()}
+        if step + 1 in self.evaluated:
+            keys |= {f"evaluation/{name}/mean": x for name, x in self.evaluated[step + 1].means().items()}
+        return keys

@@ -1,0 +1,183 @@
+"""Configuration → live objects → run → results. The only file that knows every part."""
+
+import asyncio
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from async_flowrl import exits
+from async_flowrl.bookkeeping import Bookkeeping
+from async_flowrl.check import ConfigError
+from async_flowrl.config import Config
+from async_flowrl.context import Context
+from async_flowrl.finish import finish
+from async_flowrl.launch import REWARD, ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
+from async_flowrl.loop import run as run_loop
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.prepare import Prepared, prepare
+from async_flowrl.recipe import shape
+from async_flowrl.run_directory import RunDirectory
+from async_flowrl.saving import Checkpoints, Resume, find_resume
+from async_flowrl.stopping import StopRequest, listening
+from async_flowrl.tickets import TicketTable
+from async_flowrl.training.gang import TrainerGang
+from async_flowrl.weights import PublishedWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """Where a run is written down while it goes on."""
+
+    events: EventLog
+    pools: PoolLedger
+    metrics: MetricsLog
+    monitor: Monitor
+
+
+def run(config: Config) -> int:
+    """Runs a configuration; returns the process's exit code. Every failure is one named line, its traceback in logs/."""
+    directory = RunDirectory(Path(config.output_dir))
+    try:
+        prepared = prepare(config)
+        directory.create(config)
+    except ConfigError as error:
+        return _fail(error, exits.CONFIG)
+    log_to(directory.logs / "controller.log")
+    try:
+        return asyncio.run(train(prepared, directory))
+    except KeyboardInterrupt:
+        return _fail("interrupted", exits.INTERRUPTED)
+    except ConfigError as error:
+        return _fail(error, exits.CONFIG)
+    except Exception as error:
+        logger.exception("the run failed")
+        return _fail(
+            f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exits.ERROR
+        )
+    finally:
+        directory.release()
+
+
+async def train(prepared: Prepared, directory: RunDirectory) -> int:
+    """One life of a run, from its start or its checkpoint to its end."""
+    config = prepared.config
+    resume = find_resume(config, directory)
+    stop = StopRequest()
+    with listening(stop, config.time_limit):
+        async with open_cluster(prepared, directory.logs) as groups:
+            gang = TrainerGang(groups[TRAINER], prepared.algorithm)
+            await load_pools(config, groups, gang)
+            await send_negatives(prepared, groups[ROLLOUT].workers[0], gang)
+            if resume.path is not None:
+                await gang.all("restore", str(resume.path))
+            ledgers = open_ledgers(prepared, directory, resume)
+            try:
+                ctx = build_context(prepared, directory, groups, gang, ledgers, resume, stop)
+                await run_loop(ctx)
+                summary = await finish(
+                    ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
+                )
+            finally:
+                ledgers.events.close()
+                ledgers.monitor.close()
+    return conclude(summary, directory, stop)
+
+
+def build_context(
+    prepared: Prepared,
+    directory: RunDirectory,
+    groups: Any,
+    gang: TrainerGang,
+    ledgers: Ledgers,
+    resume: Resume,
+    stop: StopRequest,
+) -> Context:
+    config, events = prepared.config, ledgers.events
+    table = TicketTable(
+        shape(config),
+        first_step=resume.version,
+        on_change=lambda ticket: events.event(
+            "ticket",
+            ordinal=ticket.ordinal,
+            kind=ticket.kind,
+            step=ticket.step,
+            state=ticket.state,
+            worker=ticket.worker,
+            attempt=ticket.attempt,
+            version=ticket.version,
+            digest=ticket.digest,
+        ),
+    )
+    checkpoints = Checkpoints(config, directory, gang, saved=[resume.version] if resume.path else [])
+    weights = PublishedWeights(gang)
+    ctx = Context(
+        config=config,
+        recipe=prepared.recipe,
+        table=table,
+        rollout=groups[ROLLOUT],
+        reward=groups[REWARD],
+        trainer=gang,
+        weights=weights,
+        observer=events,
+        steps=Bookkeeping(directory, ledgers.metrics, ledgers.monitor, checkpoints),
+        stop_requested=stop,
+    )
+    weights.ctx = ctx
+    for worker in groups[ROLLOUT].workers:
+        table.join(worker.name)
+    return ctx
+
+
+def open_ledgers(prepared: Prepared, directory: RunDirectory, resume: Resume) -> Ledgers:
+    """Event log, metrics and monitor; a resumed run first takes back what its checkpoint does not contain."""
+    config = prepared.config
+    offset = time.time() - time.monotonic()
+    pools = PoolLedger(time.monotonic)
+    events = EventLog(directory.events, lambda: time.monotonic() + offset, ledger=pools)
+    metrics = MetricsLog(directory.metrics)
+    metrics.truncate(resume.version)
+    if resume.path is not None:
+        events.event("rollback", step=resume.version)
+    monitor = Monitor(
+        config.monitor, directory.root, name=config.name, total_steps=config.total_steps, settings=asdict(config)
+    )
+    return Ledgers(events, pools, metrics, monitor)
+
+
+def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest) -> int:
+    """The last lines a person sees, and the exit code."""
+    if stop() and summary["steps"] < summary["total_steps"]:
+        sys.stdout.write(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto\n")
+        return exits.RESUMABLE
+    for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
+        sys.stdout.write(f"{label:8} {path}\n")
+    return exits.OK
+
+
+def first_cause(error: BaseException) -> str:
+    """The first real failure inside nested exception groups, with its type."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def log_to(path: Path) -> None:
+    """Warnings on the terminal, everything in the controller's log."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
+
+
+def _fail(message: object, code: int) -> int:
+    sys.stderr.write(f"async_flowrl: {message}\n")
+    return code

@@ -1,0 +1,136 @@
+"""What a configuration must satisfy before anything is started. Every refusal is one sentence."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from async_flowrl.config import Config
+from async_flowrl.naming import unknown_name
+from async_flowrl.recipe import ticket_size
+
+
+class ConfigError(ValueError):
+    """The configuration cannot run; the message is one sentence for the person who wrote it."""
+
+
+MODES = {"sync": "batch", "stream": "stream", "one_step_off": None, "fully_async": None}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "mode": tuple(MODES),
+    "hand_over": ("batch", "stream"),
+    "placement": ("separate", "colocated"),
+    "rollout.engine": ("diffusers",),
+    "model.dtype": ("float32", "bfloat16"),
+    "reward.on_error": ("fail", "skip"),
+    "checkpoint_engine.transport": ("object_store", "gloo", "nccl", "pynccl", "auto"),
+    "runtime.backend": ("ray", "local"),
+    "trainer.lr_schedule": ("constant", "linear", "cosine"),
+}
+AT_LEAST: Mapping[str, float] = {
+    "total_steps": 1,
+    "prompts_per_step": 1,
+    "group_size": 2,
+    "max_staleness": 0,
+    "rollout.num_workers": 1,
+    "rollout.num_inference_steps": 2,
+    "rollout.resolution": 16,
+    "rollout.threads": 1,
+    "trainer.num_workers": 1,
+    "trainer.micro_batch_size": 1,
+    "trainer.timesteps_per_forward": 1,
+    "trainer.updates_per_batch": 1,
+    "trainer.threads": 1,
+    "reward.num_workers": 1,
+    "reward.retries": 0,
+    "save.every": 0,
+    "save.keep": 1,
+    "evaluate.every": 0,
+    "evaluate.images_per_prompt": 1,
+    "evaluate.max_prompts": 1,
+    "lora.rank": 1,
+}
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for values that cannot be right on any machine."""
+    for key, allowed in CHOICES.items():
+        value = _get(config, key)
+        if value not in allowed:
+            raise ConfigError(unknown_name(key, str(value), allowed))
+    for key, least in AT_LEAST.items():
+        value = _get(config, key)
+        if value < least:
+            raise ConfigError(f"{key} must be at least {least:g}, got {value}")
+    _check_mode(config)
+    _check_sizes(config)
+    _check_placement(config)
+
+
+def _check_mode(config: Config) -> None:
+    staleness = config.max_staleness
+    wanted = {
+        "sync": staleness == 0,
+        "stream": staleness == 0,
+        "one_step_off": staleness == 1,
+        "fully_async": staleness >= 2,
+    }
+    if not wanted[config.mode]:
+        need = {"sync": "0", "stream": "0", "one_step_off": "1", "fully_async": "2 or more"}[config.mode]
+        raise ConfigError(f"mode={config.mode} means max_staleness={need}, got {staleness}")
+    hand_over = MODES[config.mode]
+    if hand_over and config.hand_over != hand_over:
+        raise ConfigError(f"mode={config.mode} means hand_over={hand_over}, got {config.hand_over}")
+
+
+def _check_sizes(config: Config) -> None:
+    size = ticket_size(config)
+    if size < 1 or config.group_size % size:
+        raise ConfigError(f"ticket_size={size} must divide group_size={config.group_size}")
+    batch = config.rollout.batch_size
+    if batch is not None and batch < 1:
+        raise ConfigError(f"rollout.batch_size must be at least 1, got {batch}")
+    if config.rollout.resolution % 16:
+        raise ConfigError(f"rollout.resolution must be a multiple of 16, got {config.rollout.resolution}")
+    if not config.reward.terms:
+        raise ConfigError("reward.terms is empty: name at least one reward, for example reward=ocr")
+
+
+def _check_placement(config: Config) -> None:
+    if config.placement != "colocated":
+        return
+    if config.max_staleness or config.hand_over != "batch":
+        raise ConfigError(
+            "placement=colocated shares each device between rollout and trainer, so it needs max_staleness=0 and "
+            f"hand_over=batch, got max_staleness={config.max_staleness} and hand_over={config.hand_over}"
+        )
+    if config.rollout.num_workers != config.trainer.num_workers:
+        raise ConfigError(
+            "placement=colocated puts one rollout worker beside each trainer rank, got "
+            f"rollout.num_workers={config.rollout.num_workers} and trainer.num_workers={config.trainer.num_workers}"
+        )
+
+
+def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> list[str]:
+    """Sentences for keys that the schema does not have (Hydra lets `+key=value` through silently)."""
+    hints = get_type_hints(schema)
+    known = {f.name for f in fields(schema)}
+    found = []
+    for key, value in values.items():
+        if str(key) not in known:
+            found.append(f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known))
+            continue
+        if not isinstance(value, Mapping):
+            continue
+        kind = hints[str(key)]
+        if isinstance(kind, type) and is_dataclass(kind):
+            found.extend(unknown_keys(value, kind, f"{prefix}{key}."))
+        elif get_origin(kind) is dict and isinstance(entry := get_args(kind)[1], type) and is_dataclass(entry):
+            for name, inner in value.items():
+                if isinstance(inner, Mapping):
+                    found.extend(unknown_keys(inner, entry, f"{prefix}{key}.{name}."))
+    return found
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

@@ -1,0 +1,115 @@
+"""What the controller's coroutines share: one dataclass, built once by build.py and passed in."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from async_flowrl.config import Config
+from async_flowrl.recipe import Recipe
+from async_flowrl.tickets import TicketTable
+from separation.group import Worker, WorkerGroup
+
+
+class Signal:
+    """Wakes everybody who waits for a condition to become true."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Until the next notification."""
+        await self._event.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._event.wait()
+
+
+class Observer(Protocol):
+    """Where the controller reports what happened. Nothing in a run is decided by it."""
+
+    def now(self) -> float:
+        """Seconds on the clock that events are stamped with."""
+        ...
+
+    def event(self, event: str, **fields: Any) -> None: ...
+
+    def state(self, worker: str, state: str) -> None:
+        """`worker` is now busy, wait_data, wait_weights, sync or idle."""
+        ...
+
+
+class Trainer(Protocol):
+    """The gang of trainer ranks as the controller sees it (training/gang.py)."""
+
+    async def update(self, ctx: "Context", step: int) -> dict[str, float]: ...
+
+
+class Weights(Protocol):
+    """Publishing and delivery of versions (weights.py)."""
+
+    async def publish_first(self) -> None:
+        """The versions that the tickets of the first step and of the next ones name."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """Returns when the version is staged; delivery goes on beside the next update."""
+        ...
+
+    async def welcome(self, worker: Worker) -> None:
+        """Proves a new worker's binding and brings it every version that live tickets name."""
+        ...
+
+    async def leave(self, worker: str) -> None: ...
+
+    async def keep_for_evaluation(self, version: int) -> None:
+        """Keeps a published version until `deliver_for_evaluation` has brought it to the workers."""
+        ...
+
+    async def deliver_for_evaluation(self, version: int) -> None: ...
+
+    async def watch(self) -> None:
+        """Runs beside the loop and raises what goes wrong in a delivery."""
+        ...
+
+    async def drain(self) -> None: ...
+
+    def report(self) -> dict[str, Any]:
+        """The `sync` section of summary.json."""
+        ...
+
+
+class Steps(Protocol):
+    """What is done around training (bookkeeping.py)."""
+
+    async def before_training(self, ctx: "Context") -> None: ...
+
+    async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
+        """Metrics, images, evaluation tickets, checkpoint."""
+        ...
+
+    async def drain(self, ctx: "Context") -> None: ...
+
+
+@dataclass
+class Context:
+    config: Config
+    recipe: Recipe
+    table: TicketTable
+    rollout: WorkerGroup
+    reward: WorkerGroup
+    trainer: Trainer
+    weights: Weights
+    observer: Observer
+    steps: Steps
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
+    work: Signal = field(default_factory=Signal)
+    """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
+    ready: Signal = field(default_factory=Signal)
+    """Something the trainer or an evaluation may wait for has changed."""

@@ -1,0 +1,73 @@
+"""The end of a run: LoRA, digest, summary, timeline and report, from the trainer and the run's own records."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_flowrl.context import Context
+from async_flowrl.observability.events import EventLog, read_events
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.report import write_report
+from async_flowrl.observability.summary import Outcome, summarise
+from async_flowrl.observability.timeline import write_timeline
+from async_flowrl.run_directory import RunDirectory
+from async_flowrl.tickets import State, TicketTable
+from async_flowrl.training.gang import TrainerGang
+from async_flowrl.training.lora_file import write as write_lora
+
+
+async def finish(
+    ctx: Context,
+    gang: TrainerGang,
+    directory: RunDirectory,
+    *,
+    pools: PoolLedger,
+    events: EventLog,
+    metrics: MetricsLog,
+) -> dict[str, Any]:
+    """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
+    config = ctx.config
+    trainer = gang.workers.workers[0]
+    digest = await trainer.call("weights_digest")
+    average = config.trainer.ema_decay is not None
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in (await trainer.call("tensors", average)).items()}
+    outcome = Outcome(
+        wall_seconds=pools.wall_seconds,
+        weights_digest=digest,
+        tickets=ticket_counts(ctx.table),
+        pools=pools.totals(),
+        sync=ctx.weights.report(),
+    )
+    events.flush()
+
+    def write() -> dict[str, Any]:
+        write_lora(directory.lora, tensors, alpha=config.lora.alpha)
+        history = list(read_events(directory.events))
+        summary = summarise(config, metrics.read(), history, outcome)
+        summary["total_steps"] = config.total_steps
+        summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        directory.write_summary(summary)
+        write_timeline(directory.events, directory.timeline)
+        if config.monitor.report:
+            write_report(Path(directory.root))
+        return summary
+
+    return await asyncio.to_thread(write)
+
+
+def ticket_counts(table: TicketTable) -> dict[str, int]:
+    """issued = trained + skipped + failed; retried and duplicate count events beside it."""
+    counts = table.counts()
+    trained, skipped = counts[State.TRAINED], counts[State.SKIPPED]
+    return {
+        "issued": table.issued,
+        "trained": trained,
+        "skipped": skipped,
+        "failed": table.issued - trained - skipped,
+        "retried": table.retried,
+        "duplicate": table.duplicates,
+    }

@@ -1,0 +1,118 @@
+"""From a checked configuration to loaded worker pools whose base weights agree."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from separation.cluster import cluster
+
+from async_flowrl.config import Config
+from async_flowrl.prepare import Prepared
+from async_flowrl.training.gang import TrainerGang
+from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.rendezvous import gang_environment
+from separation.supervise import deadline
+
+ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
+
+
+class StartError(RuntimeError):
+    """The pools came up, but they do not fit together."""
+
+
+def pools(prepared: Prepared) -> list[PoolSpec]:
+    """Trainer first: it is reserved first."""
+    config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
+    return [
+        PoolSpec(
+            TRAINER,
+            "async_flowrl.training.worker:TrainerWorker",
+            config.trainer.num_workers,
+            arguments=shared,
+            gpus_per_worker=config.trainer.gpus_per_worker,
+            threads=config.trainer.threads,
+            lanes=("publish",),
+        ),
+        PoolSpec(
+            ROLLOUT,
+            "async_flowrl.rollout.worker:RolloutWorker",
+            config.rollout.num_workers,
+            arguments=shared,
+            gpus_per_worker=config.rollout.gpus_per_worker,
+            threads=config.rollout.threads,
+            lanes=("sync",),
+        ),
+        PoolSpec(
+            REWARD,
+            "async_flowrl.rewards.worker:RewardWorker",
+            config.reward.num_workers,
+            arguments={"config": config.reward, "delays": config.debug.delays, "seed": config.seed},
+            threads=config.reward.threads,
+        ),
+    ]
+
+
+def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
+    config = prepared.config
+    return cluster(
+        pools(prepared),
+        backend=config.runtime.backend,
+        address=config.runtime.address,
+        placement=config.placement,
+        start_deadline=config.deadlines.load,
+        log_dir=logs,
+    )
+
+
+async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], gang: TrainerGang) -> dict[str, Any]:
+    """Loads the models everywhere at once. Raises StartError unless trainer and rollouts hold the same base weights."""
+    async with deadline(config.deadlines.load, "load: models of all pools"), asyncio.TaskGroup() as tasks:
+        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], gang))
+        rollouts = [tasks.create_task(worker.call("load")) for worker in groups[ROLLOUT].workers]
+    info: dict[str, Any] = trainer.result()
+    for worker, rollout in zip(groups[ROLLOUT].workers, rollouts, strict=True):
+        compare_base(worker, rollout.result(), info)
+    return info
+
+
+async def load_trainer(config: Config, group: WorkerGroup, gang: TrainerGang) -> dict[str, Any]:
+    await join_gang(config, group)
+    infos: list[dict[str, Any]] = await gang.all("load")
+    return infos[0]
+
+
+async def join_gang(config: Config, group: WorkerGroup) -> None:
+    """One torch.distributed world over the trainer ranks; a single rank needs none."""
+    world = len(group.workers)
+    if world == 1:
+        return
+    timeout = config.deadlines.update
+    port = await group.workers[0].call("separation.rendezvous:open_store", world, timeout)
+    async with asyncio.TaskGroup() as tasks:
+        for rank, worker in enumerate(group.workers):
+            environment = gang_environment(
+                rank=rank, world=world, address=group.workers[0].node, port=port, timeout=timeout
+            )
+            tasks.create_task(worker.call("join_gang", environment))
+
+
+def compare_base(worker: Worker, rollout: Mapping[str, str], trainer: Mapping[str, Any]) -> None:
+    if rollout["base_digest"] != trainer["base_digest"]:
+        raise StartError(
+            f"{worker.name} and the trainer hold different base weights ({rollout['base_digest']} and "
+            f"{trainer['base_digest']}): model.path or its revision differs between nodes"
+        )
+
+
+async def send_negatives(prepared: Prepared, worker: Worker, gang: TrainerGang) -> None:
+    """The trainer has no text encoder: a rollout worker encodes every negative prompt once."""
+    config = prepared.config
+    if config.rollout.true_cfg_scale <= 1:
+        return
+    texts: Sequence[str] = sorted(
+        {config.rollout.negative_prompt if p.negative is None else p.negative for p in prepared.recipe.train}
+    )
+    encoded = await worker.call("encode", texts)
+    await gang.all("set_negatives", dict(zip(texts, encoded, strict=True)))

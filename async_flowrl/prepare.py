@@ -1,0 +1,65 @@
+"""Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.check import ConfigError
+from async_flowrl.config import Config
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.policies.registry import ResolvedModel, resolve_model
+from async_flowrl.recipe import Recipe
+from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.training.batch import check_batching
+
+
+@dataclass(frozen=True)
+class Prepared:
+    config: Config
+    model: ResolvedModel
+    algorithm: Algorithm
+    recipe: Recipe
+
+
+def prepare(config: Config) -> Prepared:
+    """Algorithm, batching, rewards, prompts, model and output directory, checked in this order. Raises ConfigError."""
+    try:
+        algorithm = build_algorithm(
+            config.algorithm,
+            max_staleness=config.max_staleness,
+            updates_per_batch=config.trainer.updates_per_batch,
+            hand_over=config.hand_over,
+            num_inference_steps=config.rollout.num_inference_steps,
+        )
+        check_batching(config)
+        needs_target = check_rewards(config.reward)
+        train = load_prompts(config.data, split="train", needs_target=needs_target)
+        evaluation = load_prompts(config.data, split="evaluation", needs_target=needs_target)
+        check_prompts(config.reward, [*train, *evaluation])
+        check_output(config)
+        model = resolve_model(config.model)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+    chosen = evaluation[: config.evaluate.max_prompts]
+    return Prepared(config, model, algorithm, Recipe(config, train, chosen))
+
+
+def check_output(config: Config) -> None:
+    """`resume=never` wants a fresh directory; a checkpoint path must exist."""
+    folder = Path(config.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file")
+    if config.resume == "never":
+        if folder.is_dir() and any(entry.name != ".hydra" for entry in folder.iterdir()):
+            raise ConfigError(
+                f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
+            )
+    elif config.resume != "auto" and not Path(config.resume).expanduser().is_dir():
+        raise ConfigError(f"resume={config.resume} is neither never, nor auto, nor the folder of a checkpoint")
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"output_dir={folder} cannot be written")

@@ -1,0 +1,116 @@
+"""Ticket → request: which prompt, which seeds, which steps get noise. Pure functions of the configuration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config import Config
+from async_flowrl.data.sampler import prompts_for_step
+from async_flowrl.seeds import derive
+from async_flowrl.tickets import EVALUATION, Shape, Ticket
+from async_flowrl.types import Prompt, RolloutRequest, Sampling
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a ticket's images depend on besides the weights."""
+
+    config: Config
+    train: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+
+    def prompt(self, ticket: Ticket) -> Prompt:
+        if ticket.kind == EVALUATION:
+            return self.evaluation[ticket.group]
+        config = self.config
+        chosen = prompts_for_step(
+            len(self.train),
+            config.prompts_per_step,
+            seed=config.seed,
+            step=ticket.step,
+            shuffle=config.data.shuffle,
+        )
+        return self.train[chosen[ticket.group]]
+
+    def request(self, ticket: Ticket) -> RolloutRequest:
+        return self._evaluation(ticket) if ticket.kind == EVALUATION else self._train(ticket)
+
+    def image_seed(self, name: str, step: int, group: int, image: int) -> int:
+        return derive(self.config.seed, name, step, group, image)
+
+    def _train(self, ticket: Ticket) -> RolloutRequest:
+        config = self.config
+        size = ticket_size(config)
+        images = tuple(range(ticket.part * size, (ticket.part + 1) * size))
+        window = draw_window(
+            config.algorithm,
+            num_inference_steps=config.rollout.num_inference_steps,
+            seed=config.seed,
+            step=ticket.step,
+            group=ticket.group,
+        )
+        same = config.algorithm.same_initial_noise
+        return RolloutRequest(
+            kind=ticket.kind,
+            ordinal=ticket.ordinal,
+            step=ticket.step,
+            group=ticket.group,
+            version=ticket.version,
+            prompt=self.prompt(ticket),
+            images=images,
+            initial_seeds=tuple(
+                self.image_seed("initial", ticket.step, ticket.group, 0 if same else image) for image in images
+            ),
+            noise_seeds=tuple(self.image_seed("noise", ticket.step, ticket.group, image) for image in images),
+            noise_steps=window.noise_steps,
+            train_steps=window.train_steps,
+            sampling=sampling(config),
+        )
+
+    def _evaluation(self, ticket: Ticket) -> RolloutRequest:
+        config = self.config
+        images = tuple(range(config.evaluate.images_per_prompt))
+        steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
+        seeds = tuple(derive(config.evaluate.seed, "evaluation", ticket.group, image) for image in images)
+        return RolloutRequest(
+            kind=ticket.kind,
+            ordinal=ticket.ordinal,
+            step=ticket.step,
+            group=ticket.group,
+            version=ticket.version,
+            prompt=self.prompt(ticket),
+            images=images,
+            initial_seeds=seeds,
+            noise_seeds=seeds,
+            noise_steps=(),
+            train_steps=(),
+            sampling=replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps),
+        )
+
+
+def sampling(config: Config) -> Sampling:
+    """How training images are sampled; the trainer uses the same guidance."""
+    rollout = config.rollout
+    return Sampling(
+        resolution=rollout.resolution,
+        num_inference_steps=rollout.num_inference_steps,
+        true_cfg_scale=rollout.true_cfg_scale,
+        guidance_scale=rollout.guidance_scale,
+        negative_prompt=rollout.negative_prompt,
+        sde_type=config.algorithm.sde_type,
+        noise_level=config.algorithm.noise_level,
+    )
+
+
+def ticket_size(config: Config) -> int:
+    return config.ticket_size or config.group_size
+
+
+def shape(config: Config) -> Shape:
+    """The arithmetic of tickets, steps and versions for this run."""
+    return Shape(
+        tickets_per_group=config.group_size // ticket_size(config),
+        groups_per_step=config.prompts_per_step,
+        total_steps=config.total_steps,
+        max_staleness=config.max_staleness,
+    )

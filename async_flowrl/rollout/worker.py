@@ -1,0 +1,91 @@
+"""One rollout worker: an engine and the receiving end of the weights. A plain class; a Ray actor hosts it.
+
+`generate` runs on the main lane, everything about weights on the "sync" lane beside it. A delivery never touches the live
+weights: `generate` activates the version its request names, between two tickets, and reports the version and digest it
+began with.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from async_flowrl.config import Config
+from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.rollout.base import RolloutEngine
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.seeds import derive
+from async_flowrl.training.lora import add_lora, lora_layers
+from async_flowrl.types import EVALUATION, ByteArray, Conditioning, RolloutReport, RolloutRequest, Span, Trajectory
+from checkpoint_engine import EVALUATION as EVALUATION_SLOT
+from checkpoint_engine import RING, Ack, Header, LoraModule, Receiver, base_digest, binding_probe
+
+
+class RolloutWorker:
+    """Holds max_staleness + 1 versions and one for evaluation; serves only versions it has verified."""
+
+    def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
+        self.config, self.model, self.name = config, model, name
+        self.engine: RolloutEngine
+        self.receiver: Receiver
+
+    def load(self) -> dict[str, str]:
+        """Builds the model. Returns the digest of the base weights, to be compared with the trainer's."""
+        policy = load_policy(self.model, dtype=self.config.model.dtype, device=device(), parts="all")
+        digest = base_digest(dict(policy.transformer.named_parameters()))
+        add_lora(policy.transformer, self.config.lora, policy, self.config.seed)
+        policy.transformer.requires_grad_(False).eval()
+        self.engine = DiffusersEngine(policy, batch_size=self.config.rollout.batch_size, device=device())
+        self.receiver = Receiver(
+            self.engine.lora_parameters(),
+            capacity=self.config.max_staleness + 1,
+            alpha=self.config.lora.alpha,
+            rank=self.config.lora.rank,
+        )
+        return {"base_digest": digest}
+
+    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
+        return self.engine.encode(texts)
+
+    def receive(self, header: Header, buffer: ByteArray, slot: str = RING) -> Ack:
+        return self.receiver.receive(header, buffer, slot=slot)
+
+    def relay(self, header: Header, slot: str) -> tuple[None, ByteArray]:
+        """The bytes of a version held here, for a neighbour."""
+        return None, self.receiver.export(header.stream, header.version, slot=slot)[1]
+
+    def prove(self, version: int) -> dict[str, Tensor]:
+        """Activates `version` and returns what the live modules compute: the binding proof."""
+        self.receiver.activate("policy", version)
+        return binding_probe(self.lora())
+
+    def lora(self) -> dict[str, LoraModule]:
+        """The live layers for the binding proof."""
+        return {name: LoraModule(*parts) for name, parts in lora_layers(self.engine.lora_modules()).items()}
+
+    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
+        """One ticket. Raises what the receiver raises if the version it names is not held here."""
+        began = time.time()
+        slot = EVALUATION_SLOT if request.kind == EVALUATION else RING
+        digest = self.receiver.activate("policy", request.version, slot=slot)
+        activated = time.time()
+        rollout = self.engine.generate(request)
+        self._delay(request)
+        spans = (Span("activate", began, activated), *rollout.spans)
+        report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
+        return report, rollout.images, rollout.trajectory
+
+    def _delay(self, request: RolloutRequest) -> None:
+        """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree."""
+        delays = self.config.debug.delays
+        if delays.generate:
+            draw = random.Random(derive(self.config.seed, "delay", self.name, request.ordinal)).random()
+            time.sleep(delays.generate * (1.0 if delays.constant else draw))
+
+
+def device() -> str:
+    """The device this process was given: Ray shows a worker only its own GPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,96 @@
+"""Checkpoints as the controller sees them: when one is due, what of the controller's goes into it, how a run goes on."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.check import ConfigError
+from async_flowrl.config import Config
+from async_flowrl.run_directory import RunDirectory
+from async_flowrl.tickets import TicketTable
+from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller
+from async_flowrl.training.fingerprint import config_hash, numerics
+from async_flowrl.training.gang import TrainerGang
+from separation.group import WorkerFailed
+
+logger = logging.getLogger(__name__)
+
+MISSES = 3
+"""A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
+
+
+class SaveFailed(RuntimeError):
+    """No checkpoint could be written for too long."""
+
+
+@dataclass
+class Checkpoints:
+    config: Config
+    directory: RunDirectory
+    gang: TrainerGang
+    misses: int = 0
+    saved: list[int] = field(default_factory=list)
+
+    def due(self, version: int) -> bool:
+        every = self.config.save.every
+        return version == self.config.total_steps or (every > 0 and version % every == 0)
+
+    async def save(self, table: TicketTable, version: int) -> None:
+        """Copies the trainer's state (the trainer waits for that), then writes it beside the next update."""
+        if version in self.saved:
+            return
+        await self.gang.all("snapshot")
+        controller = {
+            "version": version,
+            "published": {str(v): digest for v, digest in table.published.items()},
+            "config_hash": config_hash(self.config),
+            "numerics": numerics(self.config),
+        }
+        writer = self.gang.workers.workers[0]
+        try:
+            await writer.call("save", str(self.directory.checkpoints), controller, lane="publish")
+        except WorkerFailed as error:
+            if error.kind != "OSError":
+                raise
+            self.misses += 1
+            logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
+            if self.misses >= MISSES:
+                raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
+            return
+        self.misses = 0
+        self.saved.append(version)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on: `path` is None for a fresh start."""
+
+    path: Path | None
+    version: int
+    controller: dict[str, Any]
+
+
+def find_resume(config: Config, directory: RunDirectory) -> Resume:
+    """The checkpoint that `resume` names. Raises ConfigError for a damaged one or one of another configuration."""
+    if config.resume == "never":
+        return Resume(None, 0, {})
+    if config.resume == "auto":
+        path = find_checkpoint(directory.checkpoints)
+        if path is None:
+            return Resume(None, 0, {})
+    else:
+        path = Path(config.resume).expanduser()
+    try:
+        controller = read_controller(path)
+    except DamagedCheckpoint as error:
+        raise ConfigError(str(error)) from error
+    if controller["config_hash"] != config_hash(config):
+        raise ConfigError(
+            f"{path} was made with a configuration that leads to other weights; compare {directory.config} with yours"
+        )
+    now = numerics(config)
+    changed = sorted(key for key, value in controller["numerics"].items() if now.get(key) != value)
+    if changed:
+        logger.warning("resuming with other %s: the last bits of the weights will differ", ", ".join(changed))
+    return Resume(path, int(controller["version"]), controller)

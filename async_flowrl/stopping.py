@@ -1,0 +1,33 @@
+"""Stopping early but in order: SIGTERM and `time_limit` end the run after the step under way, with a checkpoint."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StopRequest:
+    """True once somebody asked the run to end; `reason` says who."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(self) -> bool:
+        return self.reason is not None
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+@contextmanager
+def listening(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
+    """Inside, SIGTERM and the time limit (seconds from now) set `stop`."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
+    timer = loop.call_later(time_limit, stop.ask, f"time_limit={time_limit:g} s") if time_limit is not None else None
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        if timer is not None:
+            timer.cancel()

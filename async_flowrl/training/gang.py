@@ -1,0 +1,168 @@
+"""The trainer ranks as the controller sees them: one call goes to all of them, in the same order.
+
+Hands groups over in ticket order, computes advantages once (float64, on the controller) and cuts a batch into optimizer
+steps. Batch and stream hand-over make the same calls with the same arguments; only the waiting differs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.context import Context
+from async_flowrl.recipe import sampling
+from async_flowrl.seeds import derive
+from async_flowrl.tickets import Ticket, describe
+from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.statistics import StepStatistics
+from async_flowrl.types import Scores
+from separation.group import WorkerGroup
+from separation.supervise import deadline
+
+
+@dataclass(frozen=True)
+class HandedGroup:
+    """A group at the trainer's door. `meta` is None if it is left out: no scores, or all advantages zero."""
+
+    tickets: list[Ticket]
+    scores: Scores | None
+    advantages: tuple[float, ...]
+    meta: GroupMeta | None
+
+
+class TrainerGang:
+    """All trainer ranks of one run."""
+
+    def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
+        self.workers, self.algorithm = workers, algorithm
+        self._batch: list[HandedGroup] = []
+        self._waited = 0.0
+
+    async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
+        """The method's results on every rank, in rank order; the first failure is raised."""
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(worker.call(method, *args, lane=lane)) for worker in self.workers.workers]
+        return [call.result() for call in calls]
+
+    async def update(self, ctx: Context, step: int) -> dict[str, float]:
+        """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
+        statistics = StepStatistics(step)
+        clock = asyncio.get_running_loop().time
+        began, self._waited = clock(), 0.0
+        per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
+        index = 0
+        async for group in self._handed(ctx, step):
+            if index == 0 and ctx.config.trainer.updates_per_batch > 1:
+                await self._proximal(ctx, step, per_update)
+            if index % per_update == 0:
+                await self.all("begin", step, self._plan(ctx, group, index // per_update, per_update))
+            await self._accumulate(ctx, group)
+            statistics.add_group(group.tickets, group.scores, group.advantages)
+            index += 1
+            if index % per_update == 0:
+                results: list[UpdateStats] = await self._in_time(ctx, step, self.all("finish"))
+                self._book(ctx, results)
+                statistics.add_update(results[0])
+        timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
+        return statistics.metrics() | timing
+
+    async def _handed(self, ctx: Context, step: int) -> AsyncIterator[HandedGroup]:
+        """The step's groups in order: each as soon as it is ready (stream), or once all of them are (batch)."""
+        groups = range(ctx.config.prompts_per_step)
+        if ctx.config.hand_over == "batch":
+            await self._until_ready(ctx, step, groups)
+            self._batch = self._hand_over(ctx, step, groups)
+            for group in self._batch:
+                yield group
+        else:
+            for index in groups:
+                await self._until_ready(ctx, step, [index])
+                yield self._hand_over(ctx, step, [index])[0]
+
+    async def _until_ready(self, ctx: Context, step: int, groups: Sequence[int]) -> None:
+        if all(ctx.table.ready(step, group) for group in groups):
+            return
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for worker in self.workers.workers:
+            ctx.observer.state(worker.name, "wait_data")
+        await ctx.ready.until(lambda: all(ctx.table.ready(step, group) for group in groups))
+        self._waited += clock() - began
+        for worker in self.workers.workers:
+            ctx.observer.state(worker.name, "busy")
+
+    def _hand_over(self, ctx: Context, step: int, groups: Sequence[int]) -> list[HandedGroup]:
+        """Takes the groups through the table's door and gives them their advantages."""
+        tickets = [ctx.table.hand_over(step, group) for group in groups]
+        scores: list[Scores | None] = [group[0].scores for group in tickets]
+        scored = [index for index, value in enumerate(scores) if value is not None]
+        found = self._advantages(ctx, step, [tickets[i][0].group for i in scored], [scores[i] for i in scored])
+        advantages = dict(zip(scored, found, strict=True))
+        return [
+            self._handed_group(ctx, tickets[i], scores[i], tuple(float(x) for x in advantages.get(i, ())))
+            for i in range(len(tickets))
+        ]
+
+    def _advantages(self, ctx: Context, step: int, groups: Sequence[int], scores: Sequence[Scores | None]) -> list[Any]:
+        names = list(ctx.config.reward.terms)
+        rewards = {
+            name: [np.asarray(s.parts[name], dtype=np.float64) for s in scores if s is not None] for name in names
+        }
+        weights = {name: ctx.config.reward.terms[name].weight for name in names}
+        seeds = [derive(ctx.config.seed, "permute", step, group) for group in groups]
+        return list(self.algorithm.advantages(rewards, weights=weights, seeds=seeds)) if groups else []
+
+    def _handed_group(
+        self, ctx: Context, tickets: list[Ticket], scores: Scores | None, advantages: tuple[float, ...]
+    ) -> HandedGroup:
+        if scores is None or (self.algorithm.vanishes_at_zero and not any(advantages)):
+            return HandedGroup(tickets, scores, advantages, None)
+        first, config = tickets[0], ctx.config
+        prompt = ctx.recipe.prompt(first)
+        meta = GroupMeta(
+            group=first.group,
+            tickets=len(tickets),
+            version=first.version,
+            age=first.step - first.version,
+            advantages=advantages,
+            selected=tuple(self.algorithm.select(np.asarray(advantages))),
+            seeds=tuple(ctx.recipe.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
+            negative=config.rollout.negative_prompt if prompt.negative is None else prompt.negative,
+            sampling=sampling(config),
+        )
+        return HandedGroup(tickets, scores, advantages, meta)
+
+    async def _proximal(self, ctx: Context, step: int, per_update: int) -> None:
+        """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
+        later = [group for group in self._batch[per_update:] if group.meta is not None]
+        for group in later:
+            await self._in_time(ctx, step, self.all("proximal", [group.meta], *trajectories(group)))
+
+    async def _accumulate(self, ctx: Context, group: HandedGroup) -> None:
+        if group.meta is None:
+            return
+        what = describe(group.tickets[0])
+        async with deadline(ctx.config.deadlines.update, f"update: forward and backward of {what}"):
+            await self.all("accumulate", [group.meta], *trajectories(group))
+
+    async def _in_time(self, ctx: Context, step: int, call: Any) -> Any:
+        async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
+            return await call
+
+    def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
+        request = ctx.recipe.request(first.tickets[0])
+        per_group = len(self.algorithm.select(np.zeros(ctx.config.group_size)))
+        return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
+
+    def _book(self, ctx: Context, results: list[UpdateStats]) -> None:
+        for worker, stats in zip(self.workers.workers, results, strict=True):
+            for span in stats.spans:
+                ctx.observer.event("span", worker=worker.name, name=span.name, start=span.start, end=span.end)
+
+
+def trajectories(group: HandedGroup) -> list[Any]:
+    """Refs of the group's trajectories, in ticket order."""
+    return [ticket.payload[1] for ticket in group.tickets]

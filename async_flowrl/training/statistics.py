@@ -1,0 +1,61 @@
+"""The line of metrics of one step, from the rewards at the trainer's door and what the optimizer steps reported."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_flowrl.tickets import Ticket
+from async_flowrl.training.plan import UpdateStats
+from async_flowrl.types import Scores
+
+
+class StepStatistics:
+    """Collects groups and optimizer steps of one batch, in order."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rewards: list[tuple[float, ...]] = []
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.ages: list[int] = []
+        self.constant = self.skipped = 0
+        self.updates: list[UpdateStats] = []
+
+    def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
+        if scores is None:
+            self.skipped += len(tickets)
+            return
+        self.ages += [ticket.step - ticket.version for ticket in tickets]
+        self.rewards.append(scores.total)
+        self.constant += not any(advantages)
+        for name, values in scores.parts.items():
+            self.parts[name] += values
+
+    def add_update(self, stats: UpdateStats) -> None:
+        self.updates.append(stats)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of metrics.jsonl. Means over optimizer steps that really ran; `kept/<age>` are row counts."""
+        flat = [value for group in self.rewards for value in group]
+        line: dict[str, float] = {
+            "step": self.step,
+            "policy_version": self.step,
+            "reward/mean": float(np.mean(flat)) if flat else 0.0,
+            "reward/std": float(np.std(flat)) if flat else 0.0,
+            "zero_std_ratio": self.constant / max(1, len(self.rewards)),
+            "staleness/mean": float(np.mean(self.ages)) if self.ages else 0.0,
+            "staleness/max": max(self.ages, default=0),
+            "images": len(flat),
+        }
+        for name, values in self.parts.items():
+            line[f"reward/{name}/mean"] = float(np.mean(values))
+        ran = [stats.metrics for stats in self.updates if not stats.skipped]
+        for name in sorted({name for metrics in ran for name in metrics}):
+            line[name] = float(np.mean([metrics[name] for metrics in ran if name in metrics]))
+        for stats in self.updates:
+            for age, (kept, total) in stats.kept.items():
+                line[f"kept/{age}"] = line.get(f"kept/{age}", 0) + kept
+                line[f"kept_of/{age}"] = line.get(f"kept_of/{age}", 0) + total
+        if self.skipped:
+            line["tickets_skipped"] = self.skipped
+        return line

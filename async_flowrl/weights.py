@@ -1,0 +1,207 @@
+"""Publishing and delivery of versions between the trainer and the rollout workers, through `checkpoint_engine`.
+
+Here are only the two ends as Delivery wants them, the canary that proves every new worker's binding, and what the ticket
+table must hear: a version's digest when it is sealed, and every acknowledgement.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_flowrl.context import Context
+from async_flowrl.training.gang import TrainerGang
+from checkpoint_engine import (
+    CANARY_VERSION,
+    EVALUATION,
+    RING,
+    Ack,
+    Delivery,
+    DeliveryOptions,
+    Header,
+    check_binding,
+)
+from separation.group import Worker
+
+LANE = "sync"
+
+
+class TrainerEnd:
+    """The first trainer rank as a delivery's sender. `sealed` hears every header before anybody can acknowledge it."""
+
+    def __init__(self, gang: TrainerGang, stream: str, weights: "PublishedWeights") -> None:
+        self._gang, self._stream, self._weights = gang, stream, weights
+
+    async def stage(self, version: int) -> None:
+        await self._first.call("stage", version, self._stream)
+
+    async def seal(self, version: int) -> Header:
+        header: Header = await self._first.call("seal", version, self._stream, lane="publish")
+        self._weights.sealed(header)
+        return header
+
+    async def payload(self, version: int) -> Any:
+        _, (reference,) = await self._first.call_split("payload", version, self._stream, returns=2, lane="publish")
+        return reference
+
+    async def hold(self, version: int) -> None:
+        await self._first.call("hold", version, self._stream, lane="publish")
+
+    async def release(self, version: int) -> None:
+        await self._first.call("release", version, self._stream, lane="publish")
+
+    @property
+    def _first(self) -> Worker:
+        return self._gang.workers.workers[0]
+
+
+class RolloutEnd:
+    """One rollout worker as a delivery's receiver."""
+
+    def __init__(self, worker: Worker, ctx: Context) -> None:
+        self.worker, self._ctx = worker, ctx
+        self.name, self.node = worker.name, worker.node
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        began = self._ctx.observer.now()
+        ack: Ack = await self.worker.call("receive", header, payload, slot, lane=LANE)
+        self._ctx.observer.event(
+            "span", worker=self.name, name="receive", start=began, end=self._ctx.observer.now(), version=header.version
+        )
+        return ack
+
+    async def relay(self, header: Header, slot: str = RING) -> Any:
+        _, (reference,) = await self.worker.call_split("relay", header, slot, returns=2, lane=LANE)
+        return reference
+
+
+@dataclass
+class Canary:
+    """Random weights that every new worker must compute with exactly as the trainer does, before it serves."""
+
+    header: Header
+    payload: Any
+    probe: dict[str, Any]
+
+
+@dataclass
+class PublishedWeights:
+    """The `Weights` of context.py. `start` makes it usable; it belongs to one running loop."""
+
+    gang: TrainerGang
+    ctx: Context = field(init=False)
+    delivery: Delivery = field(init=False)
+    canary: Canary = field(init=False)
+    staged_seconds: float = 0.0
+    _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
+    _evaluated: int | None = None
+
+    async def publish_first(self) -> None:
+        """Proves every worker's binding, then publishes the versions that the first tickets name."""
+        await self._start()
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self.ctx.rollout.workers:
+                tasks.create_task(self._admit(worker))
+        table = self.ctx.table
+        for version in range(table.shape.version_for(table.step), table.step + 1):
+            await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        self._sealed[version] = asyncio.Event()
+        for old in [v for v in self._sealed if v < version - 2 * self.delivery_retain]:
+            del self._sealed[old]
+        await self.delivery.publish(version)
+        self.staged_seconds += clock() - began
+        self.ctx.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
+
+    async def welcome(self, worker: Worker) -> None:
+        table = self.ctx.table
+        await self._prove(worker)
+        published = range(table.shape.version_for(table.step), max(table.published) + 1)
+        await self.delivery.join(RolloutEnd(worker, self.ctx), [v for v in published if v in table.published])
+
+    async def leave(self, worker: str) -> None:
+        await self.delivery.leave(worker)
+
+    async def keep_for_evaluation(self, version: int) -> None:
+        await self._sealed[version].wait()
+        await self.delivery.keep(version)
+
+    async def deliver_for_evaluation(self, version: int) -> None:
+        await self.delivery.place(version)
+
+    async def watch(self) -> None:
+        while not hasattr(self, "delivery"):
+            await asyncio.sleep(0.01)
+        await self.delivery.failed()
+
+    async def drain(self) -> None:
+        await self.delivery.drain()
+
+    def sealed(self, header: Header) -> None:
+        """A version has its digest: tickets that name it exist from now on."""
+        if header.version == CANARY_VERSION:
+            return
+        self.ctx.table.publish(header.version, header.digest)
+        self._sealed[header.version].set()
+        self.ctx.observer.event(
+            "version", stream=header.stream, version=header.version, state="sent", digest=header.digest, worker=None
+        )
+
+    def report(self) -> dict[str, Any]:
+        stats = self.delivery.stats
+        return {
+            "publishes": stats.publishes,
+            "bytes": stats.bytes,
+            "seconds": stats.seconds,
+            "trainer_stall_seconds": self.staged_seconds,
+            "transport": self.ctx.config.checkpoint_engine.transport,
+            "retries": stats.retries,
+            "corrupt": stats.corrupt,
+            "fallbacks": stats.fallbacks,
+        }
+
+    @property
+    def delivery_retain(self) -> int:
+        return self.ctx.config.max_staleness + 1
+
+    async def _start(self) -> None:
+        config = self.ctx.config
+        sender = TrainerEnd(self.gang, "policy", self)
+        options = DeliveryOptions(
+            retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=self.delivery_retain
+        )
+        probe = await self.gang.workers.workers[0].call("canary")
+        header = await sender.seal(CANARY_VERSION)
+        self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
+        self.delivery = Delivery(sender, replace=self._give_up, options=options)
+        self.delivery.on_ack(self._acknowledged)
+
+    async def _admit(self, worker: Worker) -> None:
+        await self._prove(worker)
+        await self.delivery.join(RolloutEnd(worker, self.ctx))
+
+    async def _prove(self, worker: Worker) -> None:
+        """Delivers the canary and compares what the live modules compute. Raises WeightsMismatch naming the module."""
+        await RolloutEnd(worker, self.ctx).receive(self.canary.header, self.canary.payload)
+        proof = await worker.call("prove", CANARY_VERSION)
+        check_binding(self.canary.probe, proof, who=worker.name)
+
+    def _acknowledged(self, worker: str, ack: Ack) -> None:
+        if worker not in self.ctx.table.held:
+            return  # it was declared dead while its acknowledgement was under way
+        self.ctx.table.acknowledge(worker, ack.version, ack.digest, evaluation=ack.slot == EVALUATION)
+        self.ctx.observer.event(
+            "version", stream=ack.stream, version=ack.version, state="acknowledged", digest=ack.digest, worker=worker
+        )
+        self.ctx.work.notify()
+
+    async def _give_up(self, name: str, error: BaseException) -> None:
+        """A worker that cannot be brought its weights is killed; its place in the pool notices and replaces it."""
+        self.ctx.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
+        for worker in self.ctx.rollout.workers:
+            if worker.name == name:
+                worker.kill()
+        self.ctx.table.lost_worker(name)
+        self.ctx.work.notify()
