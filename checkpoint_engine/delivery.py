@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from checkpoint_engine.base import EVALUATION, RING, Ack, Broadcast, Header, ReceiverEndpoint, SenderEndpoint
-from checkpoint_engine.errors import TransferFailed, VersionGone
+from checkpoint_engine.errors import VersionGone
 from checkpoint_engine.fanout import parents
 from checkpoint_engine.lane import Job, Lane, LaneEvents
 from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, verdict
@@ -87,11 +87,11 @@ class Delivery:
             await self._call(self._sender.hold(version))
             self._kept[version] = self._headers[version]
 
-    async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> None:
-        """Adds a receiver; returns when it holds `versions`, every newer one sealed so far, and the placed one.
+    async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> bool:
+        """Adds a receiver; True when it holds `versions`, every newer one sealed so far, and the placed one.
 
-        Versions staged but not sealed yet reach it with everybody else. Raises VersionGone for a version that is not
-        retained, TransferFailed when the receiver failed before it held them all.
+        Versions staged but not sealed yet reach it with everybody else. False when the receiver left or failed
+        before: its own replacement is under way then. Raises VersionGone for a version that is not retained.
         """
         self._check()
         if receiver.name in self._lanes:
@@ -109,8 +109,7 @@ class Delivery:
                 jobs += await self._enqueue(self._headers[version], RING, [lane])
             if self._placed is not None:
                 jobs += await self._enqueue(self._placed, EVALUATION, [lane])
-        if not await self._settle(jobs):
-            raise TransferFailed(f"receiver {receiver.name} failed before it held {wanted}")
+        return await self._settle(jobs)
 
     async def leave(self, name: str) -> None:
         """Stops serving a receiver. Leaving twice is fine."""

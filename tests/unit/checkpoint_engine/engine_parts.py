@@ -1,0 +1,104 @@
+"""Small adapters and in-memory ends, with faults to order."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint_engine import RING, Ack, Header, LoraModule, Publisher, Receiver
+
+RANK, ALPHA = 4, 8.0
+
+
+def lora(seed: int = 0, *, modules: int = 3, width: int = 16, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for i in range(modules):
+        tensors[f"block.{i}.lora_A.weight"] = torch.randn(RANK, width, generator=generator).to(dtype)
+        tensors[f"block.{i}.lora_B.weight"] = torch.randn(width, RANK, generator=generator).to(dtype)
+    return tensors
+
+
+def blank(tensors: Mapping[str, Tensor]) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+
+
+def modules_of(tensors: Mapping[str, Tensor], *, scaling: float = ALPHA / RANK) -> dict[str, LoraModule]:
+    names = sorted({name.split(".lora_")[0] for name in tensors})
+    return {n: LoraModule(tensors[f"{n}.lora_A.weight"], tensors[f"{n}.lora_B.weight"], scaling) for n in names}
+
+
+def ends(tensors: Mapping[str, Tensor], *, capacity: int = 2) -> tuple[Publisher, Receiver]:
+    publisher = Publisher(tensors, alpha=ALPHA, rank=RANK, retain=capacity)
+    return publisher, Receiver(blank(tensors), alpha=ALPHA, rank=RANK, capacity=capacity)
+
+
+def sealed(publisher: Publisher, version: int) -> tuple[Header, np.ndarray[Any, np.dtype[np.uint8]]]:
+    publisher.stage(version)
+    publisher.seal(version)
+    return publisher.payload(version)
+
+
+def flipped(data: np.ndarray[Any, np.dtype[np.uint8]], at: int, bit: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    copy = data.copy()
+    copy[at] ^= 1 << bit
+    return copy
+
+
+class Gone(ConnectionError):
+    """The receiver's process died."""
+
+
+class Sender:
+    """A publisher behind virtual delays; `value` is what version v holds in every element."""
+
+    def __init__(self, publisher: Publisher, *, seal_seconds: float = 0.1) -> None:
+        self.publisher, self.seal_seconds = publisher, seal_seconds
+        self.served: list[int] = []
+
+    async def stage(self, version: int) -> None:
+        for tensor in self.publisher._tensors.values():
+            tensor.fill_(float(version))
+        self.publisher.stage(version, deadline=0.0)
+
+    async def seal(self, version: int) -> Header:
+        await asyncio.sleep(self.seal_seconds)
+        return self.publisher.seal(version)
+
+    async def payload(self, version: int) -> Any:
+        self.served.append(version)
+        return self.publisher.payload(version)[1]
+
+    async def hold(self, version: int) -> None:
+        self.publisher.hold(version)
+
+    async def release(self, version: int) -> None:
+        self.publisher.release(version)
+
+
+class End:
+    """A receiver behind `fault(attempt, header, payload)`, which may sleep, raise or return other bytes."""
+
+    def __init__(self, receiver: Receiver, name: str, *, node: str = "n0", fault: Callable[..., Any] | None = None):
+        self.receiver, self.name, self.node, self.fault = receiver, name, node, fault
+        self.attempts = 0
+        self.relayed: list[int] = []
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        self.attempts += 1
+        if self.fault is not None:
+            payload = await self.fault(self.attempts, header, payload)
+        return self.receiver.receive(header, payload, slot)
+
+    async def relay(self, header: Header, slot: str = RING) -> Any:
+        self.relayed.append(header.version)
+        return self.receiver.export(header.stream, header.version, slot=slot)[1]
+
+
+def resealed(header: Header, data: np.ndarray[Any, np.dtype[np.uint8]], **changes: Any) -> Header:
+    """A header as another sender would honestly have made it."""
+    fields = {"stream": header.stream, "version": header.version, "alpha": header.alpha, "rank": header.rank, **changes}
+    return Header.seal(fields.pop("layout", header.layout), data, **fields)

@@ -1,0 +1,406 @@
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_parts import ALPHA, RANK, End, Gone, Sender, blank, flipped, lora, resealed
+from tests.virtual import run_virtual
+
+from checkpoint_engine import (
+    EVALUATION,
+    Ack,
+    Delivery,
+    DeliveryOptions,
+    Publisher,
+    Receiver,
+    TransferCorrupted,
+    TransferFailed,
+    VersionGone,
+    Verdict,
+    WeightsMismatch,
+    verdict,
+)
+from checkpoint_engine.fanout import parents
+
+
+class Rig:
+    """A delivery with ends in memory; replacements join by themselves when `replacing`."""
+
+    def __init__(self, *, capacity: int = 2, replacing: bool = False, **options: Any) -> None:
+        self.tensors = lora(modules=1, width=8)
+        self.sender = Sender(Publisher(self.tensors, alpha=ALPHA, rank=RANK, retain=capacity))
+        self.capacity, self.replacing = capacity, replacing
+        self.replaced: list[tuple[str, str]] = []
+        self.acks: list[tuple[str, int, str]] = []
+        self.ends: dict[str, End] = {}
+        self.options = DeliveryOptions(retain=capacity, **options)
+        self.delivery = Delivery(self.sender, replace=self.replace, options=self.options)
+        self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version, ack.slot)))
+
+    def end(self, name: str, fault: Callable[..., Any] | None = None, node: str = "n0") -> End:
+        receiver = Receiver(blank(self.tensors), alpha=ALPHA, rank=RANK, capacity=self.capacity)
+        self.ends[name] = End(receiver, name, fault=fault, node=node)
+        return self.ends[name]
+
+    async def join(self, name: str, fault: Callable[..., Any] | None = None, node: str = "n0") -> None:
+        await self.delivery.join(self.end(name, fault, node), ())
+
+    async def replace(self, name: str, error: BaseException) -> None:
+        self.replaced.append((name, type(error).__name__))
+        if self.replacing:
+            await asyncio.sleep(1.0)
+            await self.delivery.join(self.end(f"{name}'"), self.sender.publisher.retained())
+
+    def held(self, name: str) -> list[int]:
+        return [version for _, version, slot in self.ends[name].receiver.held() if slot == "ring"]
+
+
+async def fault_free(attempt: int, header: Any, payload: Any) -> Any:
+    return payload
+
+
+def failing(times: int, error: Callable[[], BaseException] | None = None) -> Callable[..., Any]:
+    """The first `times` attempts flip a bit, or raise `error()`."""
+
+    async def fault(attempt: int, header: Any, payload: Any) -> Any:
+        if attempt > times:
+            return payload
+        if error is None:
+            return flipped(payload, 3)
+        raise error()
+
+    return fault
+
+
+async def hang(attempt: int, header: Any, payload: Any) -> Any:
+    await asyncio.sleep(1e5)
+
+
+def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
+    async def main() -> None:
+        rig = Rig()
+        for name in ("a", "b"):
+            await rig.join(name)
+        await rig.delivery.publish(0)
+        assert asyncio.get_running_loop().time() == 0.0 and rig.acks == []
+        await rig.delivery.drain()
+        assert sorted(rig.acks) == [("a", 0, "ring"), ("b", 0, "ring")]
+        assert (rig.delivery.stats.publishes, rig.delivery.stats.acknowledged) == (1, 2)
+        assert rig.delivery.stats.seconds == pytest.approx(0.1)
+        await rig.delivery.close()
+
+    run_virtual(main())
+
+
+def test_corrupted_transfers_are_sent_again_and_counted() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a", failing(3))
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.held("a") == [0] and rig.replaced == []
+        assert (rig.delivery.stats.retries, rig.delivery.stats.corrupt) == (3, 3)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "attempts"),
+    [
+        (failing(99), "TransferCorrupted", 4),
+        (failing(99, Gone), "Gone", 1),
+        (hang, "TimeoutError", 4),
+        (failing(99, lambda: TransferFailed("no")), "TransferFailed", 4),
+    ],
+)
+def test_a_hopeless_receiver_is_replaced_and_the_new_one_gets_what_is_retained(fault, error, attempts) -> None:
+    async def main() -> None:
+        rig = Rig(replacing=True)
+        await rig.join("good")
+        await rig.join("bad", fault)
+        for version in range(3):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(1.0)
+        await rig.delivery.drain()
+        assert rig.replaced == [("bad", error)] and rig.ends["bad"].attempts == attempts
+        assert rig.held("good") == rig.held("bad'") == [1, 2]
+        assert rig.delivery.receivers == ("good", "bad'")
+
+    run_virtual(main())
+
+
+def test_a_slow_receiver_stalls_nobody_else() -> None:
+    async def slow(attempt: int, header: Any, payload: Any) -> Any:
+        await asyncio.sleep(20.0)
+        return payload
+
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("slow", slow)
+        await rig.join("fast")
+        for version in range(3):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(0.2)
+        assert rig.held("fast") == [1, 2] and rig.held("slow") == []
+        await rig.delivery.drain()
+        assert rig.held("slow") == [1, 2]
+        assert [v for name, v, _ in rig.acks if name == "slow"] == [0, 1, 2]
+
+    run_virtual(main())
+
+
+async def wrong_alpha(attempt: int, header: Any, payload: Any) -> Any:
+    raise WeightsMismatch("LoRA alpha 16.0, expected 8.0")
+
+
+async def bug(attempt: int, header: Any, payload: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(("fault", "error"), [(wrong_alpha, WeightsMismatch), (bug, ZeroDivisionError)])
+def test_a_mismatch_or_an_unknown_error_stops_the_run_everywhere(fault, error) -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a", fault)
+        watcher = asyncio.create_task(rig.delivery.failed())
+        await rig.delivery.publish(0)
+        for surface in (watcher, rig.delivery.drain(), rig.delivery.publish(1), rig.delivery.join(rig.end("b"))):
+            with pytest.raises(error):
+                await surface
+        assert rig.replaced == []
+        await rig.delivery.close()
+
+    run_virtual(main())
+
+
+def test_an_error_of_the_sender_and_of_a_replacement_stop_the_run() -> None:
+    async def sender() -> None:
+        rig = Rig()
+        await rig.delivery.publish(0)
+        rig.sender.publisher.clear()
+        with pytest.raises(VersionGone):
+            await rig.delivery.drain()
+
+    async def replacement() -> None:
+        rig = Rig()
+
+        async def cannot(name: str, error: BaseException) -> None:
+            raise RuntimeError(f"no room to replace {name}")
+
+        rig.delivery._replace = cannot
+        await rig.join("a", failing(9, Gone))
+        await rig.delivery.publish(0)
+        with pytest.raises(RuntimeError, match="no room to replace a"):
+            await rig.delivery.drain()
+
+    run_virtual(sender())
+    run_virtual(replacement())
+
+
+def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
+    async def main() -> None:
+        rig = Rig()
+        end = rig.end("liar")
+
+        async def receive(header: Any, payload: Any, slot: str) -> Ack:
+            return Ack(header.stream, header.version, "0" * 64, slot)
+
+        end.receive = receive  # type: ignore[method-assign]
+        await rig.delivery.join(end)
+        await rig.delivery.publish(0)
+        with pytest.raises(WeightsMismatch, match="liar acknowledged"):
+            await rig.delivery.drain()
+
+    run_virtual(main())
+
+
+def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
+    async def main() -> None:
+        rig = Rig(capacity=3)
+        await rig.join("a")
+        for version in range(5):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.publish(5)
+        assert await rig.delivery.join(rig.end("late"), [3, 5])
+        assert rig.held("late") == [3, 4]
+        await rig.delivery.drain()
+        assert rig.held("late") == [3, 4, 5]
+        with pytest.raises(VersionGone, match=r"\[1\] are not retained, only \[3, 4, 5\]"):
+            await rig.delivery.join(rig.end("later"), [1])
+        assert rig.delivery.receivers == ("a", "late")
+        with pytest.raises(ValueError, match="late has joined already"):
+            await rig.delivery.join(rig.ends["late"])
+
+    run_virtual(main())
+
+
+def test_a_joiner_that_dies_while_joining_is_reported_and_replaced() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert not await rig.delivery.join(rig.end("x", failing(9, Gone)), [0])
+        await rig.delivery.drain()
+        assert rig.replaced == [("x", "Gone")] and rig.delivery.receivers == ()
+
+    run_virtual(main())
+
+
+def test_evaluation_versions_have_their_own_slot_and_reach_joiners() -> None:
+    async def main() -> None:
+        rig = Rig(capacity=1)
+        await rig.join("a")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        await rig.delivery.place(0)
+        for version in (1, 2, 3):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.join(rig.end("late"), [3])
+        for name in ("a", "late"):
+            assert rig.ends[name].receiver.held() == (("policy", 0, EVALUATION), ("policy", 3, "ring"))
+        assert rig.sender.publisher.retained() == (0, 3)
+        await rig.delivery.place(3)
+        await rig.delivery.drain()
+        assert rig.sender.publisher.retained() == (3,)
+        with pytest.raises(VersionGone, match="version 0 can't be evaluated"):
+            await rig.delivery.place(0)
+
+    run_virtual(main())
+
+
+def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a", hang)
+        await rig.join("b")
+        await rig.delivery.publish(0)
+        await asyncio.sleep(1.0)
+        await rig.delivery.leave("a")
+        await rig.delivery.leave("a")
+        await rig.delivery.drain()
+        assert asyncio.get_running_loop().time() < 2.0 and rig.replaced == []
+        assert rig.held("b") == [0]
+
+    run_virtual(main())
+
+
+def test_reset_publishes_again_from_an_earlier_version() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a")
+        for version in range(3):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.reset()
+        rig.sender.publisher.clear()
+        rig.ends["a"].receiver.clear()
+        await rig.delivery.publish(1)
+        await rig.delivery.drain()
+        assert rig.held("a") == [1] and rig.ends["a"].receiver.active is None
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("receivers", "nodes"), [(32, 4), (33, 4), (100, 3), (100, 100), (2000, 40), (1200, 1200)])
+def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int) -> None:
+    plan = parents({f"w{i}": f"n{i % nodes}" for i in range(receivers)})
+    assert len(plan) == receivers
+    children: dict[str | None, int] = {}
+    for name, parent in plan.items():
+        children[parent] = children.get(parent, 0) + 1
+        hops = 0
+        while parent is not None:
+            name, parent, hops = parent, plan[parent], hops + 1
+            assert hops < 10
+    limit = max(2 * 32, 0)
+    assert children[None] <= 32 and max(children.values()) <= limit
+    if receivers <= 32:
+        assert set(plan.values()) == {None}
+
+
+def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
+    async def main() -> None:
+        rig = Rig(degree=4, replacing=False)
+        for i in range(12):
+            await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.replaced == [("w1", "Gone")]
+        assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
+        relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
+        assert relays == {"w0": 3, "w2": 3}
+        assert len(rig.sender.served) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TransferCorrupted("x"), Verdict.RESEND),
+        (TimeoutError(), Verdict.RESEND),
+        (Gone(), Verdict.REPLACE),
+        (WeightsMismatch("x"), Verdict.STOP),
+        (KeyError("x"), Verdict.STOP),
+        (VersionGone("x"), Verdict.STOP),
+    ],
+)
+def test_verdicts_hold_for_errors_of_other_processes_too(error: BaseException, expected: Verdict) -> None:
+    class WorkerFailed(RuntimeError):
+        kind = type(error).__name__
+
+    assert verdict(error) is expected
+    if not isinstance(error, Gone):
+        assert verdict(WorkerFailed("remote")) is expected
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(40))
+def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:
+    """Delays, corruptions, hangs and deaths at random instants; nobody keeps a wrong or torn version."""
+    draw = random.Random(seed)
+
+    async def fault(attempt: int, header: Any, payload: Any) -> Any:
+        await asyncio.sleep(draw.expovariate(2.0))
+        dice = draw.random()
+        if dice < 0.1:
+            return flipped(payload, draw.randrange(100))
+        if dice < 0.15:
+            return payload[:64]
+        if dice < 0.18:
+            await asyncio.sleep(1e4)
+        if dice < 0.23:
+            raise Gone("died")
+        return payload
+
+    async def main() -> None:
+        rig = Rig(capacity=2, replacing=True, deadline=5.0)
+        for i in range(4):
+            await rig.join(f"w{i}", fault)
+        for version in range(25):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(draw.expovariate(1.0) + 0.2)
+            if draw.random() < 0.1:
+                await rig.delivery.leave(draw.choice(rig.delivery.receivers or ("none",)))
+            if draw.random() < 0.1:
+                await rig.delivery.join(rig.end(f"x{version}"), rig.sender.publisher.retained()[-1:])
+        await rig.delivery.drain()
+        for name in rig.delivery.receivers:
+            receiver = rig.ends[name].receiver
+            assert rig.held(name)[-1] == 24
+            receiver.activate("policy", 24)
+            assert receiver.live_digest() == rig.sender.publisher.payload(24)[0].digest
+            assert all((t == 24.0).all() for t in receiver._tensors.values())
+        await rig.delivery.close()
+
+    run_virtual(main())
+
+
+def test_resealed_is_what_a_sender_would_make() -> None:
+    publisher = Publisher(lora(), alpha=ALPHA, rank=RANK)
+    publisher.stage(0)
+    header = publisher.seal(0)
+    assert resealed(header, publisher.payload(0)[1]) == header

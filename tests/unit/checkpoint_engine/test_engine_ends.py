@@ -1,0 +1,273 @@
+import dataclasses
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from engine_parts import ALPHA, RANK, blank, ends, flipped, lora, resealed, sealed
+
+from checkpoint_engine import (
+    EVALUATION,
+    Ack,
+    Activation,
+    Layout,
+    Publisher,
+    Receiver,
+    TransferCorrupted,
+    TransferFailed,
+    VersionGone,
+    WeightsMismatch,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_delivered_weights_are_the_published_ones_bit_for_bit(dtype: torch.dtype) -> None:
+    tensors = lora(dtype=dtype)
+    publisher, receiver = ends(tensors)
+    header, data = sealed(publisher, 0)
+    header = pickle.loads(pickle.dumps(header))
+    assert receiver.receive(header, data) == Ack("policy", 0, header.digest)
+    assert receiver.active is None
+    assert receiver.activate("policy", 0) == header.digest == receiver.live_digest()
+    assert receiver.active == Activation("policy", 0, header.digest)
+    live = receiver._tensors
+    assert all(torch.equal(live[name], tensor) for name, tensor in tensors.items())
+
+
+def test_masters_are_sent_in_the_dtype_asked_for() -> None:
+    masters = lora()
+    publisher = Publisher(masters, alpha=ALPHA, rank=RANK, dtype=torch.bfloat16)
+    receiver = Receiver(blank(lora(dtype=torch.bfloat16)), alpha=ALPHA, rank=RANK)
+    receiver.receive(*sealed(publisher, 0))
+    receiver.activate("policy", 0)
+    assert all(torch.equal(receiver._tensors[n], t.to(torch.bfloat16)) for n, t in masters.items())
+
+
+def test_addresses_never_change_and_activation_of_older_versions_works() -> None:
+    tensors = lora()
+    publisher, receiver = ends(tensors)
+    before = {n: t.data_ptr() for n, t in receiver._tensors.items()}
+    digests = []
+    for version in range(2):
+        digests.append(receiver.receive(*sealed(publisher, version)).digest)
+        for tensor in tensors.values():
+            tensor.add_(1.0)
+    assert receiver.activate("policy", 1) == digests[1]
+    assert receiver.activate("policy", 0) == digests[0] == receiver.live_digest()
+    receiver.require("policy", 0, digests[0])
+    with pytest.raises(WeightsMismatch, match="the work names policy 1"):
+        receiver.require("policy", 1, digests[1])
+    assert {n: t.data_ptr() for n, t in receiver._tensors.items()} == before
+    assert all(ptr % 64 == 0 for ptr in before.values())
+
+
+def test_ring_keeps_the_newest_and_the_evaluation_slot_its_own() -> None:
+    publisher, receiver = ends(lora(), capacity=2)
+    for version in range(5):
+        receiver.receive(*sealed(publisher, version))
+        if version == 1:
+            receiver.keep("policy", 1)
+    assert receiver.held() == (("policy", 1, EVALUATION), ("policy", 3, "ring"), ("policy", 4, "ring"))
+    receiver.activate("policy", 1, slot=EVALUATION)
+    assert receiver.active is not None and receiver.active.version == 1
+    receiver.keep("policy", 3)
+    assert receiver.held() == (("policy", 3, EVALUATION), ("policy", 3, "ring"), ("policy", 4, "ring"))
+    with pytest.raises(WeightsMismatch, match=r"policy 1 \(evaluation\) is not held"):
+        receiver.activate("policy", 1, slot=EVALUATION)
+    assert len(receiver._spare) <= 2
+
+
+def test_streams_have_their_own_rings() -> None:
+    tensors = lora()
+    receiver = Receiver(blank(tensors), ("policy", "ema"), alpha=ALPHA, rank=RANK, capacity=1)
+    for stream in ("policy", "ema"):
+        receiver.receive(*sealed(Publisher(tensors, stream, alpha=ALPHA, rank=RANK), 3))
+    assert [held[:2] for held in receiver.held()] == [("ema", 3), ("policy", 3)]
+    with pytest.raises(WeightsMismatch, match="stream 'sampling' is not expected"):
+        receiver.receive(*sealed(Publisher(tensors, "sampling", alpha=ALPHA, rank=RANK), 0))
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda h, d: (h, flipped(d, h.layout.entries[3].offset + 5)), "wrong bytes in block.1.lora_B.weight"),
+        (lambda h, d: (h, d[:-256]), "with .* of .* bytes"),
+        (lambda h, d: (h, d[:0]), "with 0 of"),
+        (lambda h, d: (dataclasses.replace(h, digests=(b"\0" * 16, *h.digests[1:])), d), "damaged header"),
+        (lambda h, d: (dataclasses.replace(h, version=h.version + 1), d), "damaged header"),
+    ],
+)
+def test_corruption_asks_for_a_resend_and_leaves_the_old_version_in_service(corrupt, message) -> None:
+    publisher, receiver = ends(lora())
+    receiver.receive(*sealed(publisher, 0))
+    digest = receiver.activate("policy", 0)
+    publisher.stage(1)
+    publisher.seal(1)
+    with pytest.raises(TransferCorrupted, match=message):
+        receiver.receive(*corrupt(*publisher.payload(1)))
+    assert receiver.held() == (("policy", 0, "ring"),) and receiver.live_digest() == digest
+    receiver.receive(*publisher.payload(1))
+
+
+def _with_layout(change):
+    def corrupt(header, data):
+        tensors = lora()
+        change(tensors)
+        publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
+        return sealed(publisher, 0)
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (_with_layout(lambda t: t.pop("block.1.lora_B.weight")), "block.1.lora_B.weight is missing"),
+        (_with_layout(lambda t: t.update({"block.7.x": torch.ones(3)})), "block.7.x is not expected"),
+        (_with_layout(lambda t: t.update({"block.0.lora_A.weight": torch.ones(RANK, 8)})), "block.0.lora_A.weight has"),
+        (_with_layout(lambda t: t.update({k: v.bfloat16() for k, v in t.items()})), "dtype bfloat16, expected float32"),
+        (lambda h, d: (resealed(h, d, alpha=ALPHA * 2), d), "LoRA alpha 16.0, expected 8.0"),
+        (lambda h, d: (resealed(h, d, rank=8), d), "LoRA rank 8, expected 4"),
+    ],
+)
+def test_a_mismatch_stops_and_names_the_tensor(corrupt, message) -> None:
+    publisher, receiver = ends(lora())
+    with pytest.raises(WeightsMismatch, match=message):
+        receiver.receive(*corrupt(*sealed(publisher, 0)))
+    assert receiver.held() == ()
+
+
+def test_stale_and_twice_named_versions_stop() -> None:
+    tensors = lora()
+    publisher, receiver = ends(tensors)
+    old = sealed(publisher, 0)
+    for version in (1, 2, 3):
+        receiver.receive(*sealed(publisher, version))
+    with pytest.raises(WeightsMismatch, match="version 0 of stream policy is stale"):
+        receiver.receive(*old)
+    header, data = publisher.payload(3)
+    assert receiver.receive(header, data).digest == header.digest
+    other = flipped(data, 9)
+    with pytest.raises(WeightsMismatch, match="twice with different contents"):
+        receiver.receive(resealed(header, other), other)
+
+
+def test_a_rebound_parameter_stops_activation_by_name() -> None:
+    publisher, receiver = ends(lora())
+    receiver.receive(*sealed(publisher, 0))
+    victim = receiver._tensors["block.1.lora_A.weight"]
+    victim.data = victim.data.clone()
+    with pytest.raises(WeightsMismatch, match="block.1.lora_A.weight is not bound"):
+        receiver.activate("policy", 0)
+
+
+def test_frozen_publishing_is_caught_when_sealed() -> None:
+    tensors = lora()
+    publisher, receiver = ends(tensors)
+    receiver.receive(*sealed(publisher, 0))
+    publisher.freeze(0)
+    publisher.stage(1)
+    publisher.seal(1)
+    tensors["block.2.lora_B.weight"].mul_(1.01)
+    publisher.stage(2)
+    with pytest.raises(WeightsMismatch, match=r"version 2 .* block.2.lora_B.weight begins"):
+        publisher.seal(2)
+
+
+def test_staging_waits_for_the_version_before_the_last_one() -> None:
+    publisher, _ = ends(lora())
+    publisher.stage(0)
+    publisher.stage(1)
+    with pytest.raises(TransferFailed, match=r"staging version 2 waited 0.01 s for \[0, 1\] to be sealed"):
+        publisher.stage(2, deadline=0.01)
+    threading.Timer(0.05, lambda: publisher.seal(0)).start()
+    publisher.stage(2, deadline=10.0)
+    with pytest.raises(ValueError, match="published already"):
+        publisher.stage(1)
+    publisher.seal(1)
+    publisher.seal(2)
+
+
+def test_publisher_retains_the_newest_and_the_held() -> None:
+    publisher, _ = ends(lora(), capacity=2)
+    _, first = sealed(publisher, 0)
+    copy = first.copy()
+    publisher.hold(0)
+    for version in (1, 2, 3):
+        sealed(publisher, version)
+    assert publisher.retained() == (0, 2, 3)
+    publisher.release(0)
+    assert publisher.retained() == (2, 3)
+    assert (first == copy).all()
+    for action in (publisher.payload, publisher.hold, publisher.seal):
+        with pytest.raises(VersionGone):
+            action(0)
+    publisher.stage(9)
+    publisher.clear()
+    assert publisher.retained() == ()
+    for version in (0, 1):
+        publisher.stage(version, deadline=0.0)
+
+
+def test_other_tensors_of_the_layout_can_be_published() -> None:
+    publisher, receiver = ends(lora())
+    canary = {name: torch.full_like(tensor, 7.0).double() for name, tensor in lora().items()}
+    publisher.stage(-1, canary)
+    publisher.seal(-1)
+    receiver.receive(*publisher.payload(-1))
+    receiver.activate("policy", -1)
+    assert all((t == 7.0).all() for t in receiver._tensors.values())
+    with pytest.raises(WeightsMismatch, match="lora_A.weight is missing"):
+        publisher.stage(5, {n: t for n, t in canary.items() if "0.lora_A" not in n})
+    with pytest.raises(WeightsMismatch, match="extra is not in its layout"):
+        publisher.stage(5, canary | {"extra": torch.zeros(1)})
+
+
+def test_two_engines_live_in_one_process() -> None:
+    pairs = [ends(lora(seed)) for seed in (1, 2)]
+    digests = []
+    for publisher, receiver in pairs:
+        receiver.receive(*sealed(publisher, 0))
+        digests.append(receiver.activate("policy", 0))
+    assert digests[0] != digests[1]
+    assert [receiver.live_digest() for _, receiver in pairs] == digests
+    with pytest.raises(WeightsMismatch, match="twice with different contents"):
+        pairs[0][1].receive(*pairs[1][0].payload(0))
+
+
+def test_no_torn_versions_under_load() -> None:
+    """A worker reads the live tensors at the start and end of its work while 100 publishes arrive beside it."""
+    tensors = lora(width=256)
+    publisher, receiver = ends(tensors, capacity=2)
+    published: dict[int, str] = {}
+    stop = threading.Event()
+
+    def publish() -> None:
+        for version in range(100):
+            header, data = sealed(publisher, version)
+            published[version] = header.digest
+            receiver.receive(header, data)
+            for tensor in tensors.values():
+                tensor.mul_(-1.01)
+        stop.set()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    pieces = 0
+    while not stop.is_set() or pieces == 0:
+        held = receiver.held()
+        if not held:
+            time.sleep(0)
+            continue
+        try:
+            digest = receiver.activate("policy", held[0][1])
+        except WeightsMismatch:
+            continue
+        values = {name: tensor.clone() for name, tensor in receiver._tensors.items()}
+        assert receiver.live_digest() == digest == published[held[0][1]]
+        again = Layout.of(values).views(receiver._live)
+        assert all(torch.equal(values[name], again[name]) for name in values)
+        pieces += 1
+    thread.join()
+    assert len(published) == 100 and receiver.held()[-1][1] == 99

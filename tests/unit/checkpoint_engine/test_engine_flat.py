@@ -1,0 +1,100 @@
+import hashlib
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from engine_parts import flipped, lora
+
+from checkpoint_engine import Layout, base_digest, weights_digest
+from checkpoint_engine.digest import BLOCK_BYTES, digest_span
+
+
+def test_layout_is_sorted_padded_and_independent_of_order() -> None:
+    tensors = lora()
+    layout = Layout.of(tensors)
+    assert [e.name for e in layout.entries] == sorted(tensors)
+    assert all(e.offset % 256 == 0 for e in layout.entries) and layout.nbytes % 256 == 0
+    assert Layout.of(dict(reversed(tensors.items()))).hash == layout.hash
+    assert layout.numel == sum(t.numel() for t in tensors.values())
+    assert pickle.loads(pickle.dumps(layout)).hash == layout.hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("block.1.lora_A.weight"), "block.1.lora_A.weight is missing"),
+        (lambda t: t.update({"block.9.x": torch.zeros(1)}), "block.9.x is not expected"),
+        (lambda t: t.update({"block.0.lora_B.weight": torch.zeros(2, 2)}), r"block.0.lora_B.weight has shape \[2, 2\]"),
+        (lambda t: t.update({"block.2.lora_A.weight": t["block.2.lora_A.weight"].half()}), "lora_A.weight has dtype f"),
+        (lambda t: t.update({"block.1.lora_a.weight": t.pop("block.1.lora_A.weight")}), "nearest: block.1.lora_a"),
+    ],
+)
+def test_difference_names_the_tensor(change, message) -> None:
+    other = lora()
+    change(other)
+    difference = Layout.of(lora()).difference(Layout.of(other))
+    assert difference is not None and re.search(message, difference), difference
+
+
+def test_views_cover_exactly_their_bytes() -> None:
+    tensors = lora() | {"half": torch.arange(7, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
+    layout = Layout.of(tensors)
+    buffer = layout.empty().fill_(255)
+    for name, view in layout.views(buffer).items():
+        view.copy_(tensors[name])
+    assert all(torch.equal(view, tensors[name]) for name, view in layout.views(buffer).items())
+    used = sum(e.nbytes for e in layout.entries)
+    assert int((buffer == 255).sum()) >= layout.nbytes - used
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 12, 255, BLOCK_BYTES, BLOCK_BYTES + 4, 2 * BLOCK_BYTES + 13])
+def test_every_single_bit_matters(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    seen = {digest_span(data, 0), digest_span(data, 256)}
+    places = sorted({*range(min(size, 16)), *range(max(0, size - 16), size), size // 2} - ({0} if not size else set()))
+    changed = [(at, bit) for at in places if at < size for bit in (0, 3, 7)]
+    seen |= {digest_span(flipped(data, at, bit), 0) for at, bit in changed}
+    assert len(seen) == 2 + len(changed)
+
+
+def test_sign_flips_and_swaps_are_seen() -> None:
+    values = np.random.default_rng(0).standard_normal(1 << 14).astype(np.float32)
+    pairs = [(1, 3), (0, 2), (1, 2), (5, 9001)]
+    digests = {digest_span(values.view(np.uint8), 0)}
+    for i, j in pairs:
+        negated, swapped = values.copy(), values.copy()
+        negated[[i, j]] *= -1
+        swapped[[i, j]] = swapped[[j, i]]
+        digests |= {digest_span(negated.view(np.uint8), 0), digest_span(swapped.view(np.uint8), 0)}
+    for part in (slice(0, None, 2), slice(1, None, 2), slice(None)):
+        negated = values.copy()
+        negated[part] *= -1
+        digests.add(digest_span(negated.view(np.uint8), 0))
+    assert len(digests) == 1 + 2 * len(pairs) + 3
+
+
+def test_digest_is_the_same_on_every_machine() -> None:
+    data = (np.arange(BLOCK_BYTES + 100) % 251).astype(np.uint8)
+    assert digest_span(data, 512).hex() == "3f24f64f17d2b2ff03afdc0040aa8f2c"
+
+
+def test_weights_digest_is_sha256_of_float32_in_name_order() -> None:
+    tensors = {"b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "a": torch.tensor([[3.0]])}
+    expected = hashlib.sha256(np.array([3.0, 1.0, 2.0], dtype=np.float32).tobytes()).hexdigest()
+    assert weights_digest(tensors) == expected
+
+
+def test_base_digest_sees_names_shapes_dtypes_and_values() -> None:
+    tensors = lora()
+    digest = base_digest(tensors)
+    assert base_digest({k: v.clone() for k, v in reversed(tensors.items())}) == digest
+    first = min(tensors)
+    variants = [
+        tensors | {first: tensors[first].T},
+        tensors | {first: tensors[first].reshape(-1)},
+        tensors | {first: tensors[first] + 1e-7},
+        {k: v for k, v in tensors.items() if k != first},
+    ]
+    assert len({digest, *map(base_digest, variants)}) == 5
