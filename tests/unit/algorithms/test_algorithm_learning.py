@@ -5,6 +5,7 @@ Right way, wrong way when the reward is negated, nowhere when the advantages are
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from algorithm_referee import GOAL, SIGMAS, STEPS, Weights, coefficients, micro_batch, sample
@@ -62,12 +63,8 @@ def train(name: str, **falsifier: bool) -> float:
         fresh = weights(a, b)
         points, rewards = sample(sampler, config.sde_type, config.noise_level, count=GROUPS * SIZE, seed=update)
         groups = [group.numpy() for group in rewards.reshape(GROUPS, SIZE)]
-        advantages = torch.cat(
-            [
-                torch.from_numpy(x)
-                for x in algorithm.advantages({"r": groups}, seeds=[update * 10 + g for g in range(4)])
-            ]
-        ).numpy()
+        seeds = [update * GROUPS + group for group in range(GROUPS)]
+        advantages = np.concatenate(algorithm.advantages({"r": groups}, seeds=seeds))
         for half in range(2):
             optimizer.zero_grad()
             for index in STEPS:

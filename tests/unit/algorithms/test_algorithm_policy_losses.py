@@ -235,12 +235,22 @@ def test_kept_marks_exactly_the_rows_with_gradient() -> None:
     nets = networks()
     for name in ("flow_grpo", "grpo_guard", "flow_dppo"):
         algorithm = policy_gradient(
-            name=name, noise_level=0.8, clip_range=3e-4, correction="mask", correction_threshold=0.02
+            name=name, noise_level=0.8, clip_range=3e-4, correction="mask", correction_threshold=3e-3
         )
         output = ours(algorithm, rows(STEPS, ADVANTAGES), nets)
         for row in range(8):
             (gradient,) = torch.autograd.grad(output.loss[row], [nets["current"].u], retain_graph=True)
             assert bool(output.metrics["kept"][row]) == bool(gradient.any()), (name, row)
+
+
+def test_the_mask_looks_at_the_current_policy() -> None:
+    """After some updates of a batch the distance to the sampler has grown, whatever the proximal policy's was."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    nets |= {"proximal": nudged(nets["current"], 0.5, seed=8), "behaviour": nudged(nets["current"], 0.5, seed=8)}
+    algorithm = policy_gradient(noise_level=0.8, clip_range=1e6, correction="mask", correction_threshold=3e-3)
+    metrics = ours(algorithm, batch, nets).metrics
+    assert (metrics["behaviour_divergence"] > 0).all() and float(metrics["masked"].sum()) > 0
+    assert (metrics["importance_weight"] == 1.0).all(), "weights are about the proximal policy"
 
 
 def test_a_huge_log_ratio_stays_finite() -> None:
