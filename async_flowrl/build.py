@@ -43,7 +43,7 @@ class Ledgers:
 
 
 def run(config: Config) -> int:
-    """Runs a configuration; returns the process's exit code. Every failure is one named line, its traceback in logs/."""
+    """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/."""
     directory = RunDirectory(Path(config.output_dir))
     try:
         prepared = prepare(config)
@@ -175,6 +175,7 @@ def log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
+    console.addFilter(lambda record: record.exc_info is None)
     logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
 
 

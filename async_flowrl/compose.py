@@ -33,8 +33,8 @@ def guard_imports() -> None:
     where = [Path(spec.origin).resolve().parent.parent if spec and spec.origin else None for spec in (ours, found)]
     if where[0] is None or where[0] != where[1]:
         raise GuardError(
-            f"checkpoint_engine is imported from {where[1]}, but async_flowrl's own is in {where[0]}: another package of "
-            "that name is installed; run `pip uninstall checkpoint-engine` and reinstall async-flowrl"
+            f"checkpoint_engine is imported from {where[1]}, but async_flowrl's own is in {where[0]}: another package "
+            "of that name is installed; run `pip uninstall checkpoint-engine` and reinstall async-flowrl"
         )
 
 
@@ -119,7 +119,8 @@ def _nest(parts: Sequence[str]) -> dict[str, Any]:
 
 def _first_line(error: Exception) -> str:
     """Hydra's and OmegaConf's explanations without their indented bookkeeping."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith(("object_type=", "reference_type="))]
     return "; ".join(useful[:3])
 

@@ -1,5 +1,6 @@
 """What every model family needs when it loads weights."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,9 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+
+ONE_AT_A_TIME = threading.Lock()
+"""diffusers and peft switch process-wide defaults while they build a model: threads of one process must take turns."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from async_flowrl.config import Config
+from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -32,6 +33,10 @@ class RolloutWorker:
 
     def load(self) -> dict[str, str]:
         """Builds the model. Returns the digest of the base weights, to be compared with the trainer's."""
+        with ONE_AT_A_TIME:
+            return self._load()
+
+    def _load(self) -> dict[str, str]:
         policy = load_policy(self.model, dtype=self.config.model.dtype, device=device(), parts="all")
         digest = base_digest(dict(policy.transformer.named_parameters()))
         add_lora(policy.transformer, self.config.lora, policy, self.config.seed)

@@ -17,6 +17,7 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.seeds import derive
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -31,6 +32,7 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import ByteArray, Conditioning, FloatArray, Trajectory
 from checkpoint_engine import Header, base_digest, weights_digest
+from separation.rendezvous import join
 
 
 @runtime_checkable
@@ -68,13 +70,15 @@ class TrainerWorker:
 
     def join_gang(self, environment: Mapping[str, str]) -> None:
         """Joins the other ranks; before `load`. A rank that never does trains alone, without FSDP."""
-        from separation.rendezvous import join
-
         join(environment, device=self.device.type)
-        self.gang = Gang.current()
 
     def load(self) -> dict[str, Any]:
         """Builds the model with its adapter. Returns the base's digest, how it is laid out, and parameter counts."""
+        with ONE_AT_A_TIME:
+            return self._load()
+
+    def _load(self) -> dict[str, Any]:
+        self.gang = Gang.current()
         config, trainer = self.config, self.config.trainer
         # On the CPU first: a base too large for one device is moved shard by shard.
         policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts="transformer")
