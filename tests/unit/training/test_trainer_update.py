@@ -1,6 +1,7 @@
 """One rank's optimizer step against a loop written out by hand, and the rules around it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config import Config
+from async_flowrl.export import save_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.batch import Group
 from async_flowrl.training.lora import add_lora, lora_parameters
@@ -367,3 +369,34 @@ def test_a_plan_without_rows_takes_no_groups(handed: list[list[rig.Handed]]) -> 
         rig.trainer(rig.tiny_config()).finish()
     with pytest.raises(ValueError, match="step 0 has no update 1"):
         worker.begin(0, StepPlan(rows=1, update=1))
+
+
+def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
+    handed: list[list[rig.Handed]], tmp_path: Path
+) -> None:
+    first = rig.trainer(rig.tiny_config())
+    rig.update(first, 0, handed[0])
+    config = rig.tiny_config()
+    config.algorithm.kl_coef = 0.04
+    config.lora.path = str(save_lora(tmp_path, first.tensors(), alpha=config.lora.alpha))
+    warm = rig.trainer(config)
+    assert warm.weights_digest() == first.weights_digest()
+    kl = [rig.update(warm, step, batch).metrics["kl"] for step, batch in enumerate(handed)]
+    assert kl[0] == 0.0 and kl[1] > 0
+    warm.snapshot()
+    resumed = rig.trainer(config)
+    resumed.restore(warm.save(str(tmp_path / "checkpoints"), {}))
+    assert rig.update(resumed, 3, handed[0]).metrics["kl"] > 0, (
+        "the reference is the warm start, not the resumed weights"
+    )
+
+
+def test_delays_change_only_time(handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rig.tiny_config()
+    config.debug.delays.update, config.debug.delays.constant = 0.25, True
+    slept: list[float] = []
+    monkeypatch.setattr("async_flowrl.training.worker.time.sleep", slept.append)
+    slow, plain = rig.trainer(config), rig.trainer(rig.tiny_config())
+    rig.update(slow, 0, handed[0])
+    rig.update(plain, 0, handed[0])
+    assert slept == [0.25] and slow.weights_digest() == plain.weights_digest()

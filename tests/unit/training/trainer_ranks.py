@@ -1,21 +1,17 @@
 """What each trainer process does in the tests of the gang; a module of its own, so that it can be spawned."""
 
-import os
 import pickle
-import socket
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as processes
 import trainer_rig as rig
 
 from async_flowrl.config import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.fsdp import Gang
 from async_flowrl.training.worker import TrainerWorker
+from separation.rendezvous import free_port, gang_environment, leave
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
@@ -25,9 +21,7 @@ def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
     """Does each job with `world` processes and a fresh trainer; outcomes by job and rank."""
     for config, _ in jobs:
         resolve_model(config.model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
     processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
@@ -42,15 +36,15 @@ def run_alone(job: Job) -> Outcome:
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    outcomes = []
+    environment = gang_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=60.0)
+    outcomes: list[Outcome] = []
     for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
-        worker.gang = Gang.current()
+        if not outcomes:
+            worker.join_gang(environment)
         outcomes.append(_train(worker, job))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
-    dist.destroy_process_group()
+    leave()
 
 
 def _train(worker: TrainerWorker, job: Job) -> Outcome:
