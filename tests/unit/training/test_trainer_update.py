@@ -386,9 +386,7 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     warm.snapshot()
     resumed = rig.trainer(config)
     resumed.restore(warm.save(str(tmp_path / "checkpoints"), {}))
-    assert rig.update(resumed, 3, handed[0]).metrics["kl"] > 0, (
-        "the reference is the warm start, not what was resumed"
-    )
+    assert rig.update(resumed, 3, handed[0]).metrics["kl"] > 0, "the reference is the warm start, not what was resumed"
 
 
 def test_delays_change_only_time(handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch) -> None:
