@@ -1,7 +1,7 @@
 """Pools of workers behind one interface, whether they are Ray actors or threads of this process.
 
 A worker hosts one plain object built from a factory named `pkg.module:attr`; `call` runs one of its methods.
-Calls on one lane run one at a time, in order; different lanes run side by side (a delivery arrives while images are made).
+Calls on one lane run one at a time, in order; different lanes run side by side (a delivery while images are made).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Ref(Protocol):
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool needs. `arguments` are keyword arguments of the factory; the worker's `index` and `name` are added."""
+    """What a pool needs. `arguments` are the factory's keyword arguments; the worker's `index` and `name` are added."""
 
     name: str
     factory: str
@@ -73,11 +73,13 @@ class Worker(Protocol):
         """The method's result. Refs among the arguments (top level only) arrive as their values.
 
         `method` may also be `pkg.module:function`: that function, run in the worker.
-        Raises WorkerDied, WorkerFailed or RefLost; cancelling the await does not stop the method, it only forgets the result.
+        Raises WorkerDied, WorkerFailed or RefLost. Cancelling the await does not stop the method, only forgets it.
         """
         ...
 
-    async def call_split(self, method: str, *args: Any, returns: int, lane: str = "main") -> tuple[Any, tuple[Ref, ...]]:
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
         """For a method that returns a tuple of `returns` items: the first by value, the others as refs."""
         ...
 

@@ -12,9 +12,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from separation.processes import Identity
 
 
 class RemoteError(Exception):
@@ -27,35 +28,6 @@ class RemoteError(Exception):
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A process, told apart from every other one that ever had its number. `started` is in clock ticks since boot."""
-
-    pid: int
-    started: int
-    machine: str
-    """Boot id and pid namespace."""
-    address: str = "127.0.0.1"
-
-    @classmethod
-    def of(cls, pid: int, *, address: str = "127.0.0.1") -> "Identity | None":
-        """None when there is no such process."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        fields = stat[stat.rindex(")") + 2 :].split()
-        if fields[0] in "ZX":
-            return None
-        return cls(pid, int(fields[19]), f"{boot} {os.readlink('/proc/self/ns/pid')}", address)
-
-    def alive(self) -> bool:
-        """Only meaningful on the same machine; False anywhere else."""
-        now = Identity.of(self.pid)
-        return now is not None and (now.started, now.machine) == (self.started, self.machine)
 
 
 def resolve(path: str) -> Any:
@@ -72,12 +44,10 @@ def resolve(path: str) -> Any:
 class Host:
     """Holds the object of one worker and forwards calls to it."""
 
-    def __init__(self, name: str, *, threads: int, log_file: str | None = None) -> None:
+    def __init__(self, name: str, *, threads: int) -> None:
         self.name = name
         self.threads = threads
         self._target: Any = None
-        if log_file is not None:
-            redirect_output(Path(log_file))
 
     def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Imports the factory and calls it."""
@@ -105,19 +75,29 @@ class Host:
             raise RemoteError.of(error)
         return result
 
+    def _find(self, method: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = resolve(method) if ":" in method else getattr(self._target, method)
+        return found
+
+
+class ProcessHost(Host):
+    """A Host that has a process of its own."""
+
+    def __init__(self, name: str, *, threads: int, environment: Mapping[str, str], log_file: str | None) -> None:
+        os.environ.update({**thread_environment(threads), **environment})
+        super().__init__(name, threads=threads)
+        if log_file is not None:
+            redirect_output(Path(log_file))
+
     def watch(self) -> None:
         """Never returns: the pending call fails when the process ends, whatever else it was doing."""
         threading.Event().wait()
 
-    def identity(self, address: str) -> Identity:
+    def identity(self) -> Identity:
         """Who this process is."""
-        found = Identity.of(os.getpid(), address=address)
+        found = Identity.of(os.getpid())
         if found is None:
             raise RuntimeError("/proc does not show this process")
-        return found
-
-    def _find(self, method: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = resolve(method) if ":" in method else getattr(self._target, method)
         return found
 
 

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from separation.group import PoolSpec, Ref, Worker, WorkerDied, WorkerFailed
+from separation.group import PoolSpec, Ref, Worker, WorkerFailed
 from separation.host import Host, RemoteError
-from separation.supervise import deadline
-from separation.worker import CallTable, settle
+from separation.supervise import deadline, together
+from separation.worker import CallTable, pick_lane, settle
 
 
 class Parcel:
@@ -91,7 +91,9 @@ class LocalWorker:
         )
         return result.open()
 
-    async def call_split(self, method: str, *args: Any, returns: int, lane: str = "main") -> tuple[Any, tuple[Ref, ...]]:
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
         parcels = [_pack(arg) for arg in args]
 
         def work() -> list[Parcel]:
@@ -130,13 +132,6 @@ class LocalWorker:
         return WorkerFailed(self.name, method, remote.kind, remote.message, remote.remote_traceback)
 
 
-def pick_lane(lanes: dict[str, Any], lane: str, worker: str) -> Any:
-    """The lane of that name. Raises ValueError naming those there are."""
-    if lane not in lanes:
-        raise ValueError(f"{worker} has no lane {lane!r}; it has {', '.join(lanes)}")
-    return lanes[lane]
-
-
 def _pack(value: Any) -> Parcel:
     return value if isinstance(value, Parcel) else Parcel(value)
 
@@ -154,9 +149,8 @@ class LocalGroup:
         """Builds all workers side by side. Raises WorkerFailed or DeadlineExceeded."""
         workers = [LocalWorker(self.spec, index, f"{self.spec.name}-{index}") for index in range(self.spec.num_workers)]
         self.workers = list(workers)
-        async with deadline(self._start_deadline, f"starting the pool {self.spec.name}"), asyncio.TaskGroup() as tasks:
-            for worker in workers:
-                tasks.create_task(worker.build())
+        async with deadline(self._start_deadline, f"starting the pool {self.spec.name}"):
+            await together(*(worker.build() for worker in workers))
 
     async def replace(self, index: int) -> Worker:
         self.workers[index].kill()
@@ -175,6 +169,3 @@ class LocalGroup:
     async def close(self) -> None:
         for worker in self.workers:
             worker.kill()
-
-
-__all__ = ["Lane", "LocalGroup", "LocalWorker", "Parcel", "WorkerDied", "pick_lane"]

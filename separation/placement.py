@@ -1,4 +1,4 @@
-"""Which worker sits where: reservations computed before anything starts, and a table when they don't fit. Pure Python."""
+"""Which worker sits where: reservations computed before anything starts, and a table when they don't fit."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,7 +3,6 @@
 The port can't be stolen between choosing and using it: rank 0 opens the store on a port the system picks, and keeps it.
 """
 
-import asyncio
 import os
 import socket
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from separation.group import WorkerGroup
-from separation.supervise import deadline
+from separation.supervise import deadline, together
 
 _stores: dict[int, Any] = {}
 
@@ -41,7 +40,7 @@ def gang_environment(*, rank: int, world: int, address: str, port: int, timeout:
 
 def open_store(world: int, timeout: float) -> int:
     """On rank 0: opens the gang's store and returns its port. Earlier stores of this process are closed."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     _stores.clear()
     store = TCPStore("0.0.0.0", 0, world, True, timedelta(seconds=timeout), wait_for_workers=False)
@@ -52,10 +51,11 @@ def open_store(world: int, timeout: float) -> int:
 def join(environment: Mapping[str, str], device: str = "cpu") -> None:
     """Inside a rank: joins the default group, nccl on cuda and gloo elsewhere. Raises RuntimeError if it is in one.
 
-    Every collective of the group has the time-out in GANG_TIMEOUT. Raises torch's DistStoreError when a rank is missing.
+    Every collective of the group has the time-out in GANG_TIMEOUT. A missing rank raises DistStoreError.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if dist.is_initialized():
         raise RuntimeError("this process is in a gang already: leave() it first")
@@ -64,13 +64,14 @@ def join(environment: Mapping[str, str], device: str = "cpu") -> None:
     limit = timedelta(seconds=float(environment["GANG_TIMEOUT"]))
     store = _stores.get(port) if rank == 0 else None
     if store is None:
-        store = dist.TCPStore(environment["MASTER_ADDR"], port, world, rank == 0, limit, wait_for_workers=False)
+        address = environment["MASTER_ADDR"]
+        store = TCPStore(address, port, world, rank == 0, limit, wait_for_workers=False)
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(0)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if on_gpu else "gloo",
-        store=dist.PrefixStore(f"gang-{port}", store),
+        store=PrefixStore(f"gang-{port}", store),
         rank=rank,
         world_size=world,
         timeout=limit,
@@ -95,7 +96,13 @@ async def join_gang(group: WorkerGroup, *, device: str = "cpu", timeout: float) 
             await worker.call("separation.rendezvous:leave")
         master = group.workers[0]
         port = await master.call("separation.rendezvous:open_store", world, timeout)
-        async with asyncio.TaskGroup() as tasks:
-            for rank, worker in enumerate(group.workers):
-                environment = gang_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
-                tasks.create_task(worker.call("separation.rendezvous:join", environment, device))
+        environments = [
+            gang_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
+            for rank in range(world)
+        ]
+        await together(
+            *(
+                worker.call("separation.rendezvous:join", environment, device)
+                for worker, environment in zip(group.workers, environments, strict=True)
+            )
+        )

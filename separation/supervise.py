@@ -5,7 +5,7 @@ All time comes from the running loop, so everything here works under a loop whos
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -109,10 +109,8 @@ class Supervision:
     async def _absorb(self, *, seen: bool) -> None:
         """Takes our own cancellation of the body back, delivered or still pending."""
         if not seen:
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                pass
         self._body.uncancel()
 
     async def _close(self) -> None:
@@ -142,6 +140,18 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for member in error.exceptions for leaf in _leaves(member)]
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """All results in order. The first failure cancels the others, waits for them, and is raised as itself."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def retry(

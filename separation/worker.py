@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
 
 from separation.group import WorkerDied
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
 class CallTable:
-    """The calls of one worker that have not been answered. After `declare_dead` each of them, and each later one, raises.
+    """The unanswered calls of one worker. After `declare_dead` each of them, and each later one, raises WorkerDied.
 
     What a dead worker still returns is discarded: it may already have been replaced.
     """
@@ -21,10 +24,14 @@ class CallTable:
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
 
-    def open(self) -> "asyncio.Future[Any]":
-        """A future that a caller awaits. Raises WorkerDied."""
+    def check(self) -> None:
+        """Raises WorkerDied if the worker is dead."""
         if self.reason is not None:
             raise WorkerDied(self.worker, self.reason)
+
+    def open(self) -> "asyncio.Future[Any]":
+        """A future that a caller awaits. Raises WorkerDied."""
+        self.check()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -53,3 +60,10 @@ def settle(future: "asyncio.Future[Any]", *, value: Any = None, error: BaseExcep
         future.set_result(value)
     else:
         future.set_exception(error)
+
+
+def pick_lane(lanes: Mapping[str, T], lane: str, worker: str) -> T:
+    """The lane of that name. Raises ValueError naming those there are."""
+    if lane not in lanes:
+        raise ValueError(f"{worker} has no lane {lane!r}; it has {', '.join(lanes)}")
+    return lanes[lane]

@@ -1,0 +1,233 @@
+"""Workers that are Ray actors. Ray never restarts one: a process that forgot its state must not pass for the old."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray import exceptions
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from separation.group import PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.host import ProcessHost, RemoteError
+from separation.placement import Resources
+from separation.processes import Identity, descendants
+from separation.supervise import deadline, together
+from separation.worker import CallTable, pick_lane, settle
+
+_DEATHS = (
+    exceptions.RayActorError,
+    exceptions.ActorPlacementGroupRemoved,
+    exceptions.ActorUnschedulableError,
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+)
+_WATCH = "watch"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's processes run, one after the other."""
+
+    group: PlacementGroup
+    bundle: int
+    share: Resources
+
+
+def node_address() -> str:
+    """The IP address of the node this worker runs on."""
+    return str(ray.util.get_node_ip_address())
+
+
+class RayWorker:
+    """A ProcessHost in an actor: "main" is the actor's own serial queue, each other lane a concurrency group of one."""
+
+    def __init__(self, spec: PoolSpec, index: int, name: str, *, place: Place, log_dir: Path | None) -> None:
+        if _WATCH in spec.lanes:
+            raise ValueError(f"the lane name {_WATCH!r} is taken")
+        self.name, self.pool, self.index = name, spec.name, index
+        self.pid, self.node = 0, ""
+        self._spec = spec
+        self._log = log_dir.absolute() / f"{name}.log" if log_dir is not None else None
+        self._calls = CallTable(name)
+        self._lanes: dict[str, dict[str, str]] = {"main": {}}
+        self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        self.identity: Identity | None = None
+        self._gone = asyncio.Event()
+        self._actor = self._create(place)
+        ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
+        ended.add_done_callback(self._ended)
+
+    async def build(self) -> None:
+        """Builds the hosted object. Raises WorkerFailed, WorkerDied."""
+        arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
+        self.identity = await self._answer("start", self._actor.identity.remote())
+        self.pid = self.identity.pid
+        self.node = await self.call("separation.ray_group:node_address")
+        await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        options = pick_lane(self._lanes, lane, self.name)
+        self._calls.check()
+        return await self._answer(method, self._actor.run.options(**options).remote(method, *args))
+
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
+        options = pick_lane(self._lanes, lane, self.name)
+        self._calls.check()
+        split = self._actor.run_split.options(num_returns=returns, **options).remote(method, returns, *args)
+        first, *rest = [split] if returns == 1 else split
+        return await self._answer(method, first), tuple(rest)
+
+    async def watch(self) -> NoReturn:
+        await self._calls.watch()
+
+    def kill(self) -> None:
+        self._end("killed")
+
+    async def gone(self) -> None:
+        """Waits until Ray knows that the process has ended."""
+        await self._gone.wait()
+
+    def _create(self, place: Place) -> Any:
+        share = dict(place.share)
+        lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
+        options = ray.remote(concurrency_groups=lanes)(ProcessHost).options(
+            num_cpus=share.pop("CPU", 0),
+            num_gpus=share.pop("GPU", 0),
+            resources=share,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=place.group, placement_group_bundle_index=place.bundle
+            ),
+        )
+        return options.remote(
+            self.name,
+            threads=self._spec.threads,
+            environment=dict(self._spec.environment),
+            log_file=str(self._log) if self._log else None,
+        )
+
+    async def _answer(self, method: str, ref: Any) -> Any:
+        answer = self._calls.open()
+
+        def answered(result: "asyncio.Future[Any]") -> None:
+            error = None if result.cancelled() else result.exception()
+            settle(answer, value=None if error else result.result(), error=error and self._translate(method, error))
+
+        ref.as_future().add_done_callback(answered)
+        return await answer
+
+    def _translate(self, method: str, error: BaseException) -> BaseException:
+        if isinstance(error, _DEATHS):
+            reason = self._end(_one_line(error))
+            return WorkerDied(self.name, reason)
+        return translate(error, self.name, method)
+
+    def _ended(self, watch: "asyncio.Future[Any]") -> None:
+        self._gone.set()
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._end(_one_line(error))
+
+    def _end(self, reason: str) -> str:
+        """Fences the worker: whatever is left of it is killed, whatever it still says is not heard."""
+        if self._calls.reason is None:
+            where = f"; its output is in {self._log}" if self._log and reason != "killed" else ""
+            self._calls.declare_dead(reason + where)
+            orphans = descendants(self.identity.pid) if self.identity and self.identity.alive() else []
+            for process in [self.identity, *orphans]:
+                if process is not None:
+                    process.kill()
+            if ray.is_initialized():
+                ray.kill(self._actor, no_restart=True)
+        return str(self._calls.reason)
+
+
+def translate(error: BaseException, worker: str, method: str) -> BaseException:
+    """Ray's errors as this package's."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
+        return RefLost(f"a value needed by {worker}.{method} is gone: {_one_line(cause)}")
+    if not isinstance(error, exceptions.RayTaskError):
+        return error
+    remote = cause if isinstance(cause, RemoteError) else RemoteError(type(cause).__name__, str(cause), str(error))
+    return WorkerFailed(worker, method, remote.kind, remote.message, remote.remote_traceback)
+
+
+def _one_line(error: BaseException) -> str:
+    """The telling part of a message of Ray's, which are paragraphs."""
+    text = " ".join(str(error).split())
+    for start in ("The actor is dead because ", "Worker exit detail: "):
+        if start in text:
+            text = text[text.index(start) + len(start) :]
+    text = text.split(" Some common causes include")[0]
+    return text[:300]
+
+
+class RayGroup:
+    """A pool of RayWorkers. `places[index]` outlives the worker that sits there."""
+
+    def __init__(
+        self, spec: PoolSpec, places: Sequence[Place], *, start_deadline: float, log_dir: Path | None = None
+    ) -> None:
+        self.spec = spec
+        self._places = places
+        self._log_dir = log_dir
+        self._start_deadline = start_deadline
+        self._incarnations = [0] * spec.num_workers
+        self._hosts = [self._create(index) for index in range(spec.num_workers)]
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._hosts)
+
+    async def start(self) -> None:
+        """Builds all workers side by side. Raises WorkerFailed, WorkerDied or DeadlineExceeded."""
+        async with deadline(self._start_deadline, f"starting the pool {self.spec.name}", report=self._unready):
+            await together(*(host.build() for host in self._hosts))
+
+    async def replace(self, index: int) -> Worker:
+        old = self._hosts[index]
+        old.kill()
+        async with deadline(self._start_deadline, f"replacing {old.name}"):
+            await old.gone()
+            self._incarnations[index] += 1
+            fresh = self._hosts[index] = self._create(index)
+            await fresh.build()
+        return fresh
+
+    async def fetch(self, ref: Ref) -> Any:
+        if not isinstance(ref, ray.ObjectRef):
+            raise TypeError(f"fetch needs a ref that a call returned, got {type(ref).__name__}")
+        try:
+            return await ref
+        except exceptions.RayError as error:
+            raise translate(error, self.spec.name, "fetch") from error
+
+    async def close(self) -> None:
+        self.kill()
+        await together(*(host.gone() for host in self._hosts))
+
+    def identities(self) -> list[Identity]:
+        """The processes of the workers that run on this machine."""
+        return [host.identity for host in self._hosts if host.identity is not None and host.identity.alive()]
+
+    def kill(self) -> None:
+        """Kills every worker without waiting."""
+        for host in self._hosts:
+            host.kill()
+
+    def _create(self, index: int) -> RayWorker:
+        incarnation = self._incarnations[index]
+        name = f"{self.spec.name}-{index}" + (f".{incarnation}" if incarnation else "")
+        return RayWorker(self.spec, index, name, place=self._places[index], log_dir=self._log_dir)
+
+    def _unready(self) -> str:
+        waiting = [host.name for host in self._hosts if not host.pid]
+        return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"

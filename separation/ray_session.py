@@ -1,0 +1,174 @@
+"""This process's connection to a Ray cluster: joins one or starts its own, and leaves nothing of its own behind."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.job_config import JobConfig
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from separation.group import PoolSpec, WorkerGroup
+from separation.placement import (
+    Reservation,
+    Resources,
+    ResourcesMissing,
+    check_fits,
+    own_cluster,
+    reserve,
+    shortage,
+    totals,
+)
+from separation.processes import Identity, descendants, kill_remaining
+from separation.ray_group import Place, RayGroup
+from separation.supervise import together
+
+log = logging.getLogger(__name__)
+
+_POLL = 0.02
+_GRACE = 5.0
+
+
+class RaySession:
+    """Placement groups and workers of one run on one cluster."""
+
+    def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
+        self._pools = pools
+        self._placement_groups: list[PlacementGroup] = []
+        self._groups: dict[str, RayGroup] = {}
+        self._connected = not ray.is_initialized()
+        self._daemons: list[Identity] = []
+        if self._connected:
+            before = descendants(os.getpid())
+            with _signal_handler_kept():
+                self._connect(address)
+            self._daemons = [process for process in descendants(os.getpid()) if process not in before]
+
+    async def start(
+        self, *, placement: str, colocated: tuple[str, str], start_deadline: float, log_dir: Path | None
+    ) -> dict[str, WorkerGroup]:
+        """Reserves, creates and builds. Raises ResourcesMissing, WorkerFailed, WorkerDied, DeadlineExceeded."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        exists = totals(nodes)
+        reservations = reserve(self._pools, exists, placement=placement, colocated=colocated)
+        check_fits(reservations, nodes)
+        places = await self._take(reservations, nodes, start_deadline)
+        for spec in self._pools:
+            seats = [places[spec.name, index] for index in range(spec.num_workers)]
+            self._groups[spec.name] = RayGroup(spec, seats, start_deadline=start_deadline, log_dir=log_dir)
+        await together(*(group.start() for group in self._groups.values()))
+        return {**self._groups}
+
+    def close(self) -> None:
+        """Kills the workers, gives the reservations back, ends the cluster if it is ours. Blocks for a second or two.
+
+        It awaits nothing, so that no cancellation can interrupt it.
+        """
+        ours = self._processes()
+        if ray.is_initialized():
+            for group in self._groups.values():
+                group.kill()
+            for reserved in self._placement_groups:
+                remove_placement_group(reserved)
+            if self._connected:
+                ray.shutdown()
+        for process in kill_remaining(ours, grace=_GRACE):
+            log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE)
+
+    def _connect(self, address: str | None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"address": address}
+        if address is None:
+            cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
+            options = {"address": "local", "num_cpus": cpus, "resources": custom, "include_dashboard": False}
+        ray.init(
+            **options,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            job_config=JobConfig(_py_driver_sys_path=import_path()),
+        )
+
+    def _processes(self) -> list[Identity]:
+        """What has to be gone at the end: the daemons of a cluster of our own, our workers here, what these started."""
+        workers = [worker for group in self._groups.values() for worker in group.identities()]
+        roots = [process for process in [*self._daemons, *workers] if process.alive()]
+        return roots + [process for root in roots for process in descendants(root.pid)]
+
+    async def _take(
+        self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
+    ) -> dict[tuple[str, int], Place]:
+        """One placement group after the other, so that the first asked is the first served."""
+        places: dict[tuple[str, int], Place] = {}
+        pending: list[PlacementGroup] = []
+        try:
+            async with asyncio.timeout(seconds):
+                for reservation in reservations:
+                    taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy="PACK")
+                    self._placement_groups.append(taken)
+                    pending.append(taken)
+                    if len(reservation.bundles) > 1:
+                        await _created(taken)
+                    for seat in reservation.seats:
+                        places[seat.pool, seat.index] = Place(taken, seat.bundle, seat.share)
+                for taken in pending:
+                    await _created(taken)
+        except TimeoutError as error:
+            free = ray.available_resources()
+            headline = f"the cluster did not free what was asked within {seconds:g} s"
+            text = shortage(reservations, nodes, headline, free=lambda name: free.get(name, 0.0))
+            raise ResourcesMissing(text) from error
+        return places
+
+
+async def _created(group: PlacementGroup) -> None:
+    while placement_group_table(group)["state"] != "CREATED":  # noqa: ASYNC110
+        await asyncio.sleep(_POLL)
+
+
+@contextmanager
+def _signal_handler_kept() -> Iterator[None]:
+    """`ray.init` installs a SIGTERM handler of its own in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def import_path() -> list[str]:
+    """The folders on this process's import path that a fresh interpreter would not have: workers need them too."""
+    standard = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    standard |= {os.path.join(path, "lib-dynload") for path in standard}
+    folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]
+    return [path for path in dict.fromkeys(folders) if os.path.isdir(path) and path not in standard]
+
+
+@asynccontextmanager
+async def ray_cluster(
+    pools: Sequence[PoolSpec],
+    *,
+    address: str | None,
+    placement: str,
+    colocated: tuple[str, str],
+    start_deadline: float,
+    log_dir: Path | None,
+) -> AsyncIterator[dict[str, WorkerGroup]]:
+    """The Ray side of `cluster`."""
+    session = RaySession(pools, address)
+    try:
+        yield await session.start(
+            placement=placement, colocated=colocated, start_deadline=start_deadline, log_dir=log_dir
+        )
+    finally:
+        session.close()
