@@ -131,6 +131,9 @@ def build_context(
         stop_requested=stop,
     )
     weights.ctx = ctx
+    for group in groups.values():
+        for worker in group.workers:
+            events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
     for worker in groups[ROLLOUT].workers:
         table.join(worker.name)
     return ctx

@@ -71,6 +71,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException) -> Wor
     ctx.work.notify()
     ctx.observer.state(dead.name, "gone")
     fresh = await ctx.rollout.replace(index)
+    ctx.observer.event("worker", worker=fresh.name, pid=fresh.pid, node=fresh.node)
     ctx.observer.state(fresh.name, "sync")
     ctx.table.join(fresh.name)
     await ctx.weights.welcome(fresh)

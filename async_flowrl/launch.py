@@ -84,9 +84,9 @@ async def load_trainer(config: Config, group: WorkerGroup, gang: TrainerGang) ->
 
 
 async def join_gang(config: Config, group: WorkerGroup) -> None:
-    """One torch.distributed world over the trainer ranks; a single rank needs none."""
+    """One torch.distributed world over the trainer ranks; a single rank needs one only to offload its base."""
     world = len(group.workers)
-    if world == 1:
+    if world == 1 and not config.trainer.cpu_offload:
         return
     timeout = config.deadlines.update
     port = await group.workers[0].call("separation.rendezvous:open_store", world, timeout)

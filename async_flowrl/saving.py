@@ -16,6 +16,7 @@ from separation.group import WorkerFailed
 
 logger = logging.getLogger(__name__)
 
+DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
 MISSES = 3
 """A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
 
@@ -51,7 +52,7 @@ class Checkpoints:
         try:
             await writer.call("save", str(self.directory.checkpoints), controller, lane="publish")
         except WorkerFailed as error:
-            if error.kind != "OSError":
+            if error.kind not in DISK_ERRORS:
                 raise
             self.misses += 1
             logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)

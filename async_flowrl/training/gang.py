@@ -154,7 +154,7 @@ class TrainerGang:
 
     def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
         request = ctx.recipe.request(first.tickets[0])
-        per_group = len(self.algorithm.select(np.zeros(ctx.config.group_size)))
+        per_group = len(self.algorithm.select(np.arange(ctx.config.group_size, dtype=np.float64)))
         return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
 
     def _book(self, ctx: Context, results: list[UpdateStats]) -> None:

@@ -1,0 +1,136 @@
+"""python -m async_flowrl.prove: the same short run undisturbed, delayed, and killed twice; three equal digests or exit 1."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SHORT = (
+    "total_steps=10",
+    "save.every=3",
+    "evaluate.before_training=false",
+    "evaluate.images_per_prompt=2",
+    "monitor.progress=false",
+    "monitor.report=false",
+)
+LIMIT = 300.0
+"""Seconds any one run may take."""
+
+
+class NotProven(RuntimeError):
+    """A run ended wrongly, or what should have disturbed it did not happen."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m async_flowrl.prove", description=__doc__)
+    parser.add_argument("--out", type=Path, help="keep the run directories here")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides for all runs")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or Path(scratch)
+        try:
+            digests = prove(out, options.overrides)
+        except NotProven as error:
+            sys.stderr.write(f"not proven: {error}\n")
+            return 1
+    equal = len(set(digests.values())) == 1
+    sys.stdout.write("proven: the digests are equal\n" if equal else "NOT proven: the digests differ\n")
+    return 0 if equal else 1
+
+
+def prove(out: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Digests of the runs by what was done to them."""
+    cases: dict[str, Callable[[Path, Sequence[str]], str]] = {
+        "1 rollout worker, undisturbed": undisturbed,
+        "3 rollout workers, random delays in every stage": delayed,
+        "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
+    }
+    digests = {}
+    for number, (title, case) in enumerate(cases.items()):
+        began = time.monotonic()
+        digests[title] = case(out / f"run_{number}", overrides)
+        sys.stdout.write(f"{digests[title][:32]}  {title}  ({time.monotonic() - began:.0f} s)\n")
+        sys.stdout.flush()
+    return digests
+
+
+def undisturbed(folder: Path, overrides: Sequence[str]) -> str:
+    finish(start(folder, overrides), folder)
+    return digest(folder)
+
+
+def delayed(folder: Path, overrides: Sequence[str]) -> str:
+    delays = [f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish")]
+    finish(start(folder, [*overrides, "rollout.num_workers=3", *delays]), folder)
+    order = [event["ordinal"] for event in events(folder, "ticket") if event["state"] == "SCORING"]
+    if order == sorted(order):
+        raise NotProven("the delays never changed the order in which tickets were finished")
+    return digest(folder)
+
+
+def killed(folder: Path, overrides: Sequence[str]) -> str:
+    run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
+    victim = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
+    os.kill(victim, signal.SIGKILL)
+    wait_for(run, folder, lambda: bool(events(folder, "fault")), "the controller noticed the death")
+    wait_for(run, folder, lambda: (folder / "checkpoints" / "step_6").exists(), "checkpoint 6 is written")
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    finish(start(folder, [*overrides, "rollout.num_workers=2", "resume=auto"]), folder)
+    if not any(event["step"] == 6 for event in events(folder, "rollback")):
+        raise NotProven("the resumed run did not start from checkpoint 6")
+    return digest(folder)
+
+
+def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT]
+    return subprocess.Popen(
+        [*command, f"output_dir={folder}", *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def finish(run: "subprocess.Popen[bytes]", folder: Path) -> None:
+    _, errors = run.communicate(timeout=LIMIT)
+    if run.returncode != 0:
+        raise NotProven(f"{folder.name} ended with exit code {run.returncode}: {errors.decode()[-2000:]}")
+
+
+def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        if run.poll() is not None:
+            raise NotProven(f"{folder.name} ended before {what}")
+        time.sleep(0.02)
+    raise NotProven(f"{folder.name}: {LIMIT:g} s passed before {what}")
+
+
+def running_worker(folder: Path, *, step: int) -> int | None:
+    """Pid of the rollout worker that now runs a ticket of `step` or later."""
+    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
+    last = {event["ordinal"]: event for event in events(folder, "ticket") if event["kind"] == "train"}
+    running = [event for event in last.values() if event["state"] == "RUNNING" and event["step"] >= step]
+    return pids[running[-1]["worker"]] if running else None
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in found if event["event"] == name]
+
+
+def digest(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["weights_digest"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
