@@ -182,10 +182,7 @@ class RayGroup:
         self._start_deadline = start_deadline
         self._incarnations = [0] * spec.num_workers
         self._hosts = [self._create(index) for index in range(spec.num_workers)]
-
-    @property
-    def workers(self) -> list[Worker]:
-        return list(self._hosts)
+        self.workers: list[Worker] = list(self._hosts)
 
     async def start(self) -> None:
         """Builds all workers side by side. Raises WorkerFailed, WorkerDied or DeadlineExceeded."""
@@ -198,7 +195,7 @@ class RayGroup:
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
             self._incarnations[index] += 1
-            fresh = self._hosts[index] = self._create(index)
+            fresh = self._hosts[index] = self.workers[index] = self._create(index)
             await fresh.build()
         return fresh
 

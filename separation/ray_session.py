@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
@@ -95,6 +96,7 @@ class RaySession:
             logging_level=logging.ERROR,
             job_config=JobConfig(_py_driver_sys_path=import_path()),
         )
+        _log_raylet_messages()
 
     def _processes(self) -> list[Identity]:
         """What has to be gone at the end: the daemons of a cluster of our own, our workers here, what these started."""
@@ -144,6 +146,12 @@ def _signal_handler_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log_raylet_messages() -> None:
+    """Ray prints the raylet's remarks on dead workers over whatever this process displays; log them instead."""
+    if hasattr(ray_worker, "print_to_stdstream"):
+        ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
 
 
 def import_path() -> list[str]:

@@ -1,0 +1,104 @@
+"""Reservations and the table of what is missing."""
+
+import pytest
+
+from separation.group import PoolSpec
+from separation.placement import (
+    PROCESSES_PER_CORE,
+    Reservation,
+    ResourcesMissing,
+    check_fits,
+    own_cluster,
+    reserve,
+    totals,
+)
+
+PAIR = ("rollout", "trainer")
+
+
+def spec(name: str, workers: int, *, gpus: float = 0.0, gang: bool = False) -> PoolSpec:
+    return PoolSpec(name, "pkg.module:factory", workers, gpus_per_worker=gpus, gang=gang)
+
+
+def plan(pools: list[PoolSpec], exists: dict[str, float], placement: str = "separate") -> list[Reservation]:
+    return reserve(pools, exists, placement=placement, colocated=PAIR)
+
+
+def test_gangs_come_first_and_other_workers_have_a_group_each() -> None:
+    taken = plan([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, gang=True)], {"GPU": 4})
+    assert [one.name for one in taken] == ["trainer", "rollout-0", "rollout-1"]
+    assert taken[0].bundles == ({"CPU": 1.0, "GPU": 1},) * 2
+    assert [(seat.pool, seat.index, seat.bundle) for seat in taken[0].seats] == [("trainer", 0, 0), ("trainer", 1, 1)]
+    assert [(seat.pool, seat.index, seat.bundle) for seat in taken[2].seats] == [("rollout", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("exists", "device"),
+    [({"GPU": 2.0, "rollout": 2.0}, {"GPU": 1.0}), ({"rollout": 2.0}, {"rollout": 1.0}), ({"CPU": 4.0}, {})],
+)
+def test_devices_are_gpus_then_the_custom_resource_then_cpus(
+    exists: dict[str, float], device: dict[str, float]
+) -> None:
+    assert plan([spec("rollout", 1, gpus=1)], exists)[0].bundles == ({"CPU": 1.0, **device},)
+
+
+def test_a_pool_that_asks_no_gpu_gets_none() -> None:
+    assert plan([spec("reward", 1)], {"GPU": 4, "reward": 1})[0].bundles == ({"CPU": 1.0},)
+
+
+def test_colocated_workers_of_one_index_share_a_bundle_and_its_device() -> None:
+    pools = [spec("trainer", 2, gpus=1, gang=True), spec("rollout", 2, gpus=1), spec("reward", 1)]
+    shared, reward = plan(pools, {"GPU": 2}, "colocated")
+    assert shared.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 2
+    by_seat = {(seat.pool, seat.index): seat for seat in shared.seats}
+    for index in range(2):
+        assert by_seat["trainer", index].bundle == by_seat["rollout", index].bundle == index
+        assert totals(by_seat[name, index].share for name in PAIR) == shared.bundles[index]
+    assert reward.name == "reward-0"
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ([spec("rollout", 1), spec("trainer", 2)], "as many rollout workers as trainer workers"),
+        ([spec("rollout", 1)], "needs the pools rollout and trainer"),
+        ([spec("rollout", 1, gpus=2), spec("trainer", 1, gpus=1)], "at most 1"),
+    ],
+)
+def test_impossible_colocation_is_one_sentence(pools: list[PoolSpec], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(pools, {"GPU": 8}, "colocated")
+
+
+def test_unknown_placement_and_doubled_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="separate or colocated, got 'together'"):
+        plan([spec("rollout", 1)], {}, "together")
+    with pytest.raises(ValueError, match="pool names must differ"):
+        plan([spec("rollout", 1), spec("rollout", 1)], {})
+
+
+def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
+    taken = plan([spec("trainer", 2, gpus=1, gang=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
+    with pytest.raises(ResourcesMissing) as caught:
+        check_fits(taken, [{"CPU": 32, "GPU": 2}, {"CPU": 32, "GPU": 2}])
+    table = [line.split() for line in str(caught.value).splitlines()]
+    assert ["GPU", "6", "4", "2"] in table
+    assert ["CPU", "6", "64", "0"] in table
+    assert ["rollout", "4", "1", "CPU,", "1", "GPU", "4", "CPU,", "4", "GPU"] in table
+
+
+def test_a_bundle_that_no_single_node_can_hold_is_refused() -> None:
+    taken = plan([spec("rollout", 1, gpus=4)], {"GPU": 4})
+    with pytest.raises(ResourcesMissing, match="no node has 1 CPU, 4 GPU together"):
+        check_fits(taken, [{"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2}])
+    check_fits(taken, [{"CPU": 8, "GPU": 4}])
+
+
+def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
+    cpus, custom = own_cluster([spec("rollout", 3, gpus=1), spec("reward", 2)], cores=2)
+    assert cpus == 5
+    assert custom == {"rollout": 3.0}
+    own_cluster([spec("rollout", 2 * PROCESSES_PER_CORE)], cores=2)
+    with pytest.raises(ResourcesMissing, match="2 cores") as caught:
+        own_cluster([spec("rollout", 2 * PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
+    assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]

@@ -1,0 +1,274 @@
+"""Supervision, deadlines and retries, in virtual time."""
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from separation.supervise import (
+    DeadlineExceeded,
+    StallReport,
+    StallRow,
+    deadline,
+    retry,
+    supervised,
+    together,
+)
+from tests.virtual import run_virtual
+
+
+class Boom(Exception):
+    """What the tests raise."""
+
+
+async def fail_after(seconds: float, text: str) -> None:
+    await asyncio.sleep(seconds)
+    raise Boom(text)
+
+
+async def tick(log: list[str], name: str, closing: float = 0.0) -> None:
+    """Waits for ever; on cancellation takes `closing` seconds to end."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        log.append(f"{name} told")
+        await asyncio.sleep(closing)
+        log.append(f"{name} ended")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_background_failure_cancels_the_body_and_is_raised_as_itself() -> None:
+    async def main() -> float:
+        with pytest.raises(Boom, match="first") as caught:
+            async with supervised(fail_after(5, "first")):
+                await asyncio.sleep(1000)
+        names = [entry.name for entry in caught.traceback]
+        assert names[-1] == "fail_after", "the traceback must end where it was raised"
+        assert caught.value.__context__ is None
+        assert any("fail_after" in note for note in caught.value.__notes__)
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        return now()
+
+    assert run_virtual(main()) == 5
+
+
+def test_the_body_ends_the_tasks_last_started_first() -> None:
+    log: list[str] = []
+
+    async def main() -> float:
+        async with supervised(tick(log, "a", 1), tick(log, "b", 2)):
+            await asyncio.sleep(3)
+        return now()
+
+    assert run_virtual(main()) == 6
+    assert log == ["b told", "b ended", "a told", "a ended"]
+
+
+def test_a_failure_of_the_body_is_first_and_later_ones_are_notes() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Boom("while closing")
+
+    async def main() -> None:
+        async with supervised(stubborn()):
+            await fail_after(1, "body")
+
+    with pytest.raises(Boom, match="body") as caught:
+        run_virtual(main())
+    assert any("while closing" in note for note in caught.value.__notes__)
+
+
+def test_a_failure_while_closing_counts() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Boom("while closing")
+
+    async def main() -> None:
+        async with supervised(stubborn()):
+            await asyncio.sleep(1)
+
+    with pytest.raises(Boom, match="while closing"):
+        run_virtual(main())
+
+
+def test_a_body_that_fails_because_it_was_cancelled_does_not_hide_the_cause() -> None:
+    async def main() -> None:
+        async with supervised(fail_after(1, "cause")):
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                raise Boom("consequence") from None
+
+    with pytest.raises(Boom, match="cause") as caught:
+        run_virtual(main())
+    assert any("consequence" in note for note in caught.value.__notes__)
+
+
+def test_a_failure_in_the_instant_the_body_ends_is_not_lost() -> None:
+    async def main() -> None:
+        async with supervised(fail_after(1, "late")):
+            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(5)
+
+    with pytest.raises(Boom, match="late"):
+        run_virtual(main())
+
+
+def test_exception_groups_count_as_their_first_member() -> None:
+    async def many() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail_after(1, "one"))
+            tasks.create_task(fail_after(1, "two"))
+
+    async def main() -> None:
+        async with supervised(many()):
+            await asyncio.Event().wait()
+
+    with pytest.raises(Boom, match="one") as caught:
+        run_virtual(main())
+    assert any("two" in note for note in caught.value.__notes__)
+
+
+def test_cancellation_from_outside_passes_after_everything_is_closed() -> None:
+    log: list[str] = []
+
+    async def body() -> None:
+        async with supervised(tick(log, "a", 1)):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        task = asyncio.create_task(body())
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    run_virtual(main())
+    assert log[0] == "a told"
+
+
+def test_a_task_that_ends_early_ends_nothing_else() -> None:
+    async def main() -> float:
+        async with supervised(asyncio.sleep(1)):
+            await asyncio.sleep(10)
+        return now()
+
+    assert run_virtual(main()) == 10
+
+
+def test_deadline_names_what_was_late_and_asks_for_a_report() -> None:
+    async def main() -> float:
+        with pytest.raises(DeadlineExceeded, match=r"publish of version 3 .* 30 s") as caught:
+            async with deadline(30, "publish of version 3", report=lambda: "rollout-1 waits"):
+                await asyncio.Event().wait()
+        assert caught.value.__notes__ == ["rollout-1 waits"]
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (copy.what, copy.seconds) == ("publish of version 3", 30)
+        return now()
+
+    assert run_virtual(main()) == 30
+
+
+def test_deadline_passes_results_own_timeouts_and_cancellations() -> None:
+    async def main() -> None:
+        async with deadline(10, "quick"):
+            await asyncio.sleep(9)
+        with pytest.raises(TimeoutError, match="mine") as caught:
+            async with deadline(10, "outer"):
+                raise TimeoutError("mine")
+        assert not isinstance(caught.value, DeadlineExceeded)
+        with pytest.raises(DeadlineExceeded, match="inner"):
+            async with deadline(10, "outer"), deadline(5, "inner"):
+                await asyncio.Event().wait()
+
+        async def inside() -> None:
+            async with deadline(10, "cancelled"):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(inside())
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_virtual(main())
+
+
+def _failing(
+    times: int, error: Callable[[], Exception]
+) -> tuple[Callable[[], Coroutine[Any, Any, float]], list[float]]:
+    at: list[float] = []
+
+    async def attempt() -> float:
+        at.append(now())
+        if len(at) <= times:
+            raise error()
+        return now()
+
+    return attempt, at
+
+
+def test_retry_backs_off_and_reports_each_failure() -> None:
+    attempt, at = _failing(3, lambda: Boom("again"))
+    heard: list[int] = []
+
+    async def main() -> float:
+        return await retry(attempt, times=4, backoff=2, on=(Boom,), failed=lambda count, _: heard.append(count))
+
+    assert run_virtual(main()) == 2 + 4 + 8
+    assert at == [0, 2, 6, 14]
+    assert heard == [1, 2, 3]
+
+
+def test_retry_gives_up_with_the_last_error() -> None:
+    attempt, at = _failing(9, lambda: Boom("again"))
+    with pytest.raises(Boom) as caught:
+        run_virtual(retry(attempt, times=2, backoff=1, on=(Boom,)))
+    assert len(at) == 2
+    assert caught.value.__notes__ == ["attempt 2 of 2"]
+
+
+def test_retry_leaves_other_errors_alone() -> None:
+    attempt, at = _failing(9, lambda: ValueError("not transient"))
+    with pytest.raises(ValueError, match="not transient"):
+        run_virtual(retry(attempt, times=5, backoff=1, on=(Boom,)))
+    assert len(at) == 1
+
+
+def test_together_raises_the_first_failure_and_waits_for_the_others() -> None:
+    log: list[str] = []
+
+    async def main() -> float:
+        with pytest.raises(Boom, match="first"):
+            await together(tick(log, "a", 1), fail_after(2, "first"))
+        return now()
+
+    assert run_virtual(main()) == 3
+    assert log == ["a told", "a ended"]
+
+
+def test_stall_report_shows_the_oldest_first() -> None:
+    rows = [
+        StallRow("step 3 group 1", "RUNNING", "rollout-0", 2.0, "denoise 4/10"),
+        StallRow("step 3 group 0", "SCORING", "reward-1", 61.5, "call sent"),
+    ]
+    lines = str(StallReport(rows)).splitlines()
+    assert lines[0].split() == ["ticket", "state", "worker", "age", "last", "event"]
+    assert lines[1].startswith("step 3 group 0") and "61.5 s" in lines[1]
+    assert "and 1 more" in str(StallReport(rows, limit=1))
+    assert str(StallReport([])) == "nothing is under way"
