@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def config_dir() -> Path:
     """The folder of shipped configurations and prompt lists. Raises FileNotFoundError if the installation lacks it."""
     checkout, wheel = _PACKAGE.parent / "configs", _PACKAGE / "configs"
-    for folder in (checkout, wheel):
+    for folder in (wheel, checkout):  # the wheel's first: beside an installed package, `configs` may be anybody's
         if folder.is_dir():
             return folder
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
