@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import ray
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, Worker, WorkerDied, WorkerFailed, WorkerGroup
@@ -36,9 +37,12 @@ class Bench:
         pools = [
             PoolSpec("toy", TOY, 3, {"greeting": "hi"}, lanes=("sync",), threads=1, environment={"TOY": "yes"}),
             PoolSpec("gang", TOY, 2, gpus_per_worker=1.0, gang=True, threads=2),
-            PoolSpec("spare", TOY, 0),
         ]
-        pools = pools if backend == "ray" else pools[:1]
+        if backend == "ray":
+            resources = {"gang": 2.0}
+            ray.init(address="local", num_cpus=8, resources=resources, include_dashboard=False, log_to_driver=False)
+        else:
+            pools = pools[:1]
         self._context = cluster(pools, backend=backend, start_deadline=120, log_dir=logs)
         self.groups: Mapping[str, WorkerGroup] = self.runner.run(self._context.__aenter__())
 
@@ -56,6 +60,9 @@ class Bench:
     def close(self) -> None:
         self.runner.run(self._context.__aexit__(None, None, None))
         self.runner.close()
+        if self.backend == "ray":
+            assert ray.is_initialized(), "a cluster that was there before is left alone"
+            ray.shutdown()
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -339,7 +346,7 @@ def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
             async with cluster([PoolSpec("big", TOY, 1000)], start_deadline=60):
                 pytest.fail("it started")
         table = [line.split() for line in str(caught.value).splitlines()]
-        assert ["CPU", "1000", "5", "995"] in table
+        assert ["CPU", "1000", "8", "992"] in table
 
     rays.run(test)
 
@@ -347,10 +354,10 @@ def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
 def test_what_does_not_get_free_is_refused_with_a_table_and_given_back(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         with pytest.raises(ResourcesMissing, match="did not free") as caught:
-            async with cluster([PoolSpec("more", TOY, 2)], start_deadline=1):
+            async with cluster([PoolSpec("more", TOY, 6)], start_deadline=1):
                 pytest.fail("it started")
         table = [line.split() for line in str(caught.value).splitlines()]
-        assert ["CPU", "2", "5", "0", "0"] in table
+        assert ["CPU", "6", "8", "0", "0"] in table
         assert await bench.toys.workers[0].call("hello"), "the other pools of this cluster live on"
 
     rays.run(test)
