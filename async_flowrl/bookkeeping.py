@@ -56,8 +56,12 @@ class Bookkeeping:
         await self.checkpoints.save(ctx.table, ctx.table.step)
         await self.evaluations.drain()
 
+    def abandon(self) -> None:
+        """Ends what is still outstanding after the loop, by success or failure."""
+        self.evaluations.cancel()
+
     def show(self, result: EvaluationResult) -> None:
-        """Called in a thread when an evaluation is complete: its means join the line of the step that made its policy."""
+        """Called in a thread when an evaluation is complete: its means join the line of the step before it."""
         self.evaluated[result.version] = result
         step = max(0, result.version - 1)
         if any(line["step"] == step for line in self.lines):

@@ -4,42 +4,27 @@ import asyncio
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from async_flowrl import exits
-from async_flowrl.bookkeeping import Bookkeeping
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
-from async_flowrl.context import Context
 from async_flowrl.finish import finish
-from async_flowrl.launch import REWARD, ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
-from async_flowrl.loop import run as run_loop
+from async_flowrl.launch import ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
+from async_flowrl.lives import Ledgers, Run, live
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.prepare import Prepared, prepare
-from async_flowrl.recipe import shape
 from async_flowrl.run_directory import RunDirectory
-from async_flowrl.saving import Checkpoints, Resume, find_resume
+from async_flowrl.saving import Resume, find_resume
 from async_flowrl.stopping import StopRequest, listening
-from async_flowrl.tickets import TicketTable
 from async_flowrl.training.gang import TrainerGang
-from async_flowrl.weights import PublishedWeights
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Ledgers:
-    """Where a run is written down while it goes on."""
-
-    events: EventLog
-    pools: PoolLedger
-    metrics: MetricsLog
-    monitor: Monitor
 
 
 def run(config: Config) -> int:
@@ -67,21 +52,21 @@ def run(config: Config) -> int:
 
 
 async def train(prepared: Prepared, directory: RunDirectory) -> int:
-    """One life of a run, from its start or its checkpoint to its end."""
+    """A whole run, from its start or its checkpoint to its end."""
     config = prepared.config
     resume = find_resume(config, directory)
     stop = StopRequest()
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups:
             gang = TrainerGang(groups[TRAINER], prepared.algorithm)
-            await load_pools(config, groups, gang)
+            info = await load_pools(config, groups, gang)
             await send_negatives(prepared, groups[ROLLOUT].workers[0], gang)
             if resume.path is not None:
                 await gang.all("restore", str(resume.path))
             ledgers = open_ledgers(prepared, directory, resume)
             try:
-                ctx = build_context(prepared, directory, groups, gang, ledgers, resume, stop)
-                await run_loop(ctx)
+                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"])
+                ctx = await live(run, resume)
                 summary = await finish(
                     ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
                 )
@@ -89,54 +74,6 @@ async def train(prepared: Prepared, directory: RunDirectory) -> int:
                 ledgers.events.close()
                 ledgers.monitor.close()
     return conclude(summary, directory, stop)
-
-
-def build_context(
-    prepared: Prepared,
-    directory: RunDirectory,
-    groups: Any,
-    gang: TrainerGang,
-    ledgers: Ledgers,
-    resume: Resume,
-    stop: StopRequest,
-) -> Context:
-    config, events = prepared.config, ledgers.events
-    table = TicketTable(
-        shape(config),
-        first_step=resume.version,
-        on_change=lambda ticket: events.event(
-            "ticket",
-            ordinal=ticket.ordinal,
-            kind=ticket.kind,
-            step=ticket.step,
-            state=ticket.state,
-            worker=ticket.worker,
-            attempt=ticket.attempt,
-            version=ticket.version,
-            digest=ticket.digest,
-        ),
-    )
-    checkpoints = Checkpoints(config, directory, gang, saved=[resume.version] if resume.path else [])
-    weights = PublishedWeights(gang)
-    ctx = Context(
-        config=config,
-        recipe=prepared.recipe,
-        table=table,
-        rollout=groups[ROLLOUT],
-        reward=groups[REWARD],
-        trainer=gang,
-        weights=weights,
-        observer=events,
-        steps=Bookkeeping(directory, ledgers.metrics, ledgers.monitor, checkpoints),
-        stop_requested=stop,
-    )
-    weights.ctx = ctx
-    for group in groups.values():
-        for worker in group.workers:
-            events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-    for worker in groups[ROLLOUT].workers:
-        table.join(worker.name)
-    return ctx
 
 
 def open_ledgers(prepared: Prepared, directory: RunDirectory, resume: Resume) -> Ledgers:

@@ -124,7 +124,7 @@ class RewardConfig:
     terms: dict[str, RewardTerm] = field(default_factory=dict)
     """Name → weight; the reward is the weighted sum."""
     on_error: str = "fail"
-    """fail | skip: what happens when a score cannot be had after the retries (skip drops the group, counted and shown)."""
+    """fail | skip: when a score cannot be had after the retries; skip drops the group, counted and shown."""
     retries: int = 3
     backoff: float = 0.5
     """Seconds before the first retry; doubled each time."""

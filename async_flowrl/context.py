@@ -79,6 +79,10 @@ class Weights(Protocol):
 
     async def drain(self) -> None: ...
 
+    async def close(self) -> None:
+        """Ends what is under way; the workers keep what they hold."""
+        ...
+
     def report(self) -> dict[str, Any]:
         """The `sync` section of summary.json."""
         ...
@@ -95,6 +99,10 @@ class Steps(Protocol):
 
     async def drain(self, ctx: "Context") -> None: ...
 
+    def abandon(self) -> None:
+        """Ends what is still outstanding after the loop, by success or failure."""
+        ...
+
 
 @dataclass
 class Context:
@@ -107,6 +115,8 @@ class Context:
     weights: Weights
     observer: Observer
     steps: Steps
+    base_digest: str
+    """Digest of the trainer's base weights; every rollout worker must hold the same."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
     work: Signal = field(default_factory=Signal)

@@ -1,12 +1,27 @@
 """Feeds the rollout workers through the gate and the reward workers behind them."""
 
 import asyncio
+from collections.abc import Sequence
 
+from async_flowrl.admission import check_base, load_rollout
 from async_flowrl.context import Context
 from async_flowrl.tickets import Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
-from separation.group import Worker, WorkerDied, WorkerFailed
+from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline
+
+LOST = (WorkerDied, DeadlineExceeded)
+"""A worker that is gone, or as good as gone: it is killed and its place filled again."""
+LOSSES = 4
+"""Workers that one place may lose in a row, without a finished ticket between them, before the run ends."""
+ATTEMPTS = 6
+"""A ticket that had to be made more often than this ends the run: it seems to kill whoever makes it."""
+BACKOFF = 1.0
+"""Seconds before the second of several losses in a row is replaced; doubled each time."""
+
+
+class TicketLost(RuntimeError):
+    """A ticket was lost again and again."""
 
 
 async def dispatch(ctx: Context) -> None:
@@ -22,20 +37,42 @@ async def dispatch(ctx: Context) -> None:
 async def serve(ctx: Context, index: int, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
     """One place in the rollout pool: takes the ticket the gate gives it, over and over, and replaces a dead worker."""
     worker = ctx.rollout.workers[index]
+    watch = tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}")
+    lost: Exception | None = None
+    losses = 0
     while True:
         try:
-            ticket = await next_ticket(ctx, worker)
-            await generate(ctx, worker, ticket)
-        except (WorkerDied, DeadlineExceeded) as death:
-            worker = await replace_rollout(ctx, index, death)
+            if lost is not None:
+                worker = await replace_rollout(ctx, index, lost, pause=BACKOFF * (2 ** (losses - 1) - 1))
+                watch = tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}")
+                lost = None
+            ticket = await next_ticket(ctx, worker, watch)
+            accepted = await generate(ctx, worker, ticket)
+        except LOST as error:
+            lost, losses = error, losses + 1
+            if losses > LOSSES:
+                error.add_note(f"place {index} of the rollout pool lost {losses} workers without a finished ticket")
+                raise
             continue
-        if group := ctx.table.to_score(ticket):
+        losses = 0
+        if accepted and (group := ctx.table.to_score(ticket)):
             tasks.create_task(score(ctx, group, free), name=f"score {describe(ticket)}")
 
 
-async def next_ticket(ctx: Context, worker: Worker) -> Ticket:
-    """Waits at the gate; the wait is booked as missing weights or missing work."""
+async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
+    """The worker's death, once it has happened; whoever waits at the gate is told."""
+    try:
+        await worker.watch()
+    except WorkerDied as death:
+        ctx.work.notify()
+        return death
+
+
+async def next_ticket(ctx: Context, worker: Worker, watch: asyncio.Task[WorkerDied]) -> Ticket:
+    """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied."""
     while True:
+        if watch.done():
+            raise watch.result()
         if worker.name not in ctx.table.held:
             raise WorkerDied(worker.name, "it was given up while it waited")
         if (ticket := ctx.table.next_for(worker.name)) is not None:
@@ -44,25 +81,28 @@ async def next_ticket(ctx: Context, worker: Worker) -> Ticket:
         await ctx.work.wait()
 
 
-async def generate(ctx: Context, worker: Worker, ticket: Ticket) -> None:
+async def generate(ctx: Context, worker: Worker, ticket: Ticket) -> bool:
+    """Has the ticket made; False if another attempt was first. Raises TicketLost for one that was lost too often."""
+    if ticket.attempt >= ATTEMPTS:
+        raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
     ctx.table.start(ticket, worker.name)
     ctx.observer.state(worker.name, "busy")
     async with deadline(ctx.config.deadlines.generate, f"generate: {describe(ticket)}"):
         report, payload = await worker.call_split("generate", ctx.recipe.request(ticket), returns=3)
-    accept(ctx, worker, ticket, report, payload)
+    return accept(ctx, worker, ticket, report, payload)
 
 
-def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> None:
-    """Checks a result at the table's door and books its spans."""
+def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
+    """Checks a result at the table's door and books its spans; False for a duplicate."""
     for span in report.spans:
         ctx.observer.event(
             "span", worker=worker.name, name=span.name, start=span.start, end=span.end, ordinal=ticket.ordinal
         )
-    ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)
+    return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)
 
 
-async def replace_rollout(ctx: Context, index: int, death: BaseException) -> Worker:
-    """A dead (or hung) worker: its tickets wait for another, it is killed, its replacement joins with proven weights."""
+async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
+    """A dead (or hung) worker is killed, its tickets wait for another; its replacement joins with proven weights."""
     dead = ctx.rollout.workers[index]
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
     dead.kill()
@@ -70,8 +110,10 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException) -> Wor
     await ctx.weights.leave(dead.name)
     ctx.work.notify()
     ctx.observer.state(dead.name, "gone")
+    await asyncio.sleep(pause)
     fresh = await ctx.rollout.replace(index)
     ctx.observer.event("worker", worker=fresh.name, pid=fresh.pid, node=fresh.node)
+    check_base(fresh, await load_rollout(fresh, seconds=ctx.config.deadlines.load), ctx.base_digest)
     ctx.observer.state(fresh.name, "sync")
     ctx.table.join(fresh.name)
     await ctx.weights.welcome(fresh)
@@ -79,7 +121,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException) -> Wor
 
 
 async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> None:
-    """One call for the whole group, on the next free reward worker, retried with back-off."""
+    """One call for the whole group, on the next free reward worker, retried with back-off. Lost images are remade."""
     config = ctx.config.reward
     images = [ticket.payload[0] for ticket in group]
     for attempt in range(config.retries + 1):
@@ -87,6 +129,9 @@ async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> 
         try:
             scores = await score_once(ctx, index, group, images)
             break
+        except RefLost as lost:
+            make_again(ctx, group, lost)
+            return
         except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
             await reward_failed(ctx, index, error)
             if attempt == config.retries:
@@ -94,11 +139,20 @@ async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> 
                     raise
                 ctx.observer.event("skipped", step=group[0].step, group=group[0].group, message=str(error))
                 scores = None
+                break
         finally:
             free.put_nowait(index)
         await asyncio.sleep(config.backoff * 2**attempt)
     ctx.table.scored(group, scores)
     ctx.ready.notify()
+
+
+def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
+    """A payload is gone, with its node: the tickets go back to PENDING and come again, bit for bit the same."""
+    ctx.observer.event("fault", worker=tickets[0].worker, kind="RefLost", message=str(lost))
+    for ticket in tickets:
+        ctx.table.retry(ticket)
+    ctx.work.notify()
 
 
 async def score_once(ctx: Context, index: int, group: list[Ticket], images: list[object]) -> Scores:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_flowrl.context import Context
-from async_flowrl.tickets import EVALUATION, State, Ticket
+from async_flowrl.dispatch import make_again
+from async_flowrl.tickets import State, Ticket
 from async_flowrl.types import ByteArray, Prompt, Scores
+from separation.group import RefLost
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,37 @@ class Evaluations:
                 task.result()
         self.tasks = [task for task in self.tasks if not task.done()]
 
+    def cancel(self) -> None:
+        """Gives up what is outstanding."""
+        for task in self.tasks:
+            task.cancel()
+
     async def _run(self, ctx: Context, version: int) -> None:
         async with self.turn:
             await ctx.weights.deliver_for_evaluation(version)
             count = len(ctx.recipe.evaluation)
             tickets = ctx.table.issue_evaluation(version=version, step=version, groups=count)
             ctx.work.notify()
-            await ctx.ready.until(lambda: all(ticket.state is State.READY for ticket in tickets))
             result = await collect(ctx, tickets, version)
             ctx.table.close_evaluation()
         await asyncio.to_thread(self.report, result)
 
 
 async def collect(ctx: Context, tickets: list[Ticket], version: int) -> EvaluationResult:
-    """Fetches the images of a finished evaluation; prompts whose reward was skipped are left out."""
+    """Fetches the images once all are scored; prompts whose reward was skipped are left out."""
+    images: dict[int, ByteArray] = {}
+    while len(images) < len(tickets):
+        await ctx.ready.until(lambda: all(ticket.state is State.READY for ticket in tickets))
+        for ticket in tickets:
+            if ticket.ordinal not in images:
+                try:
+                    images[ticket.ordinal] = await ctx.rollout.fetch(ticket.payload[0])
+                except RefLost as lost:
+                    make_again(ctx, [ticket], lost)
     scored = [ticket for ticket in tickets if ticket.scores is not None]
-    images = [await ctx.rollout.fetch(ticket.payload[0]) for ticket in scored]
-    prompts = tuple(ctx.recipe.prompt(ticket) for ticket in scored)
-    assert all(ticket.kind == EVALUATION for ticket in scored)
-    return EvaluationResult(version, prompts, tuple(images), tuple(ticket.scores for ticket in scored))
+    return EvaluationResult(
+        version,
+        prompts=tuple(ctx.recipe.prompt(ticket) for ticket in scored),
+        images=tuple(images[ticket.ordinal] for ticket in scored),
+        scores=tuple(ticket.scores for ticket in scored),
+    )

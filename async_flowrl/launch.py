@@ -8,6 +8,7 @@ from typing import Any
 
 from separation.cluster import cluster
 
+from async_flowrl.admission import check_base, load_rollout
 from async_flowrl.config import Config
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.gang import TrainerGang
@@ -16,10 +17,6 @@ from separation.rendezvous import gang_environment
 from separation.supervise import deadline
 
 ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
-
-
-class StartError(RuntimeError):
-    """The pools came up, but they do not fit together."""
 
 
 def pools(prepared: Prepared) -> list[PoolSpec]:
@@ -68,18 +65,20 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], gang: TrainerGang) -> dict[str, Any]:
     """Loads the models everywhere at once. Raises StartError unless trainer and rollouts hold the same base weights."""
-    async with deadline(config.deadlines.load, "load: models of all pools"), asyncio.TaskGroup() as tasks:
+    rollouts = groups[ROLLOUT].workers
+    async with asyncio.TaskGroup() as tasks:
         trainer = tasks.create_task(load_trainer(config, groups[TRAINER], gang))
-        rollouts = [tasks.create_task(worker.call("load")) for worker in groups[ROLLOUT].workers]
-    info: dict[str, Any] = trainer.result()
-    for worker, rollout in zip(groups[ROLLOUT].workers, rollouts, strict=True):
-        compare_base(worker, rollout.result(), info)
+        digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
+    info = trainer.result()
+    for worker, digest in zip(rollouts, digests, strict=True):
+        check_base(worker, digest.result(), info["base_digest"])
     return info
 
 
 async def load_trainer(config: Config, group: WorkerGroup, gang: TrainerGang) -> dict[str, Any]:
-    await join_gang(config, group)
-    infos: list[dict[str, Any]] = await gang.all("load")
+    async with deadline(config.deadlines.load, "load: model of the trainer"):
+        await join_gang(config, group)
+        infos: list[dict[str, Any]] = await gang.all("load")
     return infos[0]
 
 
@@ -96,14 +95,6 @@ async def join_gang(config: Config, group: WorkerGroup) -> None:
                 rank=rank, world=world, address=group.workers[0].node, port=port, timeout=timeout
             )
             tasks.create_task(worker.call("join_gang", environment))
-
-
-def compare_base(worker: Worker, rollout: Mapping[str, str], trainer: Mapping[str, Any]) -> None:
-    if rollout["base_digest"] != trainer["base_digest"]:
-        raise StartError(
-            f"{worker.name} and the trainer hold different base weights ({rollout['base_digest']} and "
-            f"{trainer['base_digest']}): model.path or its revision differs between nodes"
-        )
 
 
 async def send_negatives(prepared: Prepared, worker: Worker, gang: TrainerGang) -> None:

@@ -72,6 +72,15 @@ class Resume:
     controller: dict[str, Any]
 
 
+def newest(directory: RunDirectory) -> Resume:
+    """The newest sound checkpoint of this run. Raises DamagedCheckpoint if there is none."""
+    path = find_checkpoint(directory.checkpoints)
+    if path is None:
+        raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
+    controller = read_controller(path)
+    return Resume(path, int(controller["version"]), controller)
+
+
 def find_resume(config: Config, directory: RunDirectory) -> Resume:
     """The checkpoint that `resume` names. Raises ConfigError for a damaged one or one of another configuration."""
     if config.resume == "never":

@@ -93,6 +93,8 @@ class TicketTable:
         """`step`: the step the trainer takes next."""
         self.published: dict[int, str] = {}
         """Digest of every version published in this life that a live ticket may name."""
+        self.evaluated: dict[int, str] = {}
+        """Digests of versions under evaluation, as the first worker to acknowledge them has them."""
         self.held: dict[str, Held] = {}
         self.retried = self.duplicates = 0
         self.finished: dict[State, int] = dict.fromkeys(FINAL, 0)
@@ -122,6 +124,8 @@ class TicketTable:
         """`worker` has verified `version`. It keeps max_staleness + 1 of them, and one for evaluation."""
         held = self.held[worker]
         if evaluation:
+            if self.evaluated.setdefault(version, digest) != digest:
+                raise Refused(f"{worker} acknowledged evaluation version {version} with another digest than others")
             held.evaluation = {version: digest}
             return
         if version < self.shape.version_for(self.step):
@@ -179,23 +183,24 @@ class TicketTable:
             return False
         if version != ticket.version:
             raise Refused(f"{describe(ticket)} came back labelled version {version}")
-        expected = self.published.get(version) if ticket.kind == TRAIN else None
-        if expected is not None and digest != expected:
+        expected = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
+        if digest != expected:
             raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {expected}")
         ticket.digest, ticket.payload = digest, payload
         self._move(ticket, State.SCORING)
         return True
 
     def to_score(self, ticket: Ticket) -> list[Ticket]:
-        """The ticket's whole group once all of it has images and some of it has no scores; empty until then."""
+        """The ticket's whole group once all of it has images; empty until then."""
         tickets = self.group(ticket.step, ticket.group, kind=ticket.kind)
         return tickets if all(t.state in (State.SCORING, State.READY) for t in tickets) else []
 
     def scored(self, tickets: list[Ticket], scores: Any) -> None:
         """The group's rewards are there (`None`: they cannot be had and the run's policy is to skip the group)."""
         for ticket in tickets:
-            if ticket.state is State.SCORING:
+            if ticket.state in (State.SCORING, State.READY):
                 ticket.scores = scores
+            if ticket.state is State.SCORING:
                 self._move(ticket, State.READY)
 
     def retry(self, ticket: Ticket) -> None:
@@ -261,6 +266,8 @@ class TicketTable:
         """Evaluation tickets for `version`, one per held-out prompt; one evaluation may be outstanding."""
         if self._evaluation:
             raise Refused("an evaluation is still outstanding")
+        for old in [v for v in self.evaluated if v < version]:
+            del self.evaluated[old]
         for group in range(groups):
             ordinal = self._next_evaluation
             self._next_evaluation += 1

@@ -5,8 +5,9 @@ table must hear: a version's digest when it is sealed, and every acknowledgement
 """
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from async_flowrl.context import Context
 from async_flowrl.training.gang import TrainerGang
@@ -20,9 +21,12 @@ from checkpoint_engine import (
     Header,
     check_binding,
 )
-from separation.group import Worker
+from checkpoint_engine.outcome import Verdict, verdict
+from separation.group import Worker, WorkerDied
+from separation.supervise import DeadlineExceeded, deadline
 
 LANE = "sync"
+T = TypeVar("T")
 
 
 class TrainerEnd:
@@ -92,8 +96,8 @@ class PublishedWeights:
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
     staged_seconds: float = 0.0
+    _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
-    _evaluated: int | None = None
 
     async def publish_first(self) -> None:
         """Proves every worker's binding, then publishes the versions that the first tickets name."""
@@ -106,8 +110,11 @@ class PublishedWeights:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
+        """Waits for `version` - 2 to be sealed (there are two staging slots), then until `version` is staged."""
         clock = asyncio.get_running_loop().time
         began = clock()
+        if (older := self._sealed.get(version - 2)) is not None:
+            await older.wait()
         self._sealed[version] = asyncio.Event()
         for old in [v for v in self._sealed if v < version - 2 * self.delivery_retain]:
             del self._sealed[old]
@@ -117,11 +124,13 @@ class PublishedWeights:
 
     async def welcome(self, worker: Worker) -> None:
         table = self.ctx.table
+        await self._started.wait()
         await self._prove(worker)
-        published = range(table.shape.version_for(table.step), max(table.published) + 1)
-        await self.delivery.join(RolloutEnd(worker, self.ctx), [v for v in published if v in table.published])
+        oldest = table.shape.version_for(table.step)
+        await self.delivery.join(RolloutEnd(worker, self.ctx), [v for v in table.published if v >= oldest])
 
     async def leave(self, worker: str) -> None:
+        await self._started.wait()
         await self.delivery.leave(worker)
 
     async def keep_for_evaluation(self, version: int) -> None:
@@ -132,12 +141,15 @@ class PublishedWeights:
         await self.delivery.place(version)
 
     async def watch(self) -> None:
-        while not hasattr(self, "delivery"):
-            await asyncio.sleep(0.01)
+        await self._started.wait()
         await self.delivery.failed()
 
     async def drain(self) -> None:
         await self.delivery.drain()
+
+    async def close(self) -> None:
+        if hasattr(self, "delivery"):
+            await self.delivery.close()
 
     def sealed(self, header: Header) -> None:
         """A version has its digest: tickets that name it exist from now on."""
@@ -172,21 +184,44 @@ class PublishedWeights:
         options = DeliveryOptions(
             retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=self.delivery_retain
         )
-        probe = await self.gang.workers.workers[0].call("canary")
-        header = await sender.seal(CANARY_VERSION)
-        self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
+        async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
+            probe = await self.gang.workers.workers[0].call("canary")
+            header = await sender.seal(CANARY_VERSION)
+            self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
         self.delivery = Delivery(sender, replace=self._give_up, options=options)
         self.delivery.on_ack(self._acknowledged)
+        self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
-        await self._prove(worker)
-        await self.delivery.join(RolloutEnd(worker, self.ctx))
+        """One that dies meanwhile is killed for good: its place in the pool notices and replaces it."""
+        try:
+            await self._prove(worker)
+        except (WorkerDied, DeadlineExceeded) as lost:
+            await self._give_up(worker.name, lost)
+        else:
+            await self.delivery.join(RolloutEnd(worker, self.ctx))
 
     async def _prove(self, worker: Worker) -> None:
-        """Delivers the canary and compares what the live modules compute. Raises WeightsMismatch naming the module."""
-        await RolloutEnd(worker, self.ctx).receive(self.canary.header, self.canary.payload)
-        proof = await worker.call("prove", CANARY_VERSION)
+        """Delivers the canary and compares what the live modules compute.
+
+        Raises WeightsMismatch naming the module, WorkerDied, or DeadlineExceeded.
+        """
+        end = RolloutEnd(worker, self.ctx)
+        for attempt in range(self.ctx.config.checkpoint_engine.retries + 1):
+            try:
+                await self._in_time(f"canary to {worker.name}", end.receive(self.canary.header, self.canary.payload))
+                break
+            except Exception as error:
+                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
+                    raise
+                if attempt == self.ctx.config.checkpoint_engine.retries:
+                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+        proof = await self._in_time(f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.canary.probe, proof, who=worker.name)
+
+    async def _in_time(self, what: str, call: Awaitable[T]) -> T:
+        async with deadline(self.ctx.config.deadlines.publish, f"publish: {what}"):
+            return await call
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.ctx.table.held:

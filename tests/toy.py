@@ -3,9 +3,8 @@ numbers in place of the network, and sleeps in place of compute. The weights dep
 and the order of training, so that equal digests mean equal runs."""
 
 import asyncio
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from async_flowrl.context import Context
 from async_flowrl.evaluation import EvaluationResult, Evaluations
 from async_flowrl.loop import run
 from async_flowrl.recipe import Recipe, shape
+from async_flowrl.rewards.composite import checked
 from async_flowrl.seeds import generator
-from async_flowrl.tickets import TicketTable
+from async_flowrl.tickets import Ticket, TicketTable
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
@@ -36,7 +36,8 @@ from checkpoint_engine import (
     weights_digest,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from separation.group import PoolSpec, WorkerDied, WorkerFailed
+from separation.group import PoolSpec
+from tests.toy_pool import Fault, ListObserver, Timing, VirtualGroup, World, no_fault
 from tests.virtual import run_virtual
 
 SIZE = 8
@@ -90,10 +91,15 @@ class ToyRollout:
 class ToyReward:
     def __init__(self, config: Any, index: int, name: str) -> None:
         self.name = name
+        self.spoil: str | None = None
+        """"nan" or "count": what is wrong with the next result."""
 
     def score(self, prompt: Prompt, *images: Any) -> Scores:
-        values = tuple(float(x.mean()) for image in images for x in image)
-        return Scores(values, {"color": values})
+        values = [float(x.mean()) for image in images for x in image]
+        result = {"nan": [*values[:-1], float("nan")], "count": values[:-1]}.get(self.spoil or "", values)
+        self.spoil = None
+        total = checked("color", prompt, result, len(values))
+        return Scores(total, {"color": total})
 
 
 class ToyTrainer:
@@ -155,128 +161,6 @@ class ToyTrainer:
         return weights_digest(self.tensors)
 
 
-@dataclass
-class Timing:
-    """How long each method takes, in virtual seconds: constant, or drawn from (seed, worker, method, call number)."""
-
-    seed: int = 0
-    generate: float = 1.0
-    score: float = 0.1
-    update: float = 1.0
-    transfer: float = 0.05
-    spread: float = 0.0
-    """Relative spread: each duration is multiplied by a draw from 1 - spread .. 1 + spread."""
-    slow: Mapping[str, float] = field(default_factory=dict)
-    """Factor per worker name."""
-
-    def duration(self, worker: str, method: str, call: int) -> float:
-        known = {"generate": self.generate, "score": self.score, "accumulate": self.update, "receive": self.transfer}
-        draw = random.Random(f"{self.seed}/{worker}/{method}/{call}").uniform(1 - self.spread, 1 + self.spread)
-        return known.get(method, 0.0) * draw * self.slow.get(worker, 1.0)
-
-
-Fault = Callable[[str, str, int], str | None]
-"""(worker, method, call number) → None, "kill" (before the result), "hang", "raise" or "lose"."""
-
-
-class VirtualWorker:
-    """Hosts one toy object; lanes are locks, time is virtual."""
-
-    def __init__(self, pool: str, index: int, name: str, target: Any, timing: Timing, fault: Fault) -> None:
-        self.pool, self.index, self.name, self.target = pool, index, name, target
-        self.pid, self.node = 0, "virtual"
-        self.timing, self.fault = timing, fault
-        self.calls: dict[str, int] = {}
-        self.dead = asyncio.Event()
-        self.lanes: dict[str, asyncio.Lock] = {}
-
-    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        running = asyncio.create_task(self._run(method, args, lane))
-        death = asyncio.create_task(self.dead.wait())
-        try:
-            await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise WorkerDied(self.name, f"killed during {method}")
-            return running.result()
-        finally:
-            running.cancel()
-            death.cancel()
-
-    async def call_split(
-        self, method: str, *args: Any, returns: int, lane: str = "main"
-    ) -> tuple[Any, tuple[Any, ...]]:
-        result = await self.call(method, *args, lane=lane)
-        assert len(result) == returns
-        return result[0], tuple(result[1:])
-
-    async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
-        if self.dead.is_set():
-            raise WorkerDied(self.name, "dead already")
-        async with self.lanes.setdefault(lane, asyncio.Lock()):
-            number = self.calls[method] = self.calls.get(method, 0) + 1
-            fault = self.fault(self.name, method, number)
-            await asyncio.sleep(self.timing.duration(self.name, method, number))
-            if fault == "kill":
-                self.kill()
-                await asyncio.Event().wait()
-            if fault == "hang":
-                await asyncio.Event().wait()
-            if fault == "raise":
-                raise WorkerFailed(self.name, method, "RuntimeError", "injected", "")
-            return getattr(self.target, method)(*args)
-
-    def kill(self) -> None:
-        self.dead.set()
-
-
-class VirtualGroup:
-    def __init__(self, spec: PoolSpec, factory: Callable[..., Any], timing: Timing, fault: Fault) -> None:
-        self.spec, self.factory, self.timing, self.fault = spec, factory, timing, fault
-        self.generation = [0] * spec.num_workers
-        self.workers: list[Any] = [self._build(index) for index in range(spec.num_workers)]
-        self.replaced = 0
-
-    def _build(self, index: int) -> VirtualWorker:
-        suffix = f".{self.generation[index]}" if self.generation[index] else ""
-        name = f"{self.spec.name}-{index}{suffix}"
-        target = self.factory(index=index, name=name, **self.spec.arguments)
-        return VirtualWorker(self.spec.name, index, name, target, self.timing, self.fault)
-
-    async def replace(self, index: int) -> VirtualWorker:
-        self.workers[index].kill()
-        await asyncio.sleep(2.0)
-        self.generation[index] += 1
-        self.replaced += 1
-        self.workers[index] = self._build(index)
-        return self.workers[index]  # type: ignore[no-any-return]
-
-    async def fetch(self, ref: Any) -> Any:
-        return ref
-
-    async def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-
-
-@dataclass
-class ListObserver:
-    """Keeps every event with its virtual time."""
-
-    events: list[dict[str, Any]] = field(default_factory=list)
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def event(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, "time": self.now(), **fields})
-
-    def state(self, worker: str, state: str) -> None:
-        self.event("state", worker=worker, state=state)
-
-    def of(self, event: str, **match: Any) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == event and all(e.get(k) == v for k, v in match.items())]
-
-
 class ToySteps:
     """Records every step's metrics; starts evaluations as the real bookkeeping does."""
 
@@ -314,11 +198,20 @@ class ToyRun:
     trained: list[tuple[int, int, int]]
     table: TicketTable
     evaluated: list[EvaluationResult]
-    rollout: VirtualGroup
+    groups: Mapping[str, VirtualGroup]
     seconds: float
+    sync: Mapping[str, Any]
 
     def staleness(self) -> list[float]:
         return [line["staleness/max"] for line in self.lines]
+
+    def tickets(self, state: str, kind: str = "train") -> list[dict[str, Any]]:
+        """The transitions into `state`, in the order they happened."""
+        return self.observer.of("ticket", state=state, kind=kind)
+
+    def published(self) -> dict[int, str]:
+        """Digest of every version that was sent."""
+        return {event["version"]: event["digest"] for event in self.observer.of("version", state="sent")}
 
 
 def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **changes: Any) -> Config:
@@ -336,59 +229,100 @@ def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **change
     return config
 
 
-def no_fault(worker: str, method: str, number: int) -> str | None:
-    return None
+Disturbance = Callable[[Context, Mapping[str, VirtualGroup]], Awaitable[None]]
+"""Runs beside the loop and may do to the pools whatever it likes."""
 
 
-async def toy_run(config: Config, timing: Timing | None = None, fault: Fault = no_fault) -> ToyRun:
+async def toy_run(
+    config: Config,
+    timing: Timing | None = None,
+    fault: Fault = no_fault,
+    *,
+    disturb: Disturbance | None = None,
+    observer: ListObserver | None = None,
+) -> ToyRun:
     """Builds the context as build.py does, with virtual groups, and runs the real loop."""
-    timing = timing or Timing()
-    observer = ListObserver()
-    groups = {
-        name: VirtualGroup(PoolSpec(name, "", count, arguments={"config": config}), factory, timing, fault)
-        for name, count, factory in (
-            ("trainer", 1, ToyTrainer),
-            ("rollout", config.rollout.num_workers, ToyRollout),
-            ("reward", config.reward.num_workers, ToyReward),
-        )
-    }
-    algorithm = build_algorithm(
-        config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over=config.hand_over,
-        num_inference_steps=2,
-    )  # fmt: skip
-    prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
-    table = TicketTable(
-        shape(config),
-        on_change=lambda t: observer.event(
-            "ticket", ordinal=t.ordinal, kind=t.kind, step=t.step, state=t.state, worker=t.worker, attempt=t.attempt,
-            version=t.version,
-        ),
-    )  # fmt: skip
-    gang = TrainerGang(groups["trainer"], algorithm)
-    weights = PublishedWeights(gang)
+    observer = observer or ListObserver()
+    groups = toy_groups(config, World(timing or Timing(), fault, observer))
     steps = ToySteps(observer)
-    ctx = Context(
-        config=config, recipe=Recipe(config, prompts, prompts[:2]), table=table, rollout=groups["rollout"],
-        reward=groups["reward"], trainer=gang, weights=weights, observer=observer, steps=steps,
-    )  # fmt: skip
-    weights.ctx = ctx
-    for worker in groups["rollout"].workers:
-        table.join(worker.name)
+    ctx = toy_context(config, groups, observer, steps)
+    beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
     await run(ctx)
+    if beside is not None:
+        beside.cancel()
     trainer = groups["trainer"].workers[0].target
-    seconds = asyncio.get_running_loop().time()
     return ToyRun(
-        trainer.weights_digest(),
-        observer,
-        steps.lines,
-        trainer.trained,
-        table,
-        steps.evaluated,
-        groups["rollout"],
-        seconds,
+        digest=trainer.weights_digest(),
+        observer=observer,
+        lines=steps.lines,
+        trained=trainer.trained,
+        table=ctx.table,
+        evaluated=steps.evaluated,
+        groups=groups,
+        seconds=asyncio.get_running_loop().time(),
+        sync=ctx.weights.report(),
     )
 
 
-def virtual(config: Config, timing: Timing | None = None, fault: Fault = no_fault, *, horizon: float = 1e5) -> ToyRun:
+def toy_groups(config: Config, world: World) -> dict[str, VirtualGroup]:
+    pools: tuple[tuple[str, int, Any], ...] = (
+        ("trainer", config.trainer.num_workers, ToyTrainer),
+        ("rollout", config.rollout.num_workers, ToyRollout),
+        ("reward", config.reward.num_workers, ToyReward),
+    )
+    return {
+        name: VirtualGroup(PoolSpec(name, "", count, arguments={"config": config}), factory, world)
+        for name, count, factory in pools
+    }
+
+
+def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: ListObserver, steps: ToySteps) -> Context:
+    algorithm = build_algorithm(
+        config.algorithm,
+        max_staleness=config.max_staleness,
+        updates_per_batch=1,
+        hand_over=config.hand_over,
+        num_inference_steps=2,
+    )
+    prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
+    table = TicketTable(shape(config), on_change=lambda ticket: note(observer, ticket))
+    gang = TrainerGang(groups["trainer"], algorithm)
+    weights = PublishedWeights(gang)
+    ctx = Context(
+        config=config,
+        recipe=Recipe(config, prompts, prompts[:2]),
+        table=table,
+        rollout=groups["rollout"],
+        reward=groups["reward"],
+        trainer=gang,
+        weights=weights,
+        observer=observer,
+        steps=steps,
+        base_digest="toy",
+    )
+    weights.ctx = ctx
+    for worker in groups["rollout"].workers:
+        table.join(worker.name)
+    return ctx
+
+
+def note(observer: ListObserver, ticket: Ticket) -> None:
+    observer.event(
+        "ticket",
+        ordinal=ticket.ordinal,
+        kind=ticket.kind,
+        step=ticket.step,
+        group=ticket.group,
+        state=ticket.state,
+        worker=ticket.worker,
+        attempt=ticket.attempt,
+        version=ticket.version,
+        digest=ticket.digest,
+    )
+
+
+def virtual(
+    config: Config, timing: Timing | None = None, fault: Fault = no_fault, *, horizon: float = 1e5, **more: Any
+) -> ToyRun:
     """A toy run in virtual time. Whatever ends it is raised; a hang is Deadlock or HorizonReached."""
-    return run_virtual(toy_run(config, timing, fault), horizon=horizon)
+    return run_virtual(toy_run(config, timing, fault, **more), horizon=horizon)

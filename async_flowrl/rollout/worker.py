@@ -56,6 +56,10 @@ class RolloutWorker:
     def receive(self, header: Header, buffer: ByteArray, slot: str = RING) -> Ack:
         return self.receiver.receive(header, buffer, slot=slot)
 
+    def reset(self) -> None:
+        """Forgets every version held: a new life of the run publishes its versions again."""
+        self.receiver.clear()
+
     def relay(self, header: Header, slot: str) -> tuple[None, ByteArray]:
         """The bytes of a version held here, for a neighbour."""
         return None, self.receiver.export(header.stream, header.version, slot=slot)[1]

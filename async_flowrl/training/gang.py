@@ -13,14 +13,15 @@ import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.context import Context
+from async_flowrl.dispatch import make_again
 from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
 from async_flowrl.tickets import Ticket, describe
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.statistics import StepStatistics
 from async_flowrl.types import Scores
-from separation.group import WorkerGroup
-from separation.supervise import deadline
+from separation.group import RefLost, WorkerGroup
+from separation.supervise import deadline, together
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ class TrainerGang:
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """The method's results on every rank, in rank order; the first failure is raised."""
-        async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(worker.call(method, *args, lane=lane)) for worker in self.workers.workers]
-        return [call.result() for call in calls]
+        return await together(*(worker.call(method, *args, lane=lane) for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
@@ -58,7 +57,8 @@ class TrainerGang:
             if index == 0 and ctx.config.trainer.updates_per_batch > 1:
                 await self._proximal(ctx, step, per_update)
             if index % per_update == 0:
-                await self.all("begin", step, self._plan(ctx, group, index // per_update, per_update))
+                plan = self._plan(ctx, group, index // per_update, per_update)
+                await self._in_time(ctx, step, self.all("begin", step, plan))
             await self._accumulate(ctx, group)
             statistics.add_group(group.tickets, group.scores, group.advantages)
             index += 1
@@ -139,14 +139,35 @@ class TrainerGang:
         """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
         later = [group for group in self._batch[per_update:] if group.meta is not None]
         for group in later:
-            await self._in_time(ctx, step, self.all("proximal", [group.meta], *trajectories(group)))
+            await self._with_trajectories(ctx, group, "proximal")
 
     async def _accumulate(self, ctx: Context, group: HandedGroup) -> None:
-        if group.meta is None:
-            return
-        what = describe(group.tickets[0])
-        async with deadline(ctx.config.deadlines.update, f"update: forward and backward of {what}"):
-            await self.all("accumulate", [group.meta], *trajectories(group))
+        if group.meta is not None:
+            await self._with_trajectories(ctx, group, "accumulate")
+
+    async def _with_trajectories(self, ctx: Context, group: HandedGroup, method: str) -> None:
+        """Calls `method` on every rank with the group's trajectories; those that are lost are made again first.
+
+        Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
+        """
+        while True:
+            try:
+                async with deadline(ctx.config.deadlines.update, f"update: {method} {describe(group.tickets[0])}"):
+                    if len(self.workers.workers) > 1:
+                        await self.all("async_flowrl.training.plan:arrived", *trajectories(group))
+                    await self.all(method, [group.meta], *trajectories(group))
+                return
+            except RefLost as lost:
+                await self._make_again(ctx, group, lost)
+
+    async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:
+        """Waits for new payloads of a handed group. Its scores stay: its advantages came from them."""
+        first = group.tickets[0]
+        make_again(ctx, group.tickets, lost)
+        await self._until_ready(ctx, first.step, [first.group])
+        ctx.table.hand_over(first.step, first.group)
+        for ticket in group.tickets:
+            ticket.scores = group.scores
 
     async def _in_time(self, ctx: Context, step: int, call: Any) -> Any:
         async with deadline(ctx.config.deadlines.update, f"update: step {step}"):

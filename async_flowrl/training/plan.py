@@ -68,3 +68,7 @@ class UpdateStats:
     """Per age: rows with a nonzero advantage whose gradient survived clip and mask, and all rows with one."""
     groups: tuple[GroupStats, ...] = ()
     spans: tuple[Span, ...] = ()
+
+
+def arrived(*payloads: object) -> None:
+    """Run in a worker with refs as arguments: returns once it has their values, so that the next call finds them."""

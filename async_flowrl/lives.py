@@ -1,0 +1,165 @@
+"""One run, several lives: a dead trainer rank ends a life, and the next one begins at the last checkpoint.
+
+This is the same path that `resume` takes after the controller itself has died: the ticket table is built anew, the
+versions that its tickets name are published again, and what had been generated since is generated again, identically.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_flowrl.admission import StartError, load_rollout
+from async_flowrl.bookkeeping import Bookkeeping
+from async_flowrl.context import Context
+from async_flowrl.launch import REWARD, ROLLOUT, TRAINER, load_trainer, send_negatives
+from async_flowrl.loop import run as run_loop
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.prepare import Prepared
+from async_flowrl.recipe import shape
+from async_flowrl.run_directory import RunDirectory
+from async_flowrl.saving import Checkpoints, Resume, newest
+from async_flowrl.stopping import StopRequest
+from async_flowrl.tickets import Ticket, TicketTable
+from async_flowrl.training.gang import TrainerGang
+from async_flowrl.weights import PublishedWeights
+from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
+from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
+
+RECOVERIES = 3
+"""How often a run survives the death of a trainer rank before it ends with that death's name."""
+DEATH_SHOWS = 2.0
+"""Seconds in which the death of one rank shows after another rank has failed because of it."""
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """Where a run is written down while it goes on."""
+
+    events: EventLog
+    pools: PoolLedger
+    metrics: MetricsLog
+    monitor: Monitor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that outlives a life."""
+
+    prepared: Prepared
+    directory: RunDirectory
+    groups: Mapping[str, WorkerGroup]
+    gang: TrainerGang
+    ledgers: Ledgers
+    stop: StopRequest
+    base_digest: str
+
+
+async def live(run: Run, resume: Resume) -> Context:
+    """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks."""
+    for left in reversed(range(RECOVERIES + 1)):
+        ctx = build_context(run, resume)
+        try:
+            await run_loop(ctx)
+            return ctx
+        except (WorkerDied, WorkerFailed) as error:
+            dead = await dead_ranks(run.gang)
+            if not dead or left == 0:
+                raise
+            logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
+            run.ledgers.events.event("fault", worker=dead[0], kind=type(error).__name__, message=str(error))
+        finally:
+            await ctx.weights.close()
+            ctx.steps.abandon()
+        resume = await recover(run)
+    raise AssertionError("unreachable")
+
+
+async def dead_ranks(gang: TrainerGang) -> list[str]:
+    """Names of the trainer ranks that are gone, as far as it shows by now."""
+    watches = {asyncio.create_task(worker.watch()): worker.name for worker in gang.workers.workers}
+    done, pending = await asyncio.wait(watches, timeout=DEATH_SHOWS)
+    for task in pending:
+        task.cancel()
+    return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+
+
+async def recover(run: Run) -> Resume:
+    """New trainer ranks from the newest checkpoint; rollout workers keep their base model and forget every version."""
+    config, trainer = run.prepared.config, run.groups[TRAINER]
+    for index in range(len(trainer.workers)):
+        await trainer.replace(index)
+    info = await load_trainer(config, trainer, run.gang)
+    if info["base_digest"] != run.base_digest:
+        raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(len(run.groups[ROLLOUT].workers)):
+            tasks.create_task(clean_rollout(run, index))
+    await send_negatives(run.prepared, run.groups[ROLLOUT].workers[0], run.gang)
+    resume = newest(run.directory)
+    await run.gang.all("restore", str(resume.path))
+    run.ledgers.metrics.truncate(resume.version)
+    run.ledgers.events.event("rollback", step=resume.version)
+    return resume
+
+
+async def clean_rollout(run: Run, index: int) -> None:
+    """Waits for what the worker was doing, then makes it forget its versions; a dead one is replaced."""
+    group, deadlines = run.groups[ROLLOUT], run.prepared.config.deadlines
+    worker = group.workers[index]
+    try:
+        async with deadline(deadlines.generate, f"generate: what {worker.name} was doing when a trainer rank died"):
+            await worker.call("reset")
+            await worker.call("reset", lane="sync")
+    except WorkerDied:
+        fresh: Worker = await group.replace(index)
+        await load_rollout(fresh, seconds=deadlines.load)
+
+
+def build_context(run: Run, resume: Resume) -> Context:
+    """A fresh ticket table and fresh controller state for one life."""
+    prepared, events = run.prepared, run.ledgers.events
+    config = prepared.config
+
+    def record(ticket: Ticket) -> None:
+        events.event(
+            "ticket",
+            ordinal=ticket.ordinal,
+            kind=ticket.kind,
+            step=ticket.step,
+            state=ticket.state,
+            worker=ticket.worker,
+            attempt=ticket.attempt,
+            version=ticket.version,
+            digest=ticket.digest,
+        )
+
+    table = TicketTable(shape(config), first_step=resume.version, on_change=record)
+    saved = [] if resume.path is None else [resume.version]
+    checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)
+    weights = PublishedWeights(run.gang)
+    ctx = Context(
+        config=config,
+        recipe=prepared.recipe,
+        table=table,
+        rollout=run.groups[ROLLOUT],
+        reward=run.groups[REWARD],
+        trainer=run.gang,
+        weights=weights,
+        observer=events,
+        steps=Bookkeeping(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints),
+        base_digest=run.base_digest,
+        stop_requested=run.stop,
+    )
+    weights.ctx = ctx
+    for group in run.groups.values():
+        for worker in group.workers:
+            events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
+    for worker in run.groups[ROLLOUT].workers:
+        table.join(worker.name)
+    return ctx

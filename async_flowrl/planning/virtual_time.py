@@ -1,0 +1,111 @@
+"""An event loop whose clock jumps: hours of schedule in milliseconds, the same every time.
+
+When nothing is runnable the clock moves to the next timer at once. There is no selector, no thread and no real sleep:
+`asyncio.to_thread` and `run_in_executor` run their function inline, so a schedule is a pure function of the program.
+"""
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """Nothing is runnable, no timer is set, and the main task is not done. Names who waits where."""
+
+
+class HorizonReached(Deadlock):
+    """The clock passed the horizon: something ticks for ever while the main task waits."""
+
+
+class Livelock(RuntimeError):
+    """Callbacks keep running and the clock stands still, as in `while True: await asyncio.sleep(0)`."""
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """`time()` starts at 0 and advances only when everything waits."""
+
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self, *, horizon: float = 1e6, rounds_per_instant: int = 1_000_000) -> None:
+        super().__init__()
+        self.horizon = horizon
+        self.rounds_per_instant = rounds_per_instant
+        self._now = 0.0
+        self._rounds = 0
+        self._clock_resolution = 1e-6
+        self._selector = self
+        self._owner = threading.get_ident()
+
+    def time(self) -> float:
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Asked by `_run_once` to wait for input for `timeout` seconds; None: for ever, 0: work is ready."""
+        if timeout is None:
+            raise Deadlock(f"nothing can ever run again at {self._now:.6g} s; waiting:\n{self.waiting()}")
+        if timeout <= 0:
+            self._rounds += 1
+            if self._rounds > self.rounds_per_instant:
+                rounds, self._rounds = self._rounds, 0
+                raise Livelock(f"{rounds} rounds without the clock moving at {self._now:.6g} s:\n{self.waiting()}")
+            return []
+        self._rounds = 0
+        self._now = max(self._now, self._scheduled[0].when())
+        if self._now > self.horizon:
+            raise HorizonReached(f"the clock passed its horizon of {self.horizon:.6g} s; waiting:\n{self.waiting()}")
+        return []
+
+    def waiting(self) -> str:
+        """One line per unfinished task: its name and the innermost line of it that waits."""
+        lines = []
+        for task in asyncio.all_tasks(self):
+            frames = task.get_stack(limit=20)
+            where = f"{frames[-1].f_code.co_qualname} line {frames[-1].f_lineno}" if frames else "not started"
+            lines.append(f"  {task.get_name()}: {where}")
+        return "\n".join(sorted(lines))
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: concurrent.futures.Executor | None, func: Callable[..., T], *args: Any
+    ) -> "asyncio.Future[T]":
+        """Runs `func` here and now; the future completes on the next round, as after a thread."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            result = contextvars.copy_context().run(func, *args)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self.call_soon(_settle, future, None, error)
+        else:
+            self.call_soon(_settle, future, result, None)
+        return future
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """Nothing: there are no files to poll."""
+
+    def _write_to_self(self) -> None:
+        """Called by `call_soon_threadsafe`. Another thread would bring real time in."""
+        if threading.get_ident() != self._owner:
+            raise RuntimeError("a thread called into a virtual-time loop: its timing would not be reproducible")
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, horizon: float = 1e6) -> T:
+    """Runs `main` to its end in virtual time, cancels what it left behind, and returns its result.
+
+    Raises Deadlock, HorizonReached or Livelock when it can never end; otherwise whatever `main` raises.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(horizon=horizon)) as runner:
+        return runner.run(main)
