@@ -145,7 +145,8 @@ def _signal_handler_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _log_raylet_messages() -> None:

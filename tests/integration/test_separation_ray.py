@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import ray
 from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.placement import ResourcesMissing
-from separation.processes import Identity
+from separation.processes import Identity, descendants
 from separation.rendezvous import join_gang
 from separation.supervise import DeadlineExceeded, deadline, together
 
@@ -313,16 +313,40 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
     rays.run(test)
 
 
-def test_a_freed_payload_is_a_lost_ref(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        from ray._private.internal_api import free
+@contextmanager
+def second_node(resources: str) -> Iterator[list[Identity]]:
+    """Another Ray node on this machine; yields its processes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
+    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
+    start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        end = time.monotonic() + 60
+        while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+            assert time.monotonic() < end, "the second node did not come up"
+            time.sleep(0.1)
+        yield descendants(start.pid)
+    finally:
+        for process in descendants(start.pid):
+            process.kill()
+        start.kill()
+        start.wait()
 
-        one, other, _ = bench.toys.workers
-        _, refs = await one.call_split("split", 200_000, returns=3)
-        free([refs[0]])
-        await raises(RefLost, bench.toys.fetch(refs[0]))
-        await raises(RefLost, other.call("total", *refs))
-        assert await other.call("total", refs[1]) == 600_000.0
+
+@pytest.mark.chaos
+def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        with second_node('{"away": 1}') as node:
+            async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=60) as groups:
+                away, home = groups["away"].workers[0], bench.toys.workers[2]
+                _, (small, large) = await away.call_split("split_unevenly", 200_000, returns=3)
+                call = asyncio.create_task(away.call("sleep", 600.0))
+                await asyncio.sleep(0.2)
+                for process in node:
+                    process.kill()
+                await raises(WorkerDied, call)
+                await raises(RefLost, groups["away"].fetch(large))
+                await raises(RefLost, home.call("total", large))
+                assert await home.call("total", small) == 2.0, "a small result travelled with the answer"
 
     rays.run(test)
 

@@ -64,6 +64,9 @@ class Toy:
     def split(self, count: int) -> tuple[dict[str, int], Array, Array]:
         return {"count": count}, np.full(count, 2.0, np.float32), np.full(count, 3.0, np.float32)
 
+    def split_unevenly(self, count: int) -> tuple[None, Array, Array]:
+        return None, np.full(1, 2.0, np.float32), np.full(count, 3.0, np.float32)
+
     def total(self, *arrays: Array) -> float:
         return float(sum(array.sum() for array in arrays))
 
