@@ -228,8 +228,14 @@ class Delivery:
         await self._replace(name, error)
 
     async def _call(self, call: Awaitable[T]) -> T:
-        async with asyncio.timeout(self._options.deadline):
-            return await call
+        try:
+            async with asyncio.timeout(self._options.deadline) as scope:
+                return await call
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            what = getattr(call, "__qualname__", "the sender")
+            raise TimeoutError(f"{what} was not done within its deadline of {self._options.deadline:g} s") from error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
