@@ -23,6 +23,7 @@ from async_flowrl.run_directory import RunDirectory
 from async_flowrl.saving import Resume, find_resume
 from async_flowrl.stopping import StopRequest, listening
 from async_flowrl.training.gang import TrainerGang
+from async_flowrl.transport import resolve_transport
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ async def train(prepared: Prepared, directory: RunDirectory) -> int:
                 await gang.all("restore", str(resume.path))
             ledgers = open_ledgers(prepared, directory, resume)
             try:
-                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"])
+                transport = resolve_transport(config.checkpoint_engine.transport, info["device"])
+                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"], transport)
                 ctx = await live(run, resume)
                 summary = await finish(
                     ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics

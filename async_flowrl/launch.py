@@ -6,12 +6,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from separation.cluster import cluster
-
 from async_flowrl.admission import check_base, load_rollout
 from async_flowrl.config import Config
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.gang import TrainerGang
+from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.rendezvous import gang_environment
 from separation.supervise import deadline
@@ -30,7 +29,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             arguments=shared,
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
-            lanes=("publish",),
+            lanes=("publish", "control"),
         ),
         PoolSpec(
             ROLLOUT,
@@ -39,7 +38,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             arguments=shared,
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
-            lanes=("sync",),
+            lanes=("sync", "control"),
         ),
         PoolSpec(
             REWARD,

@@ -58,6 +58,7 @@ class Run:
     ledgers: Ledgers
     stop: StopRequest
     base_digest: str
+    transport: str
 
 
 async def live(run: Run, resume: Resume) -> Context:
@@ -142,7 +143,7 @@ def build_context(run: Run, resume: Resume) -> Context:
     table = TicketTable(shape(config), first_step=resume.version, on_change=record)
     saved = [] if resume.path is None else [resume.version]
     checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)
-    weights = PublishedWeights(run.gang)
+    weights = PublishedWeights(run.gang, run.transport)
     ctx = Context(
         config=config,
         recipe=prepared.recipe,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from async_flowrl.context import Context
 from async_flowrl.training.gang import TrainerGang
+from async_flowrl.transport import OBJECT_STORE
 from checkpoint_engine import (
     CANARY_VERSION,
     EVALUATION,
@@ -21,11 +22,13 @@ from checkpoint_engine import (
     Header,
     check_binding,
 )
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective import Epoch
 from checkpoint_engine.outcome import Verdict, verdict
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, deadline
 
-LANE = "sync"
+LANE, CONTROL = "sync", "control"
 T = TypeVar("T")
 
 
@@ -53,6 +56,24 @@ class TrainerEnd:
     async def release(self, version: int) -> None:
         await self._first.call("release", version, self._stream, lane="publish")
 
+    async def address(self) -> tuple[str, int]:
+        found: tuple[str, int] = await self._first.call(
+            "group_address", self._weights.transport, self._first.node, lane="publish"
+        )
+        return found
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await self._first.call("open_group", epoch, rank, lane="publish")
+
+    async def ready(self, epoch: int, header: Header) -> None:
+        await self._first.call("group_ready", epoch, header, lane="publish")
+
+    async def send(self, header: Header) -> None:
+        await self._first.call("group_send", header, lane="publish")
+
+    async def abort_group(self) -> None:
+        await self._first.call("abort_group", lane=CONTROL)
+
     @property
     def _first(self) -> Worker:
         return self._gang.workers.workers[0]
@@ -61,8 +82,8 @@ class TrainerEnd:
 class RolloutEnd:
     """One rollout worker as a delivery's receiver."""
 
-    def __init__(self, worker: Worker, ctx: Context) -> None:
-        self.worker, self._ctx = worker, ctx
+    def __init__(self, worker: Worker, ctx: Context, transport: str) -> None:
+        self.worker, self._ctx, self._transport = worker, ctx, transport
         self.name, self.node = worker.name, worker.node
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
@@ -76,6 +97,19 @@ class RolloutEnd:
     async def relay(self, header: Header, slot: str = RING) -> Any:
         _, (reference,) = await self.worker.call_split("relay", header, slot, returns=2, lane=LANE)
         return reference
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await self.worker.call("open_group", self._transport, epoch, rank, lane=LANE)
+
+    async def ready(self, epoch: int, header: Header) -> None:
+        await self.worker.call("group_ready", epoch, header, lane=LANE)
+
+    async def accept(self, header: Header) -> Ack:
+        ack: Ack = await self.worker.call("group_accept", header, lane=LANE)
+        return ack
+
+    async def abort_group(self) -> None:
+        await self.worker.call("abort_group", lane=CONTROL)
 
 
 @dataclass
@@ -92,6 +126,7 @@ class PublishedWeights:
     """The `Weights` of context.py. `start` makes it usable; it belongs to one running loop."""
 
     gang: TrainerGang
+    transport: str = OBJECT_STORE
     ctx: Context = field(init=False)
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
@@ -127,7 +162,9 @@ class PublishedWeights:
         await self._started.wait()
         await self._prove(worker)
         oldest = table.shape.version_for(table.step)
-        await self.delivery.join(RolloutEnd(worker, self.ctx), [v for v in table.published if v >= oldest])
+        await self.delivery.join(
+            RolloutEnd(worker, self.ctx, self.transport), [v for v in table.published if v >= oldest]
+        )
 
     async def leave(self, worker: str) -> None:
         await self._started.wait()
@@ -168,7 +205,7 @@ class PublishedWeights:
             "bytes": stats.bytes,
             "seconds": stats.seconds,
             "trainer_stall_seconds": self.staged_seconds,
-            "transport": self.ctx.config.checkpoint_engine.transport,
+            "transport": self.transport,
             "retries": stats.retries,
             "corrupt": stats.corrupt,
             "fallbacks": stats.fallbacks,
@@ -188,7 +225,8 @@ class PublishedWeights:
             probe = await self.gang.workers.workers[0].call("canary")
             header = await sender.seal(CANARY_VERSION)
             self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
-        self.delivery = Delivery(sender, replace=self._give_up, options=options)
+        broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(sender, name=self.transport)
+        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
         self._started.set()
 
@@ -199,14 +237,14 @@ class PublishedWeights:
         except (WorkerDied, DeadlineExceeded) as lost:
             await self._give_up(worker.name, lost)
         else:
-            await self.delivery.join(RolloutEnd(worker, self.ctx))
+            await self.delivery.join(RolloutEnd(worker, self.ctx, self.transport))
 
     async def _prove(self, worker: Worker) -> None:
         """Delivers the canary and compares what the live modules compute.
 
         Raises WeightsMismatch naming the module, WorkerDied, or DeadlineExceeded.
         """
-        end = RolloutEnd(worker, self.ctx)
+        end = RolloutEnd(worker, self.ctx, self.transport)
         for attempt in range(self.ctx.config.checkpoint_engine.retries + 1):
             try:
                 await self._in_time(f"canary to {worker.name}", end.receive(self.canary.header, self.canary.payload))

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from async_flowrl.config import Config
@@ -18,9 +19,11 @@ from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
 from async_flowrl.training.lora import add_lora, lora_layers
+from async_flowrl.transport import ReceivingEnd
 from async_flowrl.types import EVALUATION, ByteArray, Conditioning, RolloutReport, RolloutRequest, Span, Trajectory
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Ack, Header, LoraModule, Receiver, base_digest, binding_probe
+from checkpoint_engine.collective import Epoch
 
 
 class RolloutWorker:
@@ -30,6 +33,7 @@ class RolloutWorker:
         self.config, self.model, self.name = config, model, name
         self.engine: RolloutEngine
         self.receiver: Receiver
+        self.collective: ReceivingEnd
 
     def load(self) -> dict[str, str]:
         """Builds the model. Returns the digest of the base weights, to be compared with the trainer's."""
@@ -48,6 +52,7 @@ class RolloutWorker:
             alpha=self.config.lora.alpha,
             rank=self.config.lora.rank,
         )
+        self.collective = ReceivingEnd(self.receiver, torch.device(device()))
         return {"base_digest": digest}
 
     def encode(self, texts: Sequence[str]) -> list[Conditioning]:
@@ -55,6 +60,20 @@ class RolloutWorker:
 
     def receive(self, header: Header, buffer: ByteArray, slot: str = RING) -> Ack:
         return self.receiver.receive(header, buffer, slot=slot)
+
+    def open_group(self, transport: str, epoch: Epoch, rank: int) -> None:
+        """Joins the group of a collective delivery (sync lane, like the next two)."""
+        self.collective.open(transport, epoch, rank)
+
+    def group_ready(self, epoch: int, header: Header) -> None:
+        self.collective.receiver.ready(epoch, header)
+
+    def group_accept(self, header: Header) -> Ack:
+        return self.collective.receiver.accept(header)
+
+    def abort_group(self) -> None:
+        """On the control lane: it must get through while `group_accept` is under way."""
+        self.collective.abort()
 
     def reset(self) -> None:
         """Forgets every version held: a new life of the run publishes its versions again."""
@@ -95,6 +114,4 @@ class RolloutWorker:
 
 def device() -> str:
     """The device this process was given: Ray shows a worker only its own GPU."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,6 +10,7 @@ from async_flowrl.seeds import derive
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.lora import lora_layers, lora_modules
 from async_flowrl.training.versions import Versions
+from async_flowrl.transport import SendingEnd
 from async_flowrl.types import ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
 
@@ -32,6 +33,7 @@ class Outgoing:
             )
             for stream in streams
         }
+        self.collective = SendingEnd(self._publishers[POLICY], parameters.values.device)
 
     def stage(self, version: int, stream: str) -> None:
         """Copies a retained version away: all of its delivery that the trainer waits for."""

@@ -32,6 +32,7 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import ByteArray, Conditioning, FloatArray, Trajectory
 from checkpoint_engine import Header, base_digest, weights_digest
+from checkpoint_engine.collective import Epoch
 from separation.rendezvous import join
 
 
@@ -171,6 +172,23 @@ class TrainerWorker:
 
     def release(self, version: int, stream: str = POLICY) -> None:
         self._sender().release(version, stream)
+
+    def group_address(self, transport: str, host: str) -> tuple[str, int]:
+        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next three)."""
+        return self._sender().collective.address(transport, host)
+
+    def open_group(self, epoch: Epoch, rank: int) -> None:
+        self._sender().collective.sender.open(epoch, rank)
+
+    def group_ready(self, epoch: int, header: Header) -> None:
+        self._sender().collective.sender.ready(epoch, header)
+
+    def group_send(self, header: Header) -> None:
+        self._sender().collective.sender.send(header)
+
+    def abort_group(self) -> None:
+        """On the control lane: it must get through while `group_send` is under way."""
+        self._sender().collective.abort()
 
     def weights_digest(self) -> str:
         """SHA-256 of the trainable float32 weights; equal on all ranks."""

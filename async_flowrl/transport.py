@@ -1,0 +1,78 @@
+"""The collective transports as the two kinds of workers host them: one end each, opened on the first epoch."""
+
+from collections.abc import Callable
+
+import torch
+
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.publisher import Publisher
+from checkpoint_engine.receiver import Receiver
+
+OBJECT_STORE, AUTO = "object_store", "auto"
+
+
+def resolve_transport(configured: str, trainer_device: str) -> str:
+    """`auto` is nccl where the trainer is on a GPU and torch has NCCL, and the object store elsewhere."""
+    if configured != AUTO:
+        return configured
+    on_gpu = trainer_device.startswith("cuda") and torch.distributed.is_nccl_available()
+    return "nccl" if on_gpu else OBJECT_STORE
+
+
+def make_member(transport: str, device: torch.device) -> Member:
+    """This process's place in the groups of `transport`: gloo, nccl or pynccl."""
+    if transport == "gloo":
+        return Member(lambda: TorchLink("gloo"))
+    if transport == "nccl":
+        return Member(lambda: TorchLink("nccl"), device)
+    from checkpoint_engine.pynccl import PyncclLink
+
+    return Member(PyncclLink, device)
+
+
+class SendingEnd:
+    """The first trainer rank's end. Everything but `abort` runs on the publish lane."""
+
+    def __init__(self, publisher: Publisher, device: torch.device) -> None:
+        self._publisher, self._device = publisher, device
+        self._sender: CollectiveSender | None = None
+
+    def address(self, transport: str, host: str) -> tuple[str, int]:
+        if self._sender is None:
+            self._sender = CollectiveSender(self._publisher, make_member(transport, self._device), host=host)
+        return self._sender.address()
+
+    @property
+    def sender(self) -> CollectiveSender:
+        if self._sender is None:
+            raise RuntimeError("the group's address was never asked for")
+        return self._sender
+
+    def abort(self) -> None:
+        if self._sender is not None:
+            self._sender.abort()
+
+
+class ReceivingEnd:
+    """A rollout worker's end. Everything but `abort` runs on the sync lane."""
+
+    def __init__(self, receiver: Receiver, device: torch.device) -> None:
+        self._make: Callable[[str], CollectiveReceiver] = lambda transport: CollectiveReceiver(
+            receiver, make_member(transport, device)
+        )
+        self._receiver: CollectiveReceiver | None = None
+
+    def open(self, transport: str, epoch: Epoch, rank: int) -> None:
+        if self._receiver is None:
+            self._receiver = self._make(transport)
+        self._receiver.open(epoch, rank)
+
+    @property
+    def receiver(self) -> CollectiveReceiver:
+        if self._receiver is None:
+            raise RuntimeError("this worker has not joined a group yet")
+        return self._receiver
+
+    def abort(self) -> None:
+        if self._receiver is not None:
+            self._receiver.abort()
