@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from async_flowrl.averaged import EMA, AveragedWeights
 from async_flowrl.context import Context
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.transport import OBJECT_STORE
@@ -130,6 +131,7 @@ class PublishedWeights:
     ctx: Context = field(init=False)
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
+    averaged: AveragedWeights | None = None
     staged_seconds: float = 0.0
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
@@ -162,31 +164,45 @@ class PublishedWeights:
         await self._started.wait()
         await self._prove(worker)
         oldest = table.shape.version_for(table.step)
-        await self.delivery.join(
-            RolloutEnd(worker, self.ctx, self.transport), [v for v in table.published if v >= oldest]
-        )
+        await self._join(worker, [v for v in table.published if v >= oldest])
 
     async def leave(self, worker: str) -> None:
         await self._started.wait()
-        await self.delivery.leave(worker)
+        for delivery in self._deliveries:
+            await delivery.leave(worker)
 
     async def keep_for_evaluation(self, version: int) -> None:
+        """The version itself, or the EMA as it is now where the run has one."""
+        if self.averaged is not None:
+            await self.averaged.keep(version)
+            return
         await self._sealed[version].wait()
         await self.delivery.keep(version)
 
     async def deliver_for_evaluation(self, version: int) -> None:
-        await self.delivery.place(version)
+        if self.averaged is not None:
+            await self.averaged.deliver(version)
+        else:
+            await self.delivery.place(version)
 
     async def watch(self) -> None:
         await self._started.wait()
-        await self.delivery.failed()
+        async with asyncio.TaskGroup() as tasks:
+            for delivery in self._deliveries:
+                tasks.create_task(delivery.failed())
 
     async def drain(self) -> None:
-        await self.delivery.drain()
+        for delivery in self._deliveries:
+            await delivery.drain()
 
     async def close(self) -> None:
-        if hasattr(self, "delivery"):
-            await self.delivery.close()
+        if self._started.is_set():
+            for delivery in self._deliveries:
+                await delivery.close()
+
+    @property
+    def _deliveries(self) -> list[Delivery]:
+        return [self.delivery] if self.averaged is None else [self.delivery, self.averaged.delivery]
 
     def sealed(self, header: Header) -> None:
         """A version has its digest: tickets that name it exist from now on."""
@@ -228,6 +244,10 @@ class PublishedWeights:
         broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(sender, name=self.transport)
         self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
+        if config.trainer.ema_decay is not None:
+            self.averaged = AveragedWeights(
+                self.gang.workers, options=options, replace=self._give_up, acknowledged=self._acknowledged
+            )
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
@@ -237,7 +257,13 @@ class PublishedWeights:
         except (WorkerDied, DeadlineExceeded) as lost:
             await self._give_up(worker.name, lost)
         else:
-            await self.delivery.join(RolloutEnd(worker, self.ctx, self.transport))
+            await self._join(worker, [])
+
+    async def _join(self, worker: Worker, versions: list[int]) -> None:
+        end = RolloutEnd(worker, self.ctx, self.transport)
+        await self.delivery.join(end, versions)
+        if self.averaged is not None:
+            await self.averaged.join(end)
 
     async def _prove(self, worker: Worker) -> None:
         """Delivers the canary and compares what the live modules compute.
@@ -264,7 +290,8 @@ class PublishedWeights:
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.ctx.table.held:
             return  # it was declared dead while its acknowledgement was under way
-        self.ctx.table.acknowledge(worker, ack.version, ack.digest, evaluation=ack.slot == EVALUATION)
+        for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
+        self.ctx.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)
         self.ctx.observer.event(
             "version", stream=ack.stream, version=ack.version, state="acknowledged", digest=ack.digest, worker=worker
         )

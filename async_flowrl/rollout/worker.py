@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from async_flowrl.averaged import EMA
 from async_flowrl.config import Config
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, load_policy
@@ -48,6 +49,7 @@ class RolloutWorker:
         self.engine = DiffusersEngine(policy, batch_size=self.config.rollout.batch_size, device=device())
         self.receiver = Receiver(
             self.engine.lora_parameters(),
+            streams=("policy",) if self.config.trainer.ema_decay is None else ("policy", EMA),
             capacity=self.config.max_staleness + 1,
             alpha=self.config.lora.alpha,
             rank=self.config.lora.rank,
@@ -95,14 +97,21 @@ class RolloutWorker:
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
         """One ticket. Raises what the receiver raises if the version it names is not held here."""
         began = time.time()
-        slot = EVALUATION_SLOT if request.kind == EVALUATION else RING
-        digest = self.receiver.activate("policy", request.version, slot=slot)
+        digest = self._activate(request)
         activated = time.time()
         rollout = self.engine.generate(request)
         self._delay(request)
         spans = (Span("activate", began, activated), *rollout.spans)
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
         return report, rollout.images, rollout.trajectory
+
+    def _activate(self, request: RolloutRequest) -> str:
+        """Puts the version the request names into the live modules; evaluation has a slot, or the EMA, of its own."""
+        if request.kind != EVALUATION:
+            return self.receiver.activate("policy", request.version)
+        if self.config.trainer.ema_decay is not None:
+            return self.receiver.activate(EMA, request.version)
+        return self.receiver.activate("policy", request.version, slot=EVALUATION_SLOT)
 
     def _delay(self, request: RolloutRequest) -> None:
         """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree."""
