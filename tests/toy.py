@@ -115,9 +115,13 @@ async def toy_run(
     steps = ToySteps(observer)
     ctx = toy_context(config, groups, observer, steps)
     beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
-    await run(ctx)
-    if beside is not None:
-        beside.cancel()
+    try:
+        await run(ctx)
+    finally:
+        if beside is not None:
+            beside.cancel()
+        steps.abandon()
+        await ctx.weights.close()
     trainer = groups["trainer"].workers[0].target
     return ToyRun(
         digest=trainer.weights_digest(),

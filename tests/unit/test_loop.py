@@ -1,0 +1,272 @@
+"""The real controller in virtual time: bounds, equalities, order, back-pressure, overlap. Deaths: test_faults.py."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.context import Context
+from tests.toy import ToyRun, toy_config, virtual
+from tests.toy_pool import Timing, VirtualGroup
+
+torch.set_num_threads(1)
+
+MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
+MODE = pytest.mark.parametrize("mode", MODES)
+SHAKEN = Timing(seed=7, spread=0.9, slow={"rollout-1": 3.0})
+STEPS = 6
+TICKETS_PER_STEP = 4
+
+
+def run(mode: str = "one_step_off", *, timing: Timing | None = None, **changes: Any) -> ToyRun:
+    k, hand_over = MODES[mode]
+    return virtual(toy_config(k, hand_over=hand_over, steps=STEPS, **changes), timing)
+
+
+def inverted(found: ToyRun) -> bool:
+    """Whether some training ticket was finished before one with a lower ordinal."""
+    order = [event["ordinal"] for event in found.tickets("SCORING")]
+    return order != sorted(order)
+
+
+# What must hold in every run, whatever happened in it; the chaos and mutant tests use them too.
+
+
+def check_bound(found: ToyRun, k: int) -> None:
+    ages = [step - version for step, _, version in found.trained]
+    assert ages == [min(step, k) for step, _, _ in found.trained]
+    assert found.staleness() == [min(step, k) for step in range(STEPS)]
+
+
+def check_order(found: ToyRun) -> None:
+    """Every group trained exactly once, in ticket order, and the table has nothing left."""
+    assert [(step, group) for step, group, _ in found.trained] == [(s, g) for s in range(STEPS) for g in range(4)]
+    finished = [event["ordinal"] for event in found.tickets("TRAINED")]
+    assert finished == list(range(found.table.issued))
+    assert list(found.table.live()) == []
+
+
+def check_watermarks(found: ToyRun) -> None:
+    """The live bytes at the end of a ticket are what it said at its start, and what was published as its version."""
+    published = found.published()
+    seen = [mark for worker in found.groups["rollout"].everybody for mark in worker.target.watermarks]
+    assert len(seen) >= found.table.issued
+    for version, reported, live in seen:
+        assert reported == live == published[version]
+
+
+def check_outstanding(found: ToyRun, k: int) -> None:
+    """Tickets begun and not yet trained never exceed max_staleness + 1 steps, and come to that."""
+    begun: set[int] = set()
+    most = 0
+    for event in found.observer.of("ticket", kind="train"):
+        if event["state"] == "RUNNING":
+            begun.add(event["ordinal"])
+        elif event["state"] == "TRAINED":
+            begun.discard(event["ordinal"])
+        most = max(most, len(begun))
+    assert most == min(k + 1, STEPS) * TICKETS_PER_STEP
+
+
+def check_evaluation(found: ToyRun, versions: list[int]) -> None:
+    """Evaluations were made of these versions, each by that version's own bytes."""
+    assert [result.version for result in found.evaluated] == versions
+    published = found.published()
+    made = found.tickets("SCORING", kind="evaluation")
+    assert sorted({event["version"] for event in made}) == versions
+    assert all(event["digest"] == published[event["version"]] for event in made)
+
+
+@MODE
+def test_staleness_is_exactly_the_smaller_of_step_and_k(mode: str) -> None:
+    check_bound(run(mode), MODES[mode][0])
+
+
+@MODE
+def test_staleness_does_not_depend_on_timing(mode: str) -> None:
+    for timing in (SHAKEN, Timing(update=0.01), Timing(generate=0.01), Timing(transfer=3.0)):
+        check_bound(run(mode, timing=timing), MODES[mode][0])
+
+
+@MODE
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_weights_do_not_depend_on_workers_or_delays(mode: str, workers: int) -> None:
+    calm = run(mode, rollout__num_workers=1)
+    timing = Timing(seed=workers, spread=0.9, slow={f"rollout-{workers - 1}": 3.0})
+    shaken = run(mode, timing=timing, rollout__num_workers=workers, reward__num_workers=workers)
+    assert not inverted(calm)
+    assert inverted(shaken) == (workers > 1), "the disturbance did not happen"
+    assert shaken.digest == calm.digest
+    assert shaken.published() == calm.published()
+    assert {event["worker"] for event in shaken.tickets("RUNNING")} == {f"rollout-{i}" for i in range(workers)}
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_batch_and_stream_make_the_same_weights(k: int) -> None:
+    batch, stream = (virtual(toy_config(k, hand_over=how), SHAKEN) for how in ("batch", "stream"))
+    assert batch.digest == stream.digest
+    assert batch.observer.of("ticket", state="HANDED") != stream.observer.of("ticket", state="HANDED")
+    if k == 0:
+        assert stream.seconds < batch.seconds
+
+
+def test_the_number_of_trainer_ranks_is_told_the_same() -> None:
+    found = run(trainer__num_workers=2)
+    first, second = (worker.target for worker in found.groups["trainer"].workers)
+    assert first.trained == second.trained
+    assert found.digest == second.weights_digest() == run().digest
+
+
+@MODE
+def test_weights_change_from_version_to_version_and_between_seeds_and_modes(mode: str) -> None:
+    found = run(mode)
+    digests = found.published()
+    assert len(set(digests.values())) == len(digests) == STEPS + 1
+    assert run(mode, seed=1).digest != found.digest
+    assert len({run(other).digest for other in MODES}) == 3  # sync and stream agree
+
+
+@MODE
+def test_the_trainer_consumes_in_ticket_order(mode: str) -> None:
+    found = run(mode, timing=SHAKEN)
+    assert inverted(found), "the disturbance did not happen"
+    check_order(found)
+
+
+@MODE
+def test_live_bytes_are_what_the_label_says(mode: str) -> None:
+    found = run(mode, timing=Timing(seed=3, spread=0.9, transfer=0.7), rollout__num_workers=3)
+    received = found.observer.of("span", name="receive")
+    busy = [e for e in found.tickets("RUNNING") for r in received if r["start"] < e["time"] < r["end"]]
+    assert busy, "no weights arrived while an image was made"
+    check_watermarks(found)
+
+
+@MODE
+def test_a_frozen_trainer_stops_generation_at_the_limit(mode: str) -> None:
+    k = MODES[mode][0]
+    found = run(mode, timing=Timing(update=1000.0, generate=0.1), deadlines__update=1e4)
+    check_outstanding(found, k)
+    first = found.tickets("TRAINED")[0]["time"]
+    limit = min(k + 1, STEPS) * TICKETS_PER_STEP
+    started = [e["time"] for e in found.tickets("RUNNING")]
+    assert len([t for t in started if t < first]) == limit
+    assert started[limit] - first < 0.2, "generation goes on at once when a step is done"
+
+
+@MODE
+def test_evaluation_changes_nothing_and_sees_its_own_version_only(mode: str) -> None:
+    plain = run(mode, timing=SHAKEN)
+    found = run(mode, timing=SHAKEN, evaluate__every=2, evaluate__before_training=True)
+    check_evaluation(found, [0, 2, 4, 6])
+    assert found.digest == plain.digest
+    assert found.published() == plain.published()
+    check_bound(found, MODES[mode][0])
+    check_watermarks(found)
+
+
+def test_evaluation_is_no_barrier() -> None:
+    """While an evaluation is under way training tickets are started, and steps are finished."""
+    timing = Timing(slow_prompts={}, generate=1.0, update=0.1)
+    found = run("fully_async", timing=timing, evaluate__every=2, rollout__num_workers=1)
+    made = found.tickets("RUNNING", kind="evaluation")
+    spans = [(a["time"], b["time"]) for a, b in zip(made, found.tickets("SCORING", kind="evaluation"), strict=True)]
+    between = [e for e in found.tickets("RUNNING") if spans[0][0] < e["time"] < spans[-1][1]]
+    assert between
+    waiting = found.tickets("PENDING", kind="evaluation")
+    for begun, ended in zip(waiting[::2], found.tickets("TRAINED", kind="evaluation")[::2], strict=True):
+        others = [e for e in found.tickets("RUNNING") if begun["time"] < e["time"] < ended["time"]]
+        assert len(others) <= 8, "an evaluation gets its guaranteed share"
+
+
+def test_a_second_evaluation_waits_for_the_first_and_loses_nothing() -> None:
+    timing = Timing(generate=1.0, score=0.1, slow={})
+    found = run("one_step_off", timing=timing, evaluate__every=1, rollout__num_workers=1)
+    check_evaluation(found, [1, 2, 3, 4, 5, 6])
+    alive: set[int] = set()
+    for event in found.observer.of("ticket", kind="evaluation"):
+        (alive.discard if event["state"] == "TRAINED" else alive.add)(event["version"])
+        assert len(alive) <= 1
+
+
+class SlowReceive(Timing):
+    """Weights need long to arrive at one worker; it makes images as fast as the others."""
+
+    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
+        seconds = super().duration(worker, method, call, args)
+        return seconds + 12.0 if (worker, method) == ("rollout-1", "receive") and call > 2 else seconds
+
+
+def test_one_slow_acknowledgement_stalls_one_worker_only() -> None:
+    found = run("sync", timing=SlowReceive())
+    both, alone = run("sync"), run("sync", rollout__num_workers=1)
+    assert found.digest == both.digest
+    late = [e["worker"] for e in found.tickets("RUNNING") if e["step"] >= 1]
+    assert late.count("rollout-0") > 3 * late.count("rollout-1")
+    assert found.observer.of("step")[-1]["ended"] < alone.observer.of("step")[-1]["ended"]
+    slow = [e["time"] for e in found.observer.of("version", worker="rollout-1", state="acknowledged")]
+    assert slow[-1] - slow[0] > 12, "the disturbance did not happen"
+
+
+def test_a_slow_prompt_keeps_its_share() -> None:
+    plain = run("fully_async")
+    slow = run("fully_async", timing=Timing(slow_prompts={"prompt 0": 10.0}))
+    assert inverted(slow), "the disturbance did not happen"
+    assert slow.seconds > plain.seconds
+    assert slow.digest == plain.digest
+    check_order(slow)
+    assert {e["attempt"] for e in slow.tickets("RUNNING")} == {1}
+
+
+@pytest.mark.parametrize(("generate", "update"), [(2.0, 1.0), (1.0, 1.0), (4.0, 1.0)])
+def test_one_step_off_takes_the_longer_of_generation_and_training(generate: float, update: float) -> None:
+    """4 groups, 2 rollout workers: G = 2 generate, T = 4 update."""
+    timing = Timing(generate=generate, update=update, score=0.01, transfer=0.01)
+    found, sync = (run(mode, timing=timing) for mode in ("one_step_off", "sync"))
+    g, t = 2 * generate, 4 * update
+    steady = [event["ended"] - event["started"] for event in found.observer.of("step")][2:-1]
+    assert sum(steady) / len(steady) == pytest.approx(max(g, t), rel=0.05)
+    in_turn = [event["ended"] - event["started"] for event in sync.observer.of("step")][2:-1]
+    assert sum(in_turn) / len(in_turn) == pytest.approx(g + t, rel=0.05)
+
+
+def test_streaming_trains_the_first_group_while_the_last_is_made() -> None:
+    timing = Timing(generate=1.0, update=1.0, score=0.01, transfer=0.01)
+    sync, stream = (run(mode, timing=timing, rollout__num_workers=1) for mode in ("sync", "stream"))
+    assert stream.seconds < 0.7 * sync.seconds
+    assert stream.digest == sync.digest
+
+
+@MODE
+def test_tickets_smaller_than_a_group_make_the_same_weights(mode: str) -> None:
+    whole, parts = run(mode, timing=SHAKEN), run(mode, timing=SHAKEN, ticket_size=2)
+    assert parts.table.issued == 2 * whole.table.issued
+    assert parts.digest == whole.digest
+    check_bound(parts, MODES[mode][0])
+    check_watermarks(parts)
+
+
+def test_a_run_can_be_asked_to_stop_after_a_step() -> None:
+    async def stop(ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+        await asyncio.sleep(9.0)
+        ctx.stop_requested = lambda: True
+
+    found = virtual(toy_config(1, steps=STEPS), disturb=stop)
+    done = len(found.lines)
+    assert 0 < done < STEPS
+    assert found.digest == virtual(toy_config(1, steps=done)).digest
+
+
+def test_every_version_is_acknowledged_by_everybody_before_it_is_served() -> None:
+    found = run("fully_async", timing=Timing(seed=5, spread=0.9, transfer=2.0), rollout__num_workers=3)
+    acknowledged: dict[str, set[int]] = {}
+    for event in found.observer.events:
+        if event["event"] == "version" and event["state"] == "acknowledged":
+            acknowledged.setdefault(event["worker"], set()).add(event["version"])
+        if event["event"] == "ticket" and event["state"] == "RUNNING":
+            assert event["version"] in acknowledged[event["worker"]]
+    firsts = {e["version"]: e["time"] for e in reversed(found.observer.of("version", state="acknowledged"))}
+    lasts = {e["version"]: e["time"] for e in found.observer.of("version", state="acknowledged")}
+    assert any(lasts[v] - firsts[v] > 0.5 for v in firsts), "all acknowledged at once: nothing was tested"
