@@ -5,7 +5,7 @@ All time comes from the running loop, so everything here works under a loop whos
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -85,7 +85,7 @@ class Supervision:
         if error is not None and not (cancelled and self._interrupted):
             self._failures.append(("the body", error))
         if self._interrupted:
-            await self._absorb(seen=cancelled)
+            self._body.uncancel()
         await self._close()
         if not self._failures:
             return False
@@ -105,13 +105,6 @@ class Supervision:
         if not self._closing and not self._interrupted:
             self._interrupted = True
             self._body.cancel()
-
-    async def _absorb(self, *, seen: bool) -> None:
-        """Takes our own cancellation of the body back, delivered or still pending."""
-        if not seen:
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)
-        self._body.uncancel()
 
     async def _close(self) -> None:
         for task in reversed(self._tasks):

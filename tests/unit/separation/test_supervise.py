@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -113,6 +114,19 @@ def test_a_body_that_fails_because_it_was_cancelled_does_not_hide_the_cause() ->
     with pytest.raises(Boom, match="cause") as caught:
         run_virtual(main())
     assert any("consequence" in note for note in caught.value.__notes__)
+
+
+def test_a_body_that_swallows_the_cancellation_still_ends_with_the_failure() -> None:
+    async def main() -> float:
+        with pytest.raises(Boom, match="cause"):
+            async with supervised(fail_after(1, "cause")):
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(100)
+                await asyncio.sleep(3)
+        await asyncio.sleep(1)
+        return now()
+
+    assert run_virtual(main()) == 5
 
 
 def test_a_failure_in_the_instant_the_body_ends_is_not_lost() -> None:
