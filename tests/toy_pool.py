@@ -173,7 +173,7 @@ class VirtualWorker:
     def _spoilt(self, fault: str | None, values: list[Any]) -> list[Any]:
         if fault == "corrupt":
             values[1] = np.array(values[1])
-            values[1][len(values[1]) // 3] ^= 1
+            values[1][5] ^= 1
         if fault == "truncate":
             values[1] = values[1][:-1]
         if fault in ("nan", "count"):
