@@ -44,3 +44,9 @@ class Law:
     def scaled(self, factor: float) -> "Law":
         """Everything takes `factor` times as long."""
         return replace(self, mean=self.mean * factor, samples=tuple(x * factor for x in self.samples))
+
+    def plus(self, seconds: float) -> "Law":
+        """Everything takes `seconds` longer."""
+        mean = self.mean + seconds
+        cv = self.cv * self.mean / mean if mean > 0 else 0.0
+        return Law(mean, cv, tuple(x + seconds for x in self.samples))

@@ -1,4 +1,4 @@
-"""Predicts a run by running it: the real loop, dispatch, tickets and gate in virtual time, on workers that only wait."""
+"""Predicts a run by running it: the real loop, dispatch, tickets and gate in virtual time; the workers only wait."""
 
 import asyncio
 import math
@@ -43,8 +43,8 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """max(G, T, R) ÷ step time."""
-        return self.bounds.overlapped / self.step_seconds if self.step_seconds > 0 else 1.0
+        """Of the bound max(G, T, R): the share of its time that the busiest pool works, on the luck that was drawn."""
+        return max((states.get("busy", 0.0) + states.get("sync", 0.0) for states in self.pools.values()), default=1.0)
 
     def busy(self, pool: str) -> float:
         return self.pools.get(pool, {}).get("busy", 0.0)
@@ -196,6 +196,9 @@ class SleepingWeights:
     async def deliver_for_evaluation(self, version: int) -> None:
         """A plan has no evaluations."""
 
+    async def close(self) -> None:
+        """Nothing is under way after the loop."""
+
     def report(self) -> dict[str, Any]:
         return {}
 
@@ -259,6 +262,9 @@ class Book:
 
     async def drain(self, ctx: Context) -> None:
         """Nothing is left."""
+
+    def abandon(self) -> None:
+        """Nothing is outstanding."""
 
     def prediction(self, work: Work) -> Prediction:
         first, last = WARM_UP_STEPS - 1, len(self._ends) - 1 - self._layout.max_staleness
