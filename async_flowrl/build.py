@@ -24,6 +24,8 @@ from async_flowrl.saving import Resume, find_resume
 from async_flowrl.stopping import StopRequest, listening
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.transport import resolve_transport
+from separation.group import WorkerFailed
+from separation.placement import ResourcesMissing
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +43,12 @@ def run(config: Config) -> int:
         return asyncio.run(train(prepared, directory))
     except KeyboardInterrupt:
         return _fail("interrupted", exits.INTERRUPTED)
-    except ConfigError as error:
+    except (ConfigError, ResourcesMissing) as error:
         return _fail(error, exits.CONFIG)
     except Exception as error:
         logger.exception("the run failed")
+        if (refusal := refused(error)) is not None:
+            return _fail(refusal, exits.CONFIG)
         return _fail(
             f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exits.ERROR
         )
@@ -83,10 +87,11 @@ def open_ledgers(prepared: Prepared, directory: RunDirectory, resume: Resume) ->
     config = prepared.config
     offset = time.time() - time.monotonic()
     pools = PoolLedger(time.monotonic)
+    continued = resume.path is not None or directory.events.exists()
     events = EventLog(directory.events, lambda: time.monotonic() + offset, ledger=pools)
     metrics = MetricsLog(directory.metrics)
     metrics.truncate(resume.version)
-    if resume.path is not None:
+    if continued:
         events.event("rollback", step=resume.version)
     monitor = Monitor(
         config.monitor, directory.root, name=config.name, total_steps=config.total_steps, settings=asdict(config)
@@ -104,11 +109,23 @@ def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest
     return exits.OK
 
 
+def refused(error: BaseException) -> str | None:
+    """What a worker had against its configuration when it loaded (an adapter for layers that do not exist, say)."""
+    cause = innermost(error)
+    loading = isinstance(cause, WorkerFailed) and cause.method == "load" and cause.kind == "ValueError"
+    return cause.message if isinstance(cause, WorkerFailed) and loading else None
+
+
 def first_cause(error: BaseException) -> str:
     """The first real failure inside nested exception groups, with its type."""
+    cause = innermost(error)
+    return f"{type(cause).__name__}: {cause}"
+
+
+def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return error
 
 
 def log_to(path: Path) -> None:

@@ -36,7 +36,6 @@ AT_LEAST: Mapping[str, float] = {
     "rollout.threads": 1,
     "trainer.num_workers": 1,
     "trainer.micro_batch_size": 1,
-    "trainer.timesteps_per_forward": 1,
     "trainer.updates_per_batch": 1,
     "trainer.threads": 1,
     "reward.num_workers": 1,
@@ -49,6 +48,23 @@ AT_LEAST: Mapping[str, float] = {
     "lora.rank": 1,
 }
 
+ABOVE_ZERO = (
+    "trainer.learning_rate",
+    "trainer.max_grad_norm",
+    "trainer.eps",
+    "lora.alpha",
+    "time_limit",
+    "deadlines.load",
+    "deadlines.generate",
+    "deadlines.score",
+    "deadlines.publish",
+    "deadlines.update",
+    "deadlines.close",
+)
+SHARES = ("trainer.betas", "trainer.ema_decay")
+"""0 up to, but not including, 1."""
+PAIRS = ("trainer.betas", "algorithm.sde_window_range")
+
 
 def check(config: Config) -> None:
     """Raises ConfigError for values that cannot be right on any machine."""
@@ -60,9 +76,26 @@ def check(config: Config) -> None:
         value = _get(config, key)
         if value < least:
             raise ConfigError(f"{key} must be at least {least:g}, got {value}")
+    _check_ranges(config)
     _check_mode(config)
     _check_sizes(config)
     _check_placement(config)
+
+
+def _check_ranges(config: Config) -> None:
+    for key in ABOVE_ZERO:
+        value = _get(config, key)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{key} must be above 0, got {value}")
+    for key in PAIRS:
+        value = _get(config, key)
+        if value is not None and len(value) != 2:
+            raise ConfigError(f"{key} must be two numbers, got {list(value)}")
+    for key in SHARES:
+        value = _get(config, key)
+        numbers = value if isinstance(value, tuple | list) else [value]
+        if not all(number is None or 0 <= number < 1 for number in numbers):
+            raise ConfigError(f"{key} must be from 0 to below 1, got {value}")
 
 
 def _check_mode(config: Config) -> None:
@@ -85,6 +118,9 @@ def _check_sizes(config: Config) -> None:
     size = ticket_size(config)
     if size < 1 or config.group_size % size:
         raise ConfigError(f"ticket_size={size} must divide group_size={config.group_size}")
+    together = config.trainer.timesteps_per_forward
+    if together is not None and together < 1:
+        raise ConfigError(f"trainer.timesteps_per_forward must be at least 1, or null for all of them, got {together}")
     batch = config.rollout.batch_size
     if batch is not None and batch < 1:
         raise ConfigError(f"rollout.batch_size must be at least 1, got {batch}")

@@ -1,17 +1,20 @@
 """From a checked configuration to loaded worker pools whose base weights agree."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.admission import check_base, load_rollout
+from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.gang import TrainerGang
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.placement import ResourcesMissing, own_cluster
 from separation.rendezvous import gang_environment
 from separation.supervise import deadline
 
@@ -48,6 +51,17 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             threads=config.reward.threads,
         ),
     ]
+
+
+def check_machine(prepared: Prepared) -> None:
+    """Raises ConfigError, with a table, where a cluster of our own on this machine could not hold the pools."""
+    runtime = prepared.config.runtime
+    if runtime.backend != "ray" or runtime.address is not None:
+        return
+    try:
+        own_cluster(pools(prepared), os.cpu_count() or 1)
+    except ResourcesMissing as error:
+        raise ConfigError(str(error)) from error
 
 
 def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.main [--config-name one_step_off] [key=value ...]: compose → check → build → run → exit code."""
+"""python -m async_flowrl.main [--config-name one_step_off] [key=value ...]: compose, check, build, run, exit code."""
 
 import os
 import sys
@@ -20,10 +20,13 @@ def main() -> None:
     try:
         guard_imports()
         compose_checked(sys.argv[1:])
+        entry()
     except (ConfigError, GuardError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
         raise SystemExit(exits.CONFIG) from None
-    entry()
+    except KeyboardInterrupt:
+        sys.stderr.write("async_flowrl: interrupted\n")
+        raise SystemExit(exits.INTERRUPTED) from None
 
 
 def _task(composed: DictConfig) -> None:

@@ -1,6 +1,5 @@
 """Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from async_flowrl.data.prompts import load_prompts
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
 from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.run_directory import RunDirectory
 from async_flowrl.training.batch import check_batching
 
 
@@ -52,14 +52,9 @@ def check_output(config: Config) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")
     if config.resume == "never":
-        if folder.is_dir() and any(entry.name != ".hydra" for entry in folder.iterdir()):
+        if RunDirectory(folder).used():
             raise ConfigError(
                 f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
             )
     elif config.resume != "auto" and not Path(config.resume).expanduser().is_dir():
         raise ConfigError(f"resume={config.resume} is neither never, nor auto, nor the folder of a checkpoint")
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"output_dir={folder} cannot be written")

@@ -12,6 +12,9 @@ from omegaconf import OmegaConf
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 
+LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
+"""What is written before a run has its first result."""
+
 
 class RunDirectory:
     """Paths of the contract in docs/run_directory.md."""
@@ -30,16 +33,37 @@ class RunDirectory:
         self.summary = root / "summary.json"
         self._lock = -1
 
+    def used(self) -> bool:
+        """Whether a run began here; what one leaves that could not start does not count."""
+        entries = self.root.iterdir() if self.root.is_dir() else iter(())
+        return any(
+            entry.name not in LEFT_BY_A_START and not (entry.is_dir() and not any(entry.iterdir())) for entry in entries
+        )
+
+    def claim(self) -> None:
+        """Raises ConfigError if the directory cannot be made or another controller runs in it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self.release()
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.root} cannot be written: {error.strerror}") from error
+
     def create(self, config: Config) -> None:
         """Makes the folders, takes the lock and records the resolved configuration. Raises ConfigError if locked."""
         for folder in (self.root, self.images, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+        self._take_lock()
         self.config.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+        self._lock = lock
 
     def release(self) -> None:
         os.close(self._lock)

@@ -1,4 +1,4 @@
-"""Checkpoints as the controller sees them: when one is due, what of the controller's goes into it, how a run goes on."""
+"""Checkpoints as the controller sees them: when one is due, what of its own goes into it, how a run goes on."""
 
 import logging
 from dataclasses import dataclass, field

@@ -1,0 +1,49 @@
+"""Integration tests run the real engine on the tiny model, offline."""
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def offline_single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One torch thread, no hub, and the root logger as it was: a run configures it for its own log file."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    root, threads = logging.getLogger(), torch.get_num_threads()
+    handlers, level = list(root.handlers), root.level
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+        handler.close()
+    for handler in set(handlers) - set(root.handlers):
+        root.addHandler(handler)
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hub_offline() -> None:
+    """For module-scoped runs, which start before the fixture above."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def existing_cluster() -> Iterator[str]:
+    """Address of a Ray cluster of four CPUs, one trainer and two rollout devices, that somebody else started."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 4, "resources": {"trainer": 1, "rollout": 2}, "include_dashboard": False},
+    )
+    try:
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()
+        ray.shutdown()

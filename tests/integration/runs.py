@@ -1,0 +1,132 @@
+"""Short real runs and what they leave behind, shared by the integration tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.build import run as run_config
+from async_flowrl.compose import check_everything, compose_overrides, typed
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "total_steps=5",
+    "group_size=4",
+    "trainer.micro_batch_size=4",
+    "evaluate.every=0",
+    "evaluate.before_training=false",
+    "evaluate.images_per_prompt=2",
+    "monitor.progress=false",
+    "monitor.report=false",
+)
+LOCAL = (*TINY, "runtime.backend=local")
+LIMIT = 180.0
+"""Seconds any one run may take."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read."""
+
+    root: Path
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.root / "summary.json").read_text()))
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return lines(self.root / "metrics.jsonl")
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return lines(self.root / "events.jsonl")
+
+    @property
+    def digest(self) -> str:
+        return str(self.summary["weights_digest"])
+
+    @property
+    def digests(self) -> list[str]:
+        """Of every published version, in order."""
+        sent = [e for e in self.events if e["event"] == "version" and e["state"] == "sent" and e["stream"] == "policy"]
+        return [e["digest"] for e in sorted(sent, key=lambda e: int(e["version"]))]
+
+    def tickets(self, state: str, kind: str = "train") -> list[dict[str, Any]]:
+        """Transitions into `state`, as they happened."""
+        return [e for e in self.events if e["event"] == "ticket" and e["state"] == state and e["kind"] == kind]
+
+    def spans(self, pool: str, name: str) -> list[float]:
+        """Seconds of the pool's spans of that name."""
+        return [
+            e["end"] - e["start"]
+            for e in self.events
+            if e["event"] == "span" and e["worker"].startswith(pool) and e["name"] == name
+        ]
+
+    def column(self, key: str) -> list[Any]:
+        return [line[key] for line in self.metrics]
+
+
+def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
+    """A run with its workers as threads of this process."""
+    config = typed(compose_overrides(mode, [*LOCAL, f"output_dir={folder}", *overrides]))
+    check_everything(config)
+    assert run_config(config) == code
+    return Run(folder)
+
+
+def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
+    """A run as people start it, with its own Ray cluster."""
+    finish(start(folder, mode, *overrides), code)
+    return Run(folder)
+
+
+def start(folder: Path, mode: str, *overrides: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", mode, *TINY, f"output_dir={folder}"]
+    return subprocess.Popen(
+        [*command, *overrides],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", code: int) -> tuple[str, str]:
+    """What it wrote, once it has ended with exit code `code`; nothing of it is left running."""
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == code, (process.returncode, err[-3000:])
+    return out, err
+
+
+def wait_until(process: "subprocess.Popen[str]", condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert process.poll() is None, f"it ended before {what}: {process.communicate()[1][-3000:]}"
+        assert time.monotonic() < deadline, f"{LIMIT:g} s passed before {what}"
+        time.sleep(0.05)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON objects."""
+    text = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in text if line.endswith("\n")]
+
+
+def inverted(ordinals: Sequence[int]) -> bool:
+    """Whether anything was finished before something that comes earlier."""
+    return list(ordinals) != sorted(ordinals)

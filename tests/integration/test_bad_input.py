@@ -1,0 +1,182 @@
+"""What cannot run is refused in one clear line: no traceback, exit code 2, nothing written, nothing started."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.main import main
+from tests.integration.runs import ROOT
+
+
+def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the command line `arguments` is answered, once it has been refused."""
+    monkeypatch.setattr(sys, "argv", ["main", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capfd.readouterr()
+    assert ended.value.code == 2, captured.err
+    assert "Traceback" not in captured.err
+    assert captured.err.startswith("async_flowrl: ")
+    assert captured.out == ""
+    return captured.err.rstrip("\n")
+
+
+ONE_LINE = {
+    "unknown key": (["total_stepz=3"], ["total_stepz", "did you mean 'total_steps'"]),
+    "unknown key, appended": (["+algorithm.clip_rato=1"], ["algorithm.clip_rato", "did you mean 'clip_range'"]),
+    "unknown key, forced": (["++rollout.num_worker=1"], ["rollout.num_worker", "did you mean 'num_workers'"]),
+    "unknown section": (["+trainr.threads=1"], ["trainr", "did you mean 'trainer'"]),
+    "text for an integer": (["total_steps=many"], ["total_steps must be an integer", "'many'"]),
+    "fraction for an integer": (["rollout.num_workers=1.5"], ["rollout.num_workers must be an integer", "1.5"]),
+    "text for a number": (["algorithm.clip_range=wide"], ["algorithm.clip_range must be a number", "'wide'"]),
+    "text for true or false": (["monitor.wandb=maybe"], ["monitor.wandb must be true or false", "'maybe'"]),
+    "number for a list": (["lora.targets=3"], ["lora.targets must be a list of texts"]),
+    "number for a pair": (["trainer.betas=3"], ["trainer.betas must be two numbers"]),
+    "three for a pair": (["trainer.betas=[0.1,0.2,0.3]"], ["trainer.betas must be two numbers"]),
+    "number for a section": (["rollout=3"], ["rollout must be a section with num_workers"]),
+    "number for the rewards": (["reward.terms=3"], ["reward.terms must be a dictionary of rewards"]),
+    "text for a weight": (["reward.terms.color.weight=much"], ["reward.terms.color.weight must be a number", "'much'"]),
+    "no value": (["total_steps"], ["total_steps"]),
+    "no key": (["=3"], ["=3", "key=value"]),
+    "unknown reward": (["reward.terms.color.name=ocrr"], ["'ocrr'", "did you mean 'ocr'"]),
+    "unknown reward group": (["reward=jpeg"], ["reward must be one of", "jpeg_compressibility"]),
+    "unknown model group": (["model=qwen"], ["model must be one of", "did you mean 'qwen_image'"]),
+    "unknown algorithm group": (["algorithm=flow_grop"], ["did you mean 'flow_grpo'"]),
+    "unknown algorithm": (["algorithm.name=flow_grop"], ["algorithm.name", "did you mean 'flow_grpo'"]),
+    "unknown experiment": (["experiment=two_prompt"], ["did you mean 'two_prompts'"]),
+    "unknown mode": (["mode=one_step"], ["mode must be one of", "did you mean 'one_step_off'"]),
+    "unknown configuration": (["--config-name", "fully_asinc"], ["did you mean 'fully_async'"]),
+    "model that does not exist": (["model.path=/nowhere/model"], ["/nowhere/model", "no such folder"]),
+    "misspelt model": (["model.path=tinny"], ["did you mean 'tiny'"]),
+    "misspelt hub model": (["model.path=Qwen/Qwen-Imag"], ["did you mean 'Qwen/Qwen-Image'"]),
+    "missing prompts": (["data.train=prompts/ocr_trian.txt"], ["does not exist", "ocr_train.txt?"]),
+    "group of one": (["group_size=1"], ["group_size must be at least 2, got 1"]),
+    "negative staleness": (["max_staleness=-1"], ["max_staleness must be at least 0, got -1"]),
+    "staleness of another mode": (["max_staleness=3"], ["mode=one_step_off means max_staleness=1, got 3"]),
+    "no steps": (["total_steps=0"], ["total_steps must be at least 1, got 0"]),
+    "no time": (["time_limit=0"], ["time_limit must be above 0, got 0"]),
+    "no learning": (["trainer.learning_rate=-1"], ["trainer.learning_rate must be above 0"]),
+    "three ranks for sixteen images": (["trainer.num_workers=3"], ["must divide group_size=16", "2 or 4"]),
+    "micro-batches that do not divide": (["trainer.micro_batch_size=3"], ["must divide", "2 or 4"]),
+    "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),
+    "steps that do not divide": (["trainer.timesteps_per_forward=2"], ["must divide the number of trained steps=5"]),
+    "colocated and asynchronous": (["placement=colocated"], ["needs max_staleness=0"]),
+    "unknown resume": (["resume=yes"], ["resume=yes is neither never, nor auto"]),
+}
+
+
+@pytest.mark.parametrize("case", ONE_LINE)
+def test_one_line(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, told = ONE_LINE[case]
+    out = tmp_path / "run"
+    message = refuse([*arguments, f"output_dir={out}"], capfd, monkeypatch)
+    assert len(message.splitlines()) == 1
+    for part in told:
+        assert part in message
+    assert not out.exists()
+
+
+def test_unknown_key_and_wrong_type_in_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for line, told in (
+        ("rollout: {num_worker: 2}", "num_worker"),
+        ("rollout: {num_workers: two}", "rollout.num_workers must be an integer"),
+    ):
+        (folder / "mine.yaml").write_text(f"defaults: [one_step_off, _self_]\nname: mine\n{line}\n")
+        arguments = ["--config-dir", str(folder), "--config-name", "mine", f"output_dir={tmp_path / 'run'}"]
+        message = refuse(arguments, capfd, monkeypatch)
+        assert told in message
+        assert len(message.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompt_files(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = f"output_dir={tmp_path / 'run'}"
+    empty, bare = tmp_path / "empty.txt", tmp_path / "bare.txt"
+    empty.write_text("\n  \n")
+    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", out], capfd, monkeypatch)
+    bare.write_text('a sign that says "OPEN"\n\na sign that says nothing\n')
+    message = refuse(["reward=ocr", f"data.train={bare}", out], capfd, monkeypatch)
+    assert f"{bare}:3" in message
+    assert "double quotes" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_output_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    full, file = tmp_path / "full", tmp_path / "file"
+    full.mkdir()
+    (full / "something").write_text("of mine")
+    message = refuse([f"output_dir={full}"], capfd, monkeypatch)
+    assert f"output_dir={full} is not empty" in message
+    assert "resume=auto" in message
+    assert [entry.name for entry in full.iterdir()] == ["something"]
+    file.write_text("")
+    assert "is a file" in refuse([f"output_dir={file}"], capfd, monkeypatch)
+    assert "cannot be written" in refuse([f"output_dir={file}/run"], capfd, monkeypatch)
+
+
+def test_more_workers_than_this_machine_holds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one refusal with a table: what was asked, pool by pool."""
+    message = refuse(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    assert "5002 CPU" in message.splitlines()[0]
+    assert [line.split()[:2] for line in message.splitlines()[1:]] == [
+        ["pool", "workers"],
+        ["trainer", "1"],
+        ["rollout", "5000"],
+        ["reward", "1"],
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_only_the_model_knows_is_one_line_too_and_the_directory_stays_usable(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter for layers that do not exist: found when the model is loaded, before a run begins."""
+    common = ["runtime.backend=local", f"output_dir={tmp_path / 'run'}", "model.tiny.layers=1"]
+    message = refuse(["lora.targets=[to_qq]", *common], capfd, monkeypatch)
+    assert "'to_qq'" in message
+    assert "did you mean attn.to_q?" in message
+    assert len(message.splitlines()) == 1
+    assert "is not empty" not in refuse(["lora.targets=[to_qq]", *common], capfd, monkeypatch)
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = command("mode=one_stp_off", f"output_dir={out}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("async_flowrl: mode must be one of")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not out.exists()
+
+
+def test_more_devices_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str) -> None:
+    out = tmp_path / "run"
+    began = time.monotonic()
+    done = command("rollout.num_workers=3", f"runtime.address={existing_cluster}", f"output_dir={out}")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    rows = [line.split() for line in done.stderr.splitlines()]
+    assert done.stderr.startswith("async_flowrl: the cluster can't hold what was asked:")
+    assert ["resource", "asked", "exists", "missing"] in rows
+    assert ["rollout", "3", "2", "1"] in rows
+    assert time.monotonic() - began < 60
+    again = command("total_steps=0", f"runtime.address={existing_cluster}", f"output_dir={out}")
+    assert "is not empty" not in again.stderr
