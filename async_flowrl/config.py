@@ -148,8 +148,8 @@ class TrainerConfig:
     """torch threads per rank. Part of what determines the weights bit for bit."""
     micro_batch_size: int = 16
     """Samples per forward pass and rank; must divide group_size / num_workers."""
-    timesteps_per_forward: int = 1
-    """Trained denoising steps batched into one forward pass; must divide their number."""
+    timesteps_per_forward: int | None = 1
+    """Trained denoising steps batched into one forward pass; must divide their number; None = all of them."""
     updates_per_batch: int = 1
     """Optimizer steps per batch of prompts_per_step prompts; refused with stream hand-over."""
     learning_rate: float = 3e-4

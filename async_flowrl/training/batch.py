@@ -31,7 +31,7 @@ def check_batching(config: Config) -> None:
         "the number of trained steps",
         trained_steps(config),
         "trainer.timesteps_per_forward",
-        trainer.timesteps_per_forward,
+        trainer.timesteps_per_forward or trained_steps(config),
     )
     if config.hand_over == "stream" and trainer.updates_per_batch > 1:
         raise ValueError(

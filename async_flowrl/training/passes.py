@@ -78,7 +78,7 @@ class Passes:
                 rank=parts.gang.rank,
                 world=parts.gang.world,
                 samples=trainer.micro_batch_size,
-                steps=trainer.timesteps_per_forward,
+                steps=trainer.timesteps_per_forward or len(group.train_steps),
             )
         )
 
