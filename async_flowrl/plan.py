@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     number("--image-megabytes", type=seconds, default=0.0, help="one image with its trajectory in the object store")
     number("--adapter-megabytes", type=seconds, default=0.0, help="one version of the weights")
     number("--no-colocate", action="store_true", help="both models do not fit one device")
-    number("--steps", type=count, help="steps to simulate (default: enough for some 1,500 tickets)")
+    number("--steps", type=count, help="steps to simulate (default: enough for some 1,000 tickets)")
     number("--json", action="store_true", help="print the plan as JSON")
     return found
 

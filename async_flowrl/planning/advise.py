@@ -12,7 +12,7 @@ REACHED = 0.98
 WORTH_IT = 1.02
 """An asynchronous layout that is not this much faster than colocated training on the same devices is not advised."""
 MOST_STALENESS = 8
-TICKETS = 1500
+TICKETS = 1000
 """Tickets per simulation: a few tenths of a second."""
 SPLITS = 8
 """Splits simulated, the ones with the best bound."""
@@ -147,8 +147,9 @@ def worth_it(chosen: Prediction, colocated: Prediction | None) -> bool:
 
 def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
     layout = chosen.layout
+    use = "Use" if worth_it(chosen, colocated) else "If the pools have to be separate:"
     return (
-        f"{'Use' if worth_it(chosen, colocated) else 'If the pools have to be separate:'} --config-name {layout.mode} rollout.num_workers={layout.rollout} trainer.num_workers={layout.trainer} "
+        f"{use} --config-name {layout.mode} rollout.num_workers={layout.rollout} trainer.num_workers={layout.trainer} "
         f"max_staleness={layout.max_staleness} hand_over={layout.hand_over}: {chosen.step_seconds:.3g} s per step, "
         f"{chosen.efficiency:.1%} of the bound."
     )

@@ -1,0 +1,181 @@
+"""What the planner recommends, and what it learns from a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from async_flowrl import plan
+from async_flowrl.planning.advise import Limits, advise
+from async_flowrl.planning.calibrate import NothingToLearn, calibrate
+from async_flowrl.planning.laws import Law
+from async_flowrl.planning.simulate import simulate
+from async_flowrl.planning.work import Layout, Work
+from tests.toy import Timing, ToyRun, toy_config, virtual
+
+
+def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any) -> Work:
+    return Work(groups, Law(g / groups, cv), Law(t / groups, 0.05), **more)
+
+
+@pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
+def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
+    found = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False))
+    assert found.chosen is not None
+    assert (found.chosen.layout.rollout, found.chosen.layout.trainer) == split
+
+
+def test_ranks_divide_the_group() -> None:
+    found = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
+    assert found.chosen is not None
+    assert found.chosen.layout.trainer == 4
+
+
+def test_the_smallest_staleness_that_reaches_the_bound() -> None:
+    even = advise(work(1, 1), Limits(2, colocate=False)).chosen
+    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False)).chosen
+    assert even is not None
+    assert uneven is not None
+    assert (even.layout.max_staleness, even.layout.hand_over) == (1, "stream")
+    assert even.efficiency >= 0.98
+    assert uneven.layout.max_staleness >= 2
+
+
+def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
+    chosen = advise(work(8, 0.02), Limits(2, colocate=False)).chosen
+    assert chosen is not None
+    assert chosen.layout.max_staleness == 0
+
+
+def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
+    found = advise(work(0.5, 1), Limits(2, colocate=False))
+    assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in found.sentences)
+
+
+def test_dont_use_async_here() -> None:
+    """Nothing to hide and an uneven split: colocated training uses both devices all the time."""
+    found = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
+    assert found.sentences[0].startswith("Don't use async here")
+    assert advise(work(2, 2), Limits(1)).sentences[0].startswith("Don't use async here")
+
+
+def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
+    found = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), Limits(2))
+    assert found.sentences[0].startswith("Worth it")
+    assert found.colocated is not None
+    assert found.chosen is not None
+    assert found.colocated.step_seconds > 1.15 * found.chosen.step_seconds
+
+
+def test_memory_bounds_what_may_wait() -> None:
+    heavy = work(1, 1, ticket_bytes=1000)
+    assert advise(heavy, Limits(2, memory=100, colocate=False)).chosen is None
+    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False)).chosen
+    assert roomy is not None
+    assert roomy.payload_bytes <= 40_000
+
+
+def test_whole_devices_cost() -> None:
+    found = advise(work(2, 1, cv=0.0), Limits(2, colocate=False))
+    assert any(s.startswith("Whole devices cost 25%") for s in found.sentences)
+
+
+def test_uneven_work_that_no_staleness_evens_out() -> None:
+    found = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
+    assert found.chosen is not None
+    assert any("reaches 98% of the bound" in s for s in found.sentences) == (found.chosen.efficiency < 0.98)
+
+
+def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
+    """A toy run as a run directory."""
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))
+    steps = run.observer.of("step")
+    lines = [
+        {"step": e["step"], "timing/step": e["ended"] - e["started"], **line}
+        for e, line in zip(steps, run.lines, strict=True)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def seconds_per_step(run: ToyRun, k: int) -> float:
+    ends = [event["ended"] for event in run.observer.of("step")]
+    return (ends[len(ends) - 1 - k] - ends[1]) / (len(ends) - 2 - k)
+
+
+@pytest.mark.parametrize("slow", [{}, {"rollout-0": 2.0}])
+def test_calibrated_on_policy_it_predicts_other_depths_and_splits(tmp_path: Path, slow: dict[str, float]) -> None:
+    timing = Timing(generate=1.0, score=0.3, update=0.5, transfer=0.2, spread=0.3, slow=slow)
+    config = toy_config(0, steps=24, rollout__num_workers=2, prompts_per_step=8)
+    learnt = calibrate(recorded(tmp_path / "run", virtual(config, timing), config))
+    assert learnt.layout.slow == (() if not slow else pytest.approx((2.0, 1.0), rel=0.15))
+    for k, hand_over, workers in [
+        (0, "batch", 2),
+        (0, "stream", 2),
+        (1, "stream", 2),
+        (2, "batch", 2),
+        (1, "stream", 3),
+    ]:
+        real = virtual(
+            toy_config(k, hand_over=hand_over, steps=24, rollout__num_workers=workers, prompts_per_step=8), timing
+        )
+        layout = Layout(workers, 1, 1, k, hand_over, learnt.layout.slow)
+        predicted = simulate(learnt.work, layout, steps=24).step_seconds
+        assert predicted == pytest.approx(seconds_per_step(real, k), rel=0.06), (k, hand_over, workers)
+
+
+def test_predicted_against_actual(tmp_path: Path) -> None:
+    timing = Timing(generate=1.0, score=0.1, update=0.5, spread=0.2)
+    config = toy_config(1, hand_over="stream", steps=80)
+    found = plan.predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
+    assert found is not None
+    assert abs(found["deviation"]) < 0.05
+    assert found["sentence"].startswith(f"predicted {found['predicted']['step_seconds']:.3g} s per step")
+
+
+def test_a_run_too_short_to_tell(tmp_path: Path) -> None:
+    config = toy_config(1, steps=4)
+    directory = recorded(tmp_path / "run", virtual(config), config)
+    assert plan.predicted_against_actual(directory) is None
+    with pytest.raises(NothingToLearn, match="no step from 10"):
+        calibrate(directory, first=10)
+
+
+def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--from-run", str(tmp_path)]) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main("--generate 8 --update 8 --devices 8 --sync 0.1 --json".split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
+    assert plan.main("--generate 8 --update 8 --split 1:1 --no-colocate".split()) == 0
+    shown = capsys.readouterr().out
+    assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--update 8", "--generate and --update"),
+        ("--generate 8 --update 8 --ticket-size 5", "--ticket-size 5 must divide --group-size 16"),
+        ("--generate 8 --update 8 --split 5:3", "5 trainer"),
+    ],
+)
+def test_what_the_command_refuses(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "5:3" in arguments:
+        complaint = "3 trainer ranks cannot share groups of 16"
+    assert plan.main(arguments.split()) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--generate -1", "--generate nan", "--split 5", "--devices 0", "--serial 2"])
+def test_numbers_that_mean_nothing_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(arguments.split())
+    assert arguments.split()[0] in capsys.readouterr().err
