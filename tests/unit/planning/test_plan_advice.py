@@ -151,10 +151,10 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main("--generate 8 --update 8 --devices 8 --sync 0.1 --json".split()) == 0
+    assert plan.main(["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    assert plan.main("--generate 8 --update 8 --split 1:1 --no-colocate".split()) == 0
+    assert plan.main(["--generate", "8", "--update", "8", "--split", "1:1", "--no-colocate"]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown
 

@@ -1,5 +1,7 @@
 """The planner's simulation against closed forms, against published simulation results, and against toy runs."""
 
+from itertools import pairwise
+
 import pytest
 
 from async_flowrl.planning.laws import Law
@@ -81,7 +83,7 @@ def test_no_sample_is_older_than_the_bound(k: int, cv: float) -> None:
 
 
 def test_a_slow_worker_costs_only_its_share() -> None:
-    """One of eight takes twice as long: 7.5 workers' worth, where a fixed division of the work would double the step."""
+    """One of eight takes twice as long: 7.5 workers' worth, where a fixed division would double the step."""
     work = Work(64, Law(8 / 64, 0.05), Law(0.5 / 64))
     layout = Layout(8, 1, 1, 1, "stream", slow=(2.0,))
     assert bounds(work, layout).generation == pytest.approx(8 / 7.5)
@@ -120,8 +122,8 @@ def test_the_plan_of_a_toy_run_is_the_toy_run(k: int, hand_over: str, workers: i
     work = Work(4, Law(1.0), Law(0.7), score=Law(0.1), deliver=Law(0.05))
     plan = simulate(work, Layout(workers, 1, config.reward.num_workers, k, hand_over), steps=8)
     ends = [event["ended"] for event in toy.observer.of("step")]
-    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-    planned = [after - before for before, after in zip(plan.ends, plan.ends[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(ends)]
+    planned = [after - before for before, after in pairwise(plan.ends)]
     assert planned == pytest.approx(steps, abs=1e-6)
 
 
@@ -141,7 +143,7 @@ def test_a_law_draws_the_same_for_the_same_event() -> None:
     assert sum(draws) / len(draws) == pytest.approx(2.0, rel=0.03)
     measured = Law.measured(draws)
     assert measured.cv == pytest.approx(0.5, rel=0.1)
-    assert set(measured.draw(str(i)) for i in range(50)) <= set(draws)
+    assert {measured.draw(str(i)) for i in range(50)} <= set(draws)
     assert measured.scaled(3.0).plus(1.0).mean == pytest.approx(3 * measured.mean + 1)
     with pytest.raises(ValueError, match="finite"):
         Law(-1.0)
