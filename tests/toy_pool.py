@@ -199,7 +199,9 @@ class VirtualGroup:
         return VirtualWorker(self.spec.name, index, name, target=target, world=self.world)
 
     async def replace(self, index: int) -> VirtualWorker:
-        self.workers[index].kill()
+        old = self.workers[index]
+        self.world.observer.event("replaced", worker=old.name, fenced=old.dead.is_set())
+        old.kill()
         await asyncio.sleep(REBUILD)
         self.generation[index] += 1
         self.replaced += 1

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from async_flowrl.admission import StartError
 from async_flowrl.context import Context
 from async_flowrl.dispatch import LOSSES, TicketLost
 from async_flowrl.rewards.composite import checked
 from async_flowrl.tickets import State
 from async_flowrl.types import Prompt, Scores
+from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.toy import ToyRun, toy_config, virtual
-from tests.toy_models import ToyReward
+from tests.toy_models import ToyReward, ToyRollout
 from tests.toy_pool import Fault, ListObserver, Timing, VirtualGroup
 from tests.unit.test_loop import check_bound, check_evaluation, check_order, check_watermarks
 
@@ -63,6 +65,8 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     (fault,) = found.observer.of("fault")
     assert fault["kind"] == ("WorkerDied" if what == "kill" else "DeadlineExceeded")
     assert any(e["worker"] == "rollout-0.1" for e in found.tickets("RUNNING")), "the replacement serves"
+    (replaced,) = found.observer.of("replaced")
+    assert replaced["fenced"], "a worker declared dead is killed before its place is reused"
 
 
 @pytest.mark.parametrize("what", ["kill", "hang"])
@@ -162,23 +166,35 @@ def test_a_ticket_that_kills_every_worker_ends_the_run_by_name() -> None:
         virtual(config, Poison())
 
 
-def test_a_replacement_with_another_base_model_is_refused() -> None:
+def test_a_replacement_that_cannot_load_its_model_ends_the_run_by_name() -> None:
     def fault(worker: str, called: str, number: int) -> str | None:
-        return (
-            "raise"
-            if (worker, called) == ("rollout-0.1", "load")
-            else "kill"
-            if worker == "rollout-0"
-            and (
-                called,
-                number,
-            )
-            == ("generate", 2)
-            else None
-        )
+        faults = {("rollout-0", "generate", 2): "kill", ("rollout-0.1", "load", 1): "raise"}
+        return faults.get((worker, called, number))
 
     with pytest.raises(WorkerFailed, match=r"rollout-0\.1\.load raised RuntimeError: injected"):
         disturbed(fault)
+
+
+def test_a_replacement_with_another_base_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyRollout, "load", lambda self: {"base_digest": f"of {self.name}"})
+    with pytest.raises(StartError, match=r"rollout-0\.1 and the trainer hold different base weights"):
+        disturbed(once("rollout-0", "generate", 2, "kill"))
+
+
+@pytest.mark.parametrize("name", ["rollout-1", "rollout-0.1"])
+def test_a_worker_that_computes_with_other_modules_never_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start as after a replacement: its live layers are not those that the weights are delivered into."""
+    prove = ToyRollout.prove
+
+    def elsewhere(self: ToyRollout, version: int) -> Any:
+        found = prove(self, version)
+        return {module: 2.0 * value for module, value in found.items()} if self.name == name else found
+
+    monkeypatch.setattr(ToyRollout, "prove", elsewhere)
+    observer = ListObserver()
+    with pytest.raises(WeightsMismatch, match=f"layer at {name} "):
+        virtual(toy_config(1), fault=once("rollout-0", "generate", 2, "kill"), observer=observer)
+    assert not observer.of("ticket", state="RUNNING", worker=name)
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "raise", "nan", "count"])

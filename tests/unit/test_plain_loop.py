@@ -1,0 +1,56 @@
+"""The weights of the asynchronous controller are those of a plain loop without controller, workers or delivery."""
+
+import numpy as np
+import pytest
+import torch
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config import Config
+from async_flowrl.recipe import Recipe, shape
+from async_flowrl.tickets import TRAIN, Ticket
+from async_flowrl.training.plan import GroupMeta, StepPlan
+from async_flowrl.types import Prompt
+from checkpoint_engine import Header, Layout
+from tests.toy import toy_config, virtual
+from tests.toy_models import ToyReward, ToyRollout, ToyTrainer
+from tests.toy_pool import Timing
+
+torch.set_num_threads(1)
+
+
+def plain_loop(config: Config) -> str:
+    """Step after step, group after group: sample from the version K steps back, score, train."""
+    recipe = Recipe(config, [Prompt(index, f"prompt {index}") for index in range(5)], [])
+    trainer, reward = ToyTrainer(config, 0, "trainer"), ToyReward(config, 0, "reward")
+    algorithm = build_algorithm(
+        config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over="batch",
+        num_inference_steps=2,
+    )  # fmt: skip
+    for step in range(config.total_steps):
+        version = max(0, step - config.max_staleness)
+        rollout = ToyRollout(config, 0, "rollout")
+        layout = Layout.of(rollout.tensors)
+        data = layout.empty()
+        for name, view in layout.views(data).items():
+            view.copy_(trainer.retained[version][name])
+        header = Header.seal(layout, data.numpy(), stream="policy", version=version, alpha=4.0, rank=2)
+        rollout.receive(header, data.numpy())
+        rows = config.prompts_per_step * config.group_size * (config.rollout.num_inference_steps - 1)
+        trainer.begin(step, StepPlan(rows=rows))
+        for group in range(config.prompts_per_step):
+            request = recipe.request(Ticket(TRAIN, step * config.prompts_per_step + group, step, group, 0, version))
+            _, images, trajectory = rollout.generate(request)
+            scores = reward.score(request.prompt, images)
+            (found,) = algorithm.advantages({"color": [np.asarray(scores.total)]}, weights={"color": 1.0}, seeds=[0])
+            advantages = tuple(float(x) for x in found)
+            meta = GroupMeta(group, 1, version, step - version, advantages, (0, 1, 2, 3), (), "", request.sampling)
+            trainer.accumulate([meta], trajectory)
+        trainer.finish()
+    return trainer.weights_digest()
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_the_controller_trains_exactly_what_a_plain_loop_trains(k: int) -> None:
+    config = toy_config(k, hand_over="stream", ticket_size=2, rollout__num_workers=3)
+    assert shape(config).tickets_per_group == 2
+    assert virtual(config, Timing(seed=k, spread=0.9)).digest == plain_loop(toy_config(k))
