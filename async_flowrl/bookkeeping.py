@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 from async_flowrl.context import Context
 from async_flowrl.evaluation import EvaluationResult, Evaluations
 from async_flowrl.observability.images import write_grid
+from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.saving import Checkpoints
+
+MEASURED = ("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap")
+"""Keys that every line of metrics.jsonl has: null where the algorithm does not measure them or nothing was trained."""
 
 
 @dataclass
@@ -19,6 +23,7 @@ class Bookkeeping:
     metrics: MetricsLog
     monitor: Monitor
     checkpoints: Checkpoints
+    pools: PoolLedger
     evaluations: Evaluations = field(init=False)
     evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
     lines: list[dict[str, float]] = field(default_factory=list)
@@ -26,22 +31,23 @@ class Bookkeeping:
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.show)
-        self._step_began = 0.0
+        self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
         """Checkpoint 0 exists before step 0; a fresh run is evaluated first, if asked."""
         await self.checkpoints.save(ctx.table, ctx.table.step)
         if ctx.table.step == 0 and ctx.config.evaluate.before_training:
             await self.evaluations.start(ctx, 0)
-        self._step_began = ctx.observer.now()
+        self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
+        self.pools.lap()
 
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
         began, self._step_began = self._step_began, ctx.observer.now()
         seconds = self._step_began - began
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
-        line = stats | {"timing/step": seconds, "images_per_s": stats["images"] / max(seconds, 1e-9)}
+        line = stats | self._timing(ctx, seconds) | {"images_per_s": stats["images"] / max(seconds, 1e-9)}
         self.lines.append(line)
-        self.metrics.append(step, line | self._evaluation_keys(step))
+        self.metrics.append(step, dict.fromkeys(MEASURED) | line | self._evaluation_keys(step))
         self.monitor.log(step, line)
         self.evaluations.check()
         version = step + 1
@@ -77,6 +83,15 @@ class Bookkeeping:
         )
         self.monitor.image(path, step)
 
+    def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
+        """Seconds of the step, seconds in which the trainer waited for staging, and each pool's share of busy time."""
+        before, self._stalled = self._stalled, stalled(ctx)
+        shares = {
+            f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)
+            for pool, states in self.pools.lap().items()
+        }
+        return {"timing/step": seconds, "timing/publish": self._stalled - before, **shares}
+
     def _evaluation_keys(self, step: int) -> dict[str, float]:
         keys: dict[str, float] = {}
         if step == 0 and 0 in self.evaluated:
@@ -84,3 +99,8 @@ class Bookkeeping:
         if step + 1 in self.evaluated:
             keys |= {f"evaluation/{name}/mean": x for name, x in self.evaluated[step + 1].means().items()}
         return keys
+
+
+def stalled(ctx: Context) -> float:
+    """Seconds in which the trainer has waited for staging so far."""
+    return float(ctx.weights.report()["trainer_stall_seconds"])

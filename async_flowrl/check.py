@@ -131,6 +131,11 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_placement(config: Config) -> None:
+    if config.runtime.backend == "local" and config.trainer.num_workers > 1:
+        raise ConfigError(
+            "runtime.backend=local has all workers in one process, which holds one trainer rank, got "
+            f"trainer.num_workers={config.trainer.num_workers}"
+        )
     if config.placement != "colocated":
         return
     if config.max_staleness or config.hand_over != "batch":

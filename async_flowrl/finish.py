@@ -2,17 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from async_flowrl.context import Context
-from async_flowrl.observability.events import EventLog, read_events
+from async_flowrl.launch import ROLLOUT
+from async_flowrl.observability.events import Event, EventLog, effective, read_events
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.report import write_report
-from async_flowrl.observability.summary import Outcome, summarise
+from async_flowrl.observability.summary import Outcome, summarise, this_life
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import State, TicketTable
@@ -48,6 +50,7 @@ async def finish(
         write_lora(directory.lora, tensors, alpha=config.lora.alpha)
         history = list(read_events(directory.events))
         summary = summarise(config, metrics.read(), history, outcome)
+        summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         directory.write_summary(summary)
@@ -57,6 +60,14 @@ async def finish(
         return summary
 
     return await asyncio.to_thread(write)
+
+
+def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:
+    """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
+    _, life = this_life(effective(history))
+    activated: float = sum(e["end"] - e["start"] for e in life if e["event"] == "span" and e["name"] == "activate")
+    waited = outcome.pools[ROLLOUT]
+    return waited["wait_weights"] + waited["sync"] + activated / workers
 
 
 def ticket_counts(table: TicketTable) -> dict[str, int]:

@@ -153,7 +153,7 @@ def build_context(run: Run, resume: Resume) -> Context:
         trainer=run.gang,
         weights=weights,
         observer=events,
-        steps=Bookkeeping(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints),
+        steps=Bookkeeping(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints, run.ledgers.pools),
         base_digest=run.base_digest,
         stop_requested=run.stop,
     )

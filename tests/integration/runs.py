@@ -83,6 +83,11 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     return Run(folder)
 
 
+def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:
+    """A run on the Ray cluster that this process is connected to (fixture `ray_here`)."""
+    return train(folder, mode, "runtime.backend=ray", *overrides)
+
+
 def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run as people start it, with its own Ray cluster."""
     finish(start(folder, mode, *overrides), code)

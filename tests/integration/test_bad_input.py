@@ -65,6 +65,10 @@ ONE_LINE = {
     "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),
     "steps that do not divide": (["trainer.timesteps_per_forward=2"], ["must divide the number of trained steps=5"]),
     "colocated and asynchronous": (["placement=colocated"], ["needs max_staleness=0"]),
+    "ranks in one process": (
+        ["runtime.backend=local", "trainer.num_workers=2"],
+        ["runtime.backend=local", "trainer.num_workers=2"],
+    ),
     "unknown resume": (["resume=yes"], ["resume=yes is neither never, nor auto"]),
 }
 

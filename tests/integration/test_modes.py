@@ -1,0 +1,137 @@
+"""What the modes promise, on the real engine: bounded staleness, and the same weights whatever the timing."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import Run, inverted, train
+
+STALENESS = {"sync": 0, "stream": 0, "one_step_off": 1, "fully_async": 3}
+DELAYS = [f"debug.delays.{stage}=0.1" for stage in ("generate", "score", "update", "publish")]
+
+
+def overrides(mode: str) -> list[str]:
+    return ["max_staleness=3"] if mode == "fully_async" else []
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """One undisturbed run of every mode."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {mode: train(folder / mode, mode, *overrides(mode)) for mode in STALENESS}
+
+
+@pytest.mark.parametrize("mode", STALENESS)
+def test_staleness_at_the_trainers_door(plain: dict[str, Run], mode: str) -> None:
+    run, bound = plain[mode], STALENESS[mode]
+    expected = [min(step, bound) for step in range(5)]
+    assert run.column("staleness/max") == expected
+    assert run.column("staleness/mean") == expected
+    assert run.summary["staleness_max"] == bound
+    handed = run.tickets("HANDED")
+    assert [event["ordinal"] for event in handed] == list(range(10))
+    assert all(event["step"] - event["version"] == min(event["step"], bound) for event in handed)
+    assert all(event["digest"] == run.digests[event["version"]] for event in handed)
+
+
+@pytest.mark.parametrize("mode", STALENESS)
+def test_weights_change_with_every_version(plain: dict[str, Run], mode: str) -> None:
+    """Without which equal digests would mean nothing."""
+    assert len(plain[mode].digests) == 6
+    assert len(set(plain[mode].digests)) == 6
+
+
+def test_staleness_changes_the_weights(plain: dict[str, Run]) -> None:
+    assert len({plain[mode].digest for mode in ("sync", "one_step_off", "fully_async")}) == 3
+
+
+def test_the_seed_changes_the_weights(plain: dict[str, Run], tmp_path: Path) -> None:
+    other = train(tmp_path, "one_step_off", "seed=1")
+    assert not set(other.digests) & set(plain["one_step_off"].digests)
+
+
+def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
+    again = train(tmp_path, "one_step_off")
+    assert again.digests == plain["one_step_off"].digests
+    assert again.digest == plain["one_step_off"].digest
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_the_same_weights_with_two_workers_and_delays_everywhere(
+    plain: dict[str, Run], tmp_path: Path, mode: str
+) -> None:
+    run = train(tmp_path, mode, *overrides(mode), "rollout.num_workers=2", "reward.num_workers=2", *DELAYS)
+    made = run.tickets("SCORING")
+    assert inverted([event["ordinal"] for event in made])
+    assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
+    assert inverted([event["ordinal"] for event in plain[mode].tickets("SCORING")]) is False
+    assert run.digests == plain[mode].digests
+    assert run.column("staleness/max") == plain[mode].column("staleness/max")
+
+
+def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str, Run], tmp_path: Path) -> None:
+    """Batches of another size round differently: the reference cuts its tickets into chunks of the same size."""
+    whole = train(tmp_path / "whole", "one_step_off", "rollout.batch_size=2")
+    parts = train(tmp_path / "parts", "one_step_off", "ticket_size=2", "rollout.num_workers=2", *DELAYS)
+    assert len(parts.tickets("TRAINED")) == 2 * len(whole.tickets("TRAINED"))
+    assert inverted([event["ordinal"] for event in parts.tickets("SCORING")])
+    assert parts.digests == whole.digests
+
+
+def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> None:
+    assert plain["stream"].digests == plain["sync"].digests
+
+
+def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_path: Path) -> None:
+    assert train(tmp_path, "one_step_off", "hand_over=batch").digests == plain["one_step_off"].digests
+
+
+def test_colocated_is_separate(plain: dict[str, Run], tmp_path: Path) -> None:
+    run = train(tmp_path, "sync", "placement=colocated")
+    assert run.summary["placement"] == "colocated"
+    assert run.digests == plain["sync"].digests
+
+
+def test_streamed_groups_are_trained_while_later_ones_are_made(tmp_path: Path) -> None:
+    run = train(tmp_path, "stream", "debug.delays.generate=0.2", "debug.delays.constant=true")
+    order = [(e["ordinal"], e["state"]) for e in run.events if e["event"] == "ticket" and e["kind"] == "train"]
+    assert all(order.index((2 * step, "HANDED")) < order.index((2 * step + 1, "SCORING")) for step in range(5))
+
+
+def test_the_closed_loop_with_guidance(tmp_path: Path) -> None:
+    """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
+    learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=6"]
+    run = train(tmp_path / "guided", "one_step_off", *learning)
+    assert [line["staleness/max"] for line in run.metrics[3:]] == [1, 1, 1]
+    for line in run.metrics[2:]:
+        assert 0 <= line["behaviour_gap"] < 1e-6
+    assert run.metrics[-1]["log_prob_gap"] > 1e-5 > 10 * max(run.column("behaviour_gap")[2:])
+    unguided = train(tmp_path / "unguided", "one_step_off", "total_steps=6")
+    assert not set(run.digests[1:]) & set(unguided.digests[1:])
+
+
+def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
+    """Trained on what it sampled itself, the trainer's own log-probs are the rollout's."""
+    run = train(tmp_path, "sync", "rollout.true_cfg_scale=4")
+    for line in run.metrics[2:]:
+        assert abs(line["ratio/mean"] - 1.0) < 1e-6
+        assert line["log_prob_gap"] < 1e-6
+        assert line["behaviour_gap"] < 1e-6
+
+
+def test_two_updates_per_batch(plain: dict[str, Run], tmp_path: Path) -> None:
+    once, again = (
+        train(tmp_path / name, "one_step_off", "hand_over=batch", "trainer.updates_per_batch=2", *extra)
+        for name, extra in (("once", []), ("again", ["rollout.num_workers=2", *DELAYS]))
+    )
+    assert once.digests == again.digests
+    assert once.digests[1:] != plain["one_step_off"].digests[1:]
+    assert len(once.digests) == 6
+    assert once.summary["staleness_max"] == 1
+    assert once.summary["staleness_updates_max"] == 3
+
+
+def test_smaller_micro_batches_differ_by_rounding_only(plain: dict[str, Run], tmp_path: Path) -> None:
+    run = train(tmp_path, "one_step_off", "trainer.micro_batch_size=2")
+    assert run.metrics[0]["grad_norm"] == pytest.approx(plain["one_step_off"].metrics[0]["grad_norm"], rel=1e-4)
+    assert run.column("reward/mean") == pytest.approx(plain["one_step_off"].column("reward/mean"), abs=1e-3)

@@ -1,0 +1,57 @@
+"""The same promises with the workers as processes, and a gang of trainer ranks."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from async_flowrl.training.lora_file import FILE_NAME
+from tests.integration.runs import Run, inverted, train, train_here_on_ray
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+DELAYS = [f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish")]
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One process, one rank, one worker, nothing in the way."""
+    return train(tmp_path_factory.mktemp("threads"), "one_step_off")
+
+
+def lora(run: Run) -> dict[str, Tensor]:
+    return dict(load_file(run.root / "lora" / FILE_NAME))
+
+
+def distance(one: Run, other: Run) -> float:
+    mine, theirs = lora(one), lora(other)
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def test_processes_with_delays_give_the_weights_of_threads(threads: Run, tmp_path: Path) -> None:
+    run = train_here_on_ray(tmp_path, "one_step_off", "rollout.num_workers=2", *DELAYS)
+    made = run.tickets("SCORING")
+    assert inverted([event["ordinal"] for event in made])
+    assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
+    pids = {e["worker"]: e["pid"] for e in run.events if e["event"] == "worker"}
+    assert len(set(pids.values())) == 4
+    assert run.digests == threads.digests
+
+
+def test_colocated_processes(tmp_path: Path) -> None:
+    colocated = train_here_on_ray(tmp_path / "colocated", "sync", "placement=colocated")
+    assert colocated.digests == train(tmp_path / "threads", "sync").digests
+
+
+def test_two_trainer_ranks_twice_and_one(threads: Run, tmp_path: Path) -> None:
+    """The gang adds gradients in another order than one rank does; beyond that nothing differs."""
+    ranks = ["trainer.num_workers=2", "trainer.micro_batch_size=2"]
+    once = train_here_on_ray(tmp_path / "once", "one_step_off", *ranks)
+    again = train_here_on_ray(tmp_path / "again", "one_step_off", *ranks, "rollout.num_workers=2", *DELAYS)
+    assert inverted([event["ordinal"] for event in again.tickets("SCORING")])
+    assert once.digests == again.digests
+    assert len(set(once.digests)) == 6
+    assert 0 < distance(once, threads) < 1e-5
+    moved = max(float(tensor.abs().max()) for name, tensor in lora(once).items() if ".lora_B." in name)
+    assert moved > 1e-3
