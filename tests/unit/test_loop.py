@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_flowrl.context import Context
+from async_flowrl.tickets import EVALUATION
 from tests.toy import ToyRun, toy_config, virtual
 from tests.toy_pool import Timing, VirtualGroup
 
@@ -167,18 +168,33 @@ def test_evaluation_changes_nothing_and_sees_its_own_version_only(mode: str) -> 
     check_watermarks(found)
 
 
+class SlowEvaluation(Timing):
+    """Evaluation tickets take 12 seconds, training tickets half a second."""
+
+    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
+        if method == "generate":
+            return 12.0 if args[0].kind == EVALUATION else 0.5
+        return super().duration(worker, method, call, args)
+
+
 def test_evaluation_is_no_barrier() -> None:
     """While an evaluation is under way training tickets are started, and steps are finished."""
-    timing = Timing(slow_prompts={}, generate=1.0, update=0.1)
-    found = run("fully_async", timing=timing, evaluate__every=2, rollout__num_workers=1)
-    made = found.tickets("RUNNING", kind="evaluation")
-    spans = [(a["time"], b["time"]) for a, b in zip(made, found.tickets("SCORING", kind="evaluation"), strict=True)]
-    between = [e for e in found.tickets("RUNNING") if spans[0][0] < e["time"] < spans[-1][1]]
-    assert between
-    waiting = found.tickets("PENDING", kind="evaluation")
-    for begun, ended in zip(waiting[::2], found.tickets("TRAINED", kind="evaluation")[::2], strict=True):
-        others = [e for e in found.tickets("RUNNING") if begun["time"] < e["time"] < ended["time"]]
-        assert len(others) <= 8, "an evaluation gets its guaranteed share"
+    found = run("one_step_off", timing=SlowEvaluation(update=0.5), evaluate__every=3, rollout__num_workers=3)
+    begun = found.tickets("PENDING", kind="evaluation")[::2]
+    ended = found.tickets("TRAINED", kind="evaluation")[::2]
+    assert [event["version"] for event in begun] == [3, 6]
+    during = [e for e in found.observer.of("step") if begun[0]["time"] < e["started"] < ended[0]["time"]]
+    assert during, "training stood still"
+    assert [e for e in found.tickets("RUNNING") if begun[0]["time"] < e["time"] < ended[0]["time"]]
+
+
+def test_an_evaluation_has_a_guaranteed_share() -> None:
+    """A pool that is never idle still takes every fourth ticket from it."""
+    found = run("fully_async", timing=Timing(update=0.1), evaluate__every=2, rollout__num_workers=1)
+    begun, ended = (found.tickets(state, kind="evaluation")[::2] for state in ("PENDING", "TRAINED"))
+    for first, last in zip(begun, ended, strict=True):
+        others = [e for e in found.tickets("RUNNING") if first["time"] < e["time"] < last["time"]]
+        assert len(others) <= 8
 
 
 def test_a_second_evaluation_waits_for_the_first_and_loses_nothing() -> None:

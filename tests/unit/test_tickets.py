@@ -105,6 +105,17 @@ def test_a_result_made_with_other_weights_is_refused() -> None:
         t.generated(ticket, version=0, digest="earlier-life", payload=None)
 
 
+def test_an_evaluation_made_with_other_weights_is_refused() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    t.acknowledge("w", 0, digest(0), evaluation=True)
+    (ticket,) = t.issue_evaluation(version=0, step=0, groups=1)
+    t.start(ticket, "w")
+    with pytest.raises(Refused, match="was made with weights earlier-life"):
+        t.generated(ticket, version=0, digest="earlier-life", payload=None)
+
+
 def test_an_acknowledgement_of_other_bytes_is_refused() -> None:
     t = table()
     t.join("w")

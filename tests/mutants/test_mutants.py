@@ -1,0 +1,43 @@
+"""Every planted fault is caught by the test that the table names, and by what it promises to fail with."""
+
+import inspect
+
+import pytest
+import torch
+
+from tests.mutants.mutation import Mutant, find_test, planted
+from tests.mutants.table import MUTANTS
+
+torch.set_num_threads(1)
+
+
+def call(mutant: Mutant) -> None:
+    test = find_test(mutant.caught_by)
+    if "monkeypatch" in inspect.signature(test).parameters:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            test(**mutant.arguments, monkeypatch=monkeypatch)
+    else:
+        test(**mutant.arguments)
+
+
+def failure(mutant: Mutant) -> BaseException | None:
+    try:
+        call(mutant)
+    except (Exception, pytest.fail.Exception) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_named_test_catches_the_mutant(mutant: Mutant) -> None:
+    call(mutant)
+    with planted(mutant.patches):
+        error = failure(mutant)
+    assert error is not None, f"{mutant.caught_by} does not notice"
+    assert type(error).__name__ in mutant.raises, f"fails by {error!r} instead of {mutant.raises}"
+    call(mutant)
+
+
+def test_the_table_is_long_enough_and_has_no_name_twice() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names)) >= 15
