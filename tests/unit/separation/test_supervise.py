@@ -117,12 +117,15 @@ def test_a_body_that_fails_because_it_was_cancelled_does_not_hide_the_cause() ->
 
 
 def test_a_body_that_swallows_the_cancellation_still_ends_with_the_failure() -> None:
+    async def swallow() -> None:
+        async with supervised(fail_after(1, "cause")):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(100)
+            await asyncio.sleep(3)
+
     async def main() -> float:
         with pytest.raises(Boom, match="cause"):
-            async with supervised(fail_after(1, "cause")):
-                with suppress(asyncio.CancelledError):
-                    await asyncio.sleep(100)
-                await asyncio.sleep(3)
+            await swallow()
         await asyncio.sleep(1)
         return now()
 
