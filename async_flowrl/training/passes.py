@@ -10,7 +10,7 @@ All run with the same shapes, grad mode and code path, so equal weights give equ
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.plan import StepPlan
 from async_flowrl.training.tally import Tally
 from async_flowrl.types import Conditioning
+
+PROBED_ROWS = 4
+"""Rows whose log-probs are recomputed under the sampling weights in every batch, only to compare two engines."""
 
 
 @dataclass
@@ -102,7 +105,7 @@ class Passes:
             proximal = self._proximal.pop(meta.group)
         fresh = meta.age == 0 and not parts.averaged
         behaviour = proximal if fresh else None
-        if not fresh and (wanted := batches[: self._behaviour_passes(len(batches), plan, tally)]):
+        if not fresh and (wanted := self._behaviour_batches(batches, plan, tally)):
             with tally.span("behaviour"), parts.parameters.swapped(parts.sampled_by(meta.version)):
                 behaviour = self._predict(group, wanted)
         reference = None
@@ -131,7 +134,8 @@ class Passes:
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Mean |log-prob under the sampling weights - log-prob the rollout reported|: what two engines disagree by."""
-        metrics = self._parts.algorithm.loss(batch, behaviour, None, None, None).metrics
+        rows = len(next(iter(behaviour.values())))
+        metrics = self._parts.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def probing(self, plan: StepPlan, tally: Tally) -> bool:
@@ -139,10 +143,11 @@ class Passes:
         first = plan.update == 0 and not tally.groups
         return plan.probe and first and self._parts.algorithm.records == "transitions"
 
-    def _behaviour_passes(self, count: int, plan: StepPlan, tally: Tally) -> int:
+    def _behaviour_batches(self, batches: Sequence[MicroBatch], plan: StepPlan, tally: Tally) -> list[MicroBatch]:
+        """What is predicted under the sampling weights: all that the loss needs, else a few rows to probe."""
         if self._parts.algorithm.needs_behaviour:
-            return count
-        return 1 if self.probing(plan, tally) else 0
+            return list(batches)
+        return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if self.probing(plan, tally) else []
 
     def _reference(self) -> AbstractContextManager[None]:
         parts = self._parts
@@ -163,6 +168,16 @@ class Passes:
                 raise ValueError(f"the conditioning of negative prompt {meta.negative!r} was not set")
             negative = self._negatives[meta.negative]
         return lambda latents, sigma: policy.velocity(latents, sigma, group.conditioning, negative, meta.sampling)
+
+
+def first_rows(batch: MicroBatch, count: int) -> MicroBatch:
+    """The first `count` rows of a micro-batch."""
+    if count >= len(batch.sigma):
+        return batch
+    per_row = {
+        field.name: getattr(batch, field.name)[:count] for field in fields(batch) if field.name not in ("sigmas", "age")
+    }
+    return replace(batch, **per_row)
 
 
 def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
