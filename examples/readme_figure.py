@@ -122,8 +122,8 @@ def table(found: dict[str, list[Run]]) -> str:
 def draw(chosen: dict[str, Run], out: Path) -> None:
     mpl.rcParams.update({"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(10, 5.6), layout="constrained")
-    top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=[3, 1.9], hspace=0.02))
-    left, right = np.ravel(top.subfigures(1, 2, width_ratios=[1, 1.35]))
+    top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[3, 1.9], hspace=0.02), dtype=object)
+    left, right = np.asarray(top.subfigures(1, 2, width_ratios=[1, 1.35]), dtype=object)
     reward_curves(left.add_subplot(), chosen)
     shown = ("sync, a core per pool", "one_step_off, a core per pool")
     for axes, name in zip(np.atleast_1d(right.subplots(2, 1, sharex=True)), shown, strict=True):
