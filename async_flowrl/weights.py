@@ -1,6 +1,6 @@
 """Publishing and delivery of versions between the trainer and the rollout workers, through `checkpoint_engine`.
 
-Here are only the two ends as Delivery wants them, the canary that proves every new worker's binding, and what the ticket
+Here are the two ends as Delivery wants them, the canary that proves every new worker's binding, and what the ticket
 table must hear: a version's digest when it is sealed, and every acknowledgement.
 """
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from async_flowrl.averaged import EMA, AveragedWeights
 from async_flowrl.context import Context
+from async_flowrl.damage import DamageWatch
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.transport import OBJECT_STORE
 from checkpoint_engine import (
@@ -133,6 +134,7 @@ class PublishedWeights:
     canary: Canary = field(init=False)
     averaged: AveragedWeights | None = None
     staged_seconds: float = 0.0
+    _damage: DamageWatch = field(default_factory=DamageWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
@@ -290,6 +292,7 @@ class PublishedWeights:
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.ctx.table.held:
             return  # it was declared dead while its acknowledgement was under way
+        self._damage.acknowledged(ack.version)
         for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
         self.ctx.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)
         self.ctx.observer.event(
@@ -305,3 +308,4 @@ class PublishedWeights:
                 worker.kill()
         self.ctx.table.lost_worker(name)
         self.ctx.work.notify()
+        self._damage.gave_up(error)
