@@ -92,7 +92,7 @@ def compose_overrides(name: str, overrides: Sequence[str], own: Path | None = No
         composed = compose(name, list(overrides))
         OmegaConf.resolve(composed)
         return composed
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error)) from error
     finally:
         GlobalHydra.instance().clear()
