@@ -11,6 +11,7 @@ from typing import Any
 from async_flowrl import exits
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
+from async_flowrl.dry_run import describe_run
 from async_flowrl.finish import finish
 from async_flowrl.launch import ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
 from async_flowrl.lives import Ledgers, Run, live
@@ -35,6 +36,9 @@ def run(config: Config) -> int:
     directory = RunDirectory(Path(config.output_dir))
     try:
         prepared = prepare(config)
+        if config.dry_run:
+            sys.stdout.write(describe_run(prepared))
+            return exits.OK
         directory.create(config)
     except ConfigError as error:
         return _fail(error, exits.CONFIG)
