@@ -1,0 +1,68 @@
+"""Pools of toys on one event loop, for the tests of separation."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import ray
+
+from separation.cluster import cluster
+from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.supervise import deadline
+
+T = TypeVar("T")
+TOY = "tests.unit.separation.toy:Toy"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Bench:
+    """One event loop and one set of pools for the whole module: a cluster takes seconds to start."""
+
+    def __init__(self, backend: str, logs: Path) -> None:
+        self.backend, self.logs = backend, logs
+        self.runner = asyncio.Runner()
+        pools = [
+            PoolSpec("toy", TOY, 3, {"greeting": "hi"}, lanes=("sync",), threads=1, environment={"TOY": "yes"}),
+            PoolSpec("gang", TOY, 2, gpus_per_worker=1.0, gang=True, threads=2),
+        ]
+        if backend == "ray":
+            resources = {"gang": 2.0}
+            ray.init(address="local", num_cpus=8, resources=resources, include_dashboard=False, log_to_driver=False)
+        else:
+            pools = pools[:1]
+        self._context = cluster(pools, backend=backend, start_deadline=120, log_dir=logs)
+        self.groups: Mapping[str, WorkerGroup] = self.runner.run(self._context.__aenter__())
+
+    def run(self, test: Callable[["Bench"], Coroutine[Any, Any, T]]) -> T:
+        async def limited() -> T:
+            async with deadline(120, "this test"):
+                return await test(self)
+
+        return self.runner.run(limited())
+
+    @property
+    def toys(self) -> WorkerGroup:
+        return self.groups["toy"]
+
+    def close(self) -> None:
+        self.runner.run(self._context.__aexit__(None, None, None))
+        self.runner.close()
+        if self.backend == "ray":
+            assert ray.is_initialized(), "a cluster that was there before is left alone"
+            ray.shutdown()
+
+
+async def raises(kind: type[BaseException], job: Awaitable[Any]) -> Any:
+    with pytest.raises(kind) as caught:
+        await job
+    return caught.value
+
+
+@asynccontextmanager
+async def fresh(bench: Bench, index: int) -> AsyncIterator[Worker]:
+    """A worker that a test may break; replaced afterwards."""
+    yield await bench.toys.replace(index)
+    await bench.toys.replace(index)

@@ -1,0 +1,220 @@
+"""What only processes can suffer: signals, lost nodes, missing resources, a driver that dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+
+from separation.cluster import cluster
+from separation.group import PoolSpec, RefLost, WorkerDied
+from separation.placement import ResourcesMissing
+from separation.processes import Identity, descendants
+from separation.rendezvous import join_gang
+from separation.supervise import DeadlineExceeded, deadline, together
+from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, raises
+
+
+@pytest.fixture(scope="module")
+def rays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench("ray", tmp_path_factory.mktemp("logs"))
+    yield made
+    made.close()
+
+
+def test_sigkill_in_a_call_is_noticed_and_the_others_go_on(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        async with fresh(bench, 1) as victim:
+            call = asyncio.create_task(victim.call("sleep", 600.0))
+            elsewhere = asyncio.create_task(bench.toys.workers[2].call("sleep", 1.0))
+            await asyncio.sleep(0.2)
+            os.kill(victim.pid, signal.SIGKILL)
+            error = await raises(WorkerDied, call)
+            assert str(bench.logs) in error.reason
+            assert await elsewhere == 1.0
+
+    rays.run(test)
+
+
+def test_a_stopped_process_is_killed_before_its_place_is_reused(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        hung = await bench.toys.replace(1)
+        identity = Identity.of(hung.pid)
+        assert identity is not None
+        os.kill(hung.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            async with deadline(0.5, "a call to a stopped process"):
+                await hung.call("hello")
+        successor = await bench.toys.replace(1)
+        assert not identity.alive()
+        assert successor.pid != hung.pid
+        assert await successor.call("hello")
+
+    rays.run(test)
+
+
+def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        async with fresh(bench, 0) as worker:
+            environment = await worker.call("environment")
+            assert environment == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOY": "yes"}
+            await worker.call("say", "so it goes")
+            text = (bench.logs / f"{worker.name}.log").read_text()
+            assert "so it goes" in text and "SO IT GOES" in text
+        gang = bench.groups["gang"]
+        assert await together(*(worker.call("torch_threads") for worker in gang.workers)) == [2, 2]
+
+    rays.run(test)
+
+
+@contextmanager
+def second_node(resources: str) -> Iterator[list[Identity]]:
+    """Another Ray node on this machine; yields its processes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
+    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
+    start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        end = time.monotonic() + 60
+        while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+            assert time.monotonic() < end, "the second node did not come up"
+            time.sleep(0.1)
+        yield descendants(start.pid)
+    finally:
+        for process in descendants(start.pid):
+            process.kill()
+        start.kill()
+        start.wait()
+
+
+@pytest.mark.chaos
+def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        with second_node('{"away": 1}') as node:
+            async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=60) as groups:
+                away, home = groups["away"].workers[0], bench.toys.workers[2]
+                _, (small, large) = await away.call_split("split_unevenly", 200_000, returns=3)
+                call = asyncio.create_task(away.call("sleep", 600.0))
+                await asyncio.sleep(0.2)
+                for process in node:
+                    process.kill()
+                await raises(WorkerDied, call)
+                await raises(RefLost, groups["away"].fetch(large))
+                await raises(RefLost, home.call("total", large))
+                assert await home.call("total", small) == 2.0, "a small result travelled with the answer"
+
+    rays.run(test)
+
+
+def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        gang = bench.groups["gang"]
+        await join_gang(gang, timeout=60)
+        assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
+        gang.workers[1].kill()
+        await gang.replace(1)
+        await join_gang(gang, timeout=60)
+        assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
+
+    rays.run(test)
+
+
+def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        with pytest.raises(ResourcesMissing) as caught:
+            async with cluster([PoolSpec("big", TOY, 1000)], start_deadline=60):
+                pytest.fail("it started")
+        table = [line.split() for line in str(caught.value).splitlines()]
+        assert ["CPU", "1000", "8", "992"] in table
+
+    rays.run(test)
+
+
+def test_what_does_not_get_free_is_refused_with_a_table_and_given_back(rays: Bench) -> None:
+    async def test(bench: Bench) -> None:
+        with pytest.raises(ResourcesMissing, match="did not free") as caught:
+            async with cluster([PoolSpec("more", TOY, 6)], start_deadline=1):
+                pytest.fail("it started")
+        table = [line.split() for line in str(caught.value).splitlines()]
+        assert ["CPU", "6", "8", "0", "0"] in table
+        assert await bench.toys.workers[0].call("hello"), "the other pools of this cluster live on"
+
+    rays.run(test)
+
+
+SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from separation.cluster import cluster
+from separation.group import PoolSpec
+
+async def main():
+    pools = [PoolSpec("rollout", "tests.unit.separation.toy:Toy", 1, gpus_per_worker=1.0),
+             PoolSpec("trainer", "tests.unit.separation.toy:Toy", 1, gpus_per_worker=1.0)]
+    async with cluster(pools, start_deadline=120, placement="colocated") as groups:
+        job = asyncio.create_task(groups["rollout"].workers[0].call("sleep", 600.0))
+        print(await groups["trainer"].workers[0].call("hello"), flush=True)
+        if sys.argv[2] == "raise":
+            raise ValueError("the body failed")
+        await job
+
+asyncio.run(main())
+"""
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of the processes that inherited the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if mark.encode() in (entry / "environ").read_bytes() and Identity.of(int(entry.name)) is not None:
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "raise", "kill"])
+def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
+    mark = f"mark-{uuid.uuid4()}"
+    script = tmp_path / "driver.py"
+    script.write_text(SCRIPT)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"TEST_MARK": mark}
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(ROOT), ending],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    assert "hello from trainer-0" in driver.stdout.readline()
+    assert len(marked_processes(mark)) > 3 or ending == "raise", "the mark must be inherited for this test to mean much"
+    if ending != "raise":
+        driver.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode != 0
+    if ending == "kill":
+        end = time.monotonic() + 60
+        while holding_devices(mark) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert holding_devices(mark) == []
+    else:
+        assert ("KeyboardInterrupt" if ending == "interrupt" else "the body failed") in errors
+        assert marked_processes(mark) == []
+
+
+def holding_devices(mark: str) -> list[str]:
+    """All but Ray's two helper agents: these report their raylet's death to a server that is gone, for a minute."""
+    return [line for line in marked_processes(mark) if not line.startswith(("ray::DashboardAgent", "ray::RuntimeEnv"))]
