@@ -1,0 +1,269 @@
+"""What a run leaves behind, file by file and key by key, and that it can be gone on with."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.torch import load_file
+
+from async_flowrl.config import Config
+from async_flowrl.evaluate import evaluate
+from async_flowrl.export import export
+from async_flowrl.generate import read_config
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.lora_file import FILE_NAME
+from tests.integration.runs import ROOT, Run, finish, start, train, train_on_ray, wait_until
+
+STEPS = 6
+FILES = (
+    "config.yaml",
+    ".hydra/config.yaml",
+    ".hydra/overrides.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "timeline.json",
+    "images/step_000000.png",
+    "images/step_000003.png",
+    "images/step_000006.png",
+    "checkpoints/latest",
+    "checkpoints/step_4/manifest.json",
+    "checkpoints/step_6/manifest.json",
+    f"lora/{FILE_NAME}",
+    "report.html",
+    "summary.json",
+    "logs/controller.log",
+    "logs/rollout-0.log",
+    "logs/rollout-1.log",
+    "logs/trainer-0.log",
+    "logs/reward-0.log",
+)
+METRICS = """
+    step policy_version reward/mean reward/std reward/color/mean zero_std_ratio staleness/mean staleness/max ratio/mean
+    clip_fraction log_prob_gap grad_norm lr loss timing/step timing/wait_rollout timing/update timing/publish
+    pool/rollout/busy pool/trainer/busy pool/reward/busy images_per_s
+"""
+TOTALS = "wall_seconds images_per_s steady_images_per_s staleness_mean efficiency reward_first reward_last"
+SYNC = "publishes bytes seconds trainer_stall_seconds worker_stall_seconds transport retries corrupt fallbacks"
+STATES = {"busy", "wait_data", "wait_weights", "sync", "idle"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """As people start it, with everything that can be recorded."""
+    return train_on_ray(
+        tmp_path_factory.mktemp("run") / "full",
+        "one_step_off",
+        f"total_steps={STEPS}",
+        "rollout.num_workers=2",
+        "evaluate.before_training=true",
+        "evaluate.every=3",
+        "save.every=2",
+        "trainer.learning_rate=0.03",
+        "monitor.report=true",
+        "monitor.tensorboard=true",
+        "monitor.wandb=true",
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(run: Run, name: str) -> None:
+    assert (run.root / name).stat().st_size > 0 or name.startswith("logs/")
+
+
+def test_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
+    named = {name.split("/")[0] for name in FILES}
+    assert {entry.name for entry in run.root.iterdir()} == named | {".lock", "tensorboard", "wandb"}
+    assert {path.name for path in (run.root / "checkpoints").iterdir()} == {"step_4", "step_6", "latest"}
+    assert (run.root / "checkpoints/latest").read_text().strip() == "step_6"
+
+
+def test_config_is_what_ran(run: Run) -> None:
+    config = read_config(run.root / "config.yaml")
+    assert isinstance(config, Config)
+    assert (config.total_steps, config.rollout.num_workers, config.group_size) == (STEPS, 2, 4)
+    assert config.output_dir == str(run.root)
+    assert "${" not in OmegaConf.to_yaml(OmegaConf.load(run.root / "config.yaml"))
+
+
+def test_metrics(run: Run) -> None:
+    assert run.column("step") == list(range(STEPS))
+    assert run.column("policy_version") == list(range(STEPS))
+    for line in run.metrics:
+        assert not [key for key in METRICS.split() if not isinstance(line.get(key), int | float)]
+        assert all(math.isfinite(line[key]) for key in METRICS.split())
+        assert line["kl"] is None
+        assert line["timing/step"] >= line["timing/update"] > 0
+        assert line["timing/step"] > line["timing/publish"] > 0
+        assert all(0 <= line[f"pool/{pool}/busy"] <= 1.001 for pool in ("rollout", "trainer", "reward"))
+    key = "evaluation/reward/mean"
+    evaluated = {line["step"]: line[key] for line in run.metrics if key in line}
+    assert list(evaluated) == [2, 5]
+    assert evaluated[2] != evaluated[5]
+    assert run.metrics[0]["evaluation_before/color/mean"] == run.metrics[0]["evaluation_before/reward/mean"]
+
+
+def test_metrics_of_a_run_with_a_reference(tmp_path: Path) -> None:
+    run = train(tmp_path, "sync", "algorithm.kl_coef=0.1", "total_steps=2")
+    assert run.column("kl")[0] == 0.0
+    assert run.column("kl")[1] > 0.0
+
+
+def test_summary(run: Run) -> None:
+    summary = run.summary
+    assert summary["steps"] == summary["total_steps"] == STEPS
+    assert summary["images"] == STEPS * 8
+    assert (summary["mode"], summary["max_staleness"], summary["placement"]) == ("one_step_off", 1, "separate")
+    assert summary["workers"] == {"rollout": 2, "trainer": 1, "reward": 1}
+    assert (summary["staleness_max"], summary["staleness_updates_max"]) == (1, 1)
+    assert summary["staleness_mean"] == pytest.approx(5 / 6)
+    assert all(isinstance(summary[key], float) for key in TOTALS.split())
+    assert len(summary["weights_digest"]) == 64
+    tickets = {"issued": 12, "trained": 12, "skipped": 0, "failed": 0, "retried": 0, "duplicate": 0}
+    assert summary["tickets"] == tickets
+    assert set(summary["gradient_kept"]) == {"0", "1"}
+    assert set(summary["overlap"]) == {"seconds", "share"}
+    assert summary["bound"]["seconds_per_step"] == max(summary["bound"]["generation"], summary["bound"]["update"])
+
+
+def test_summary_of_the_deliveries(run: Run) -> None:
+    sync = run.summary["sync"]
+    assert set(sync) == set(SYNC.split())
+    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "object_store")
+    size = (run.root / "lora" / FILE_NAME).stat().st_size
+    assert sync["bytes"] / (STEPS + 1) == pytest.approx(size, rel=0.1)
+    assert 0 < sync["trainer_stall_seconds"] < run.summary["wall_seconds"]
+    assert 0 < sync["worker_stall_seconds"] < run.summary["wall_seconds"]
+    assert sum(run.column("timing/publish")) <= sync["trainer_stall_seconds"] + 1e-6
+    assert sync["retries"] == sync["corrupt"] == sync["fallbacks"] == 0
+
+
+def test_the_seconds_of_every_pool_are_the_wall_clock(run: Run) -> None:
+    pools, wall = run.summary["pools"], run.summary["wall_seconds"]
+    assert set(pools) == {"rollout", "trainer", "reward"}
+    for seconds in pools.values():
+        assert set(seconds) == STATES
+        assert all(value >= 0 for value in seconds.values())
+        assert sum(seconds.values()) == pytest.approx(wall, rel=0.02)
+        assert seconds["busy"] > 0
+
+
+def test_events(run: Run) -> None:
+    assert all({"time", "event"} <= set(event) for event in run.events)
+    assert {e["event"] for e in run.events} == {"ticket", "version", "span", "state", "step", "worker"}
+    assert [e["ordinal"] for e in run.tickets("TRAINED")] == list(range(12))
+    sent = {e["version"]: e["digest"] for e in run.events if e["event"] == "version" and e["state"] == "sent"}
+    assert sorted(sent) == list(range(STEPS + 1))
+    assert sent[STEPS] != sent[0]
+    acknowledged = {(e["worker"], e["version"]) for e in run.events if e.get("state") == "acknowledged"}
+    assert {(f"rollout-{i}", version) for i in (0, 1) for version in range(STEPS)} <= acknowledged
+
+
+def test_timeline_has_one_track_per_worker(run: Run) -> None:
+    found = json.loads((run.root / "timeline.json").read_text())["traceEvents"]
+    named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
+    tracks = [name for name in named if not name.endswith("(beside)")]
+    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0"]
+    blocks = [e for e in found if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in blocks)
+    assert {e["tid"] for e in blocks} <= {e["tid"] for e in found if e["name"] == "thread_name"}
+
+
+def test_report_needs_nothing_else(run: Run) -> None:
+    page = (run.root / "report.html").read_text()
+    assert run.digest in page
+    assert "data:image/png;base64," in page
+    assert not [word for word in ('src="http', "<script src", '<link rel="stylesheet"') if word in page]
+
+
+def test_pictures_show_the_same_noise_with_other_weights(run: Run) -> None:
+    sheets = [np.asarray(Image.open(run.root / f"images/step_{n:06d}.png")) for n in (0, 3, 6)]
+    assert sheets[0].shape == sheets[1].shape == sheets[2].shape
+    assert not np.array_equal(sheets[0], sheets[2])
+
+
+def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: Path) -> None:
+    """Its images earn what the run's last evaluation measured, with the same noise."""
+    found = evaluate(read_config(run.root / "config.yaml"), run.root / "lora")
+    before, after = run.metrics[0]["evaluation_before/reward/mean"], run.metrics[-1]["evaluation/reward/mean"]
+    assert found["before"]["reward"] == pytest.approx(before, abs=1e-4)
+    assert found["after"]["reward"] == pytest.approx(after, abs=1e-4)
+    assert abs(after - before) > 0.01
+    exported = export(run.root, tmp_path)
+    mine, theirs = load_file(run.root / "lora" / FILE_NAME), load_file(exported)
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def test_the_digest_is_that_of_the_last_checkpoint_and_version(run: Run) -> None:
+    checkpoint = read_checkpoint(run.root / "checkpoints/step_6")
+    assert checkpoint.trainer["weights_digest"] == run.digest
+    assert checkpoint.controller["published"][str(STEPS)] == run.digests[-1]
+
+
+def test_generate_draws_before_and_after(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "both.png"
+    arguments = ["--lora", str(run.root / "lora"), "--prompt", "red red red red", "--images", "1", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "async_flowrl.generate", *arguments], cwd=ROOT, check=True, timeout=120)
+    assert np.asarray(Image.open(out)).std() > 1
+
+
+def test_tensorboard(run: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run.root / "tensorboard")).Reload()
+    assert [(p.step, p.value) for p in found.Scalars("reward/mean")] == [
+        (line["step"], pytest.approx(line["reward/mean"])) for line in run.metrics
+    ]
+    assert len(found.Images("images")) == 3
+
+
+def test_wandb_offline(run: Run) -> None:
+    (record,) = (run.root / "wandb").glob("offline-run-*/run-*.wandb")
+    assert record.stat().st_size > 1000
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "fully_async", "total_steps=6")
+    train(tmp_path / "parts", "fully_async", "total_steps=3")
+    parts = train(tmp_path / "parts", "fully_async", "total_steps=6", "resume=auto", "rollout.num_workers=2")
+    assert parts.digest == whole.digest
+    assert parts.column("step") == list(range(6))
+    assert parts.column("reward/mean") == whole.column("reward/mean")
+    assert parts.column("staleness/max") == whole.column("staleness/max") == [0, 1, 2, 2, 2, 2]
+    assert [e["step"] for e in parts.events if e["event"] == "rollback"] == [3]
+
+
+def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, "sync", "total_steps=1")
+    train(tmp_path, "sync", "total_steps=2", "resume=auto", "trainer.learning_rate=1e-3", code=2)
+    assert "leads to other weights" in capfd.readouterr().err
+    damaged = tmp_path / "checkpoints/step_1/weights.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    train(tmp_path, "sync", "total_steps=2", f"resume={tmp_path}/checkpoints/step_1", code=2)
+    assert "weights.safetensors" in capfd.readouterr().err
+
+
+def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(tmp_path: Path) -> None:
+    options = ["total_steps=8", "save.every=2"]
+    slowly = [*options, "debug.delays.update=0.8", "debug.delays.constant=true"]
+    first = start(tmp_path / "run", "one_step_off", *slowly)
+    wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
+    told = finish(start(tmp_path / "run", "one_step_off", *options, "resume=auto"), 2)[1]
+    assert "is in use by another running controller" in told
+    assert len(told.splitlines()) == 1
+    wait_until(first, lambda: (tmp_path / "run/checkpoints/step_2").exists(), "checkpoint 2")
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not (tmp_path / "run/summary.json").exists()
+    resumed = train(tmp_path / "run", "one_step_off", *options, "resume=auto", "rollout.num_workers=2")
+    (rollback,) = [e["step"] for e in resumed.events if e["event"] == "rollback"]
+    assert rollback in (2, 4, 6)
+    assert resumed.digest == train(tmp_path / "whole", "one_step_off", "total_steps=8").digest
+    assert resumed.column("step") == list(range(8))
