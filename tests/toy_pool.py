@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from async_flowrl.types import EVALUATION
 from separation.group import PoolSpec, RefLost, WorkerDied, WorkerFailed
 
 SLOW = 100.0
@@ -41,7 +42,7 @@ class Timing:
 
 
 Fault = Callable[[str, str, int], str | None]
-"""(worker, method, call number) → None or what goes wrong:
+"""(worker, method, call number) → None or what goes wrong; an evaluation ticket's method is "generate/evaluation":
 kill, hang, raise, slow; for `receive` corrupt, truncate; for `generate` lose-images, lose-trajectory; for `score` nan,
 count.
 """
@@ -145,10 +146,10 @@ class VirtualWorker:
     async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> tuple[Any, str | None]:
         async with self.lanes.setdefault(lane, asyncio.Lock()):
             number = self.calls[method] = self.calls.get(method, 0) + 1
-            fault = self.world.fault(self.name, method, number)
+            called = f"{method}/evaluation" if method == "generate" and args[0].kind == EVALUATION else method
+            fault = self.world.fault(self.name, called, number)
             if fault is not None:
-                kind = args[0].kind if method == "generate" else "train"
-                self.world.observer.event("injected", worker=self.name, method=method, fault=fault, kind=kind)
+                self.world.observer.event("injected", worker=self.name, method=called, fault=fault)
             seconds = self.world.timing.duration(self.name, method, number, args)
             await asyncio.sleep(seconds * (SLOW if fault == "slow" else 0.5 if fault == "kill" else 1.0))
             if fault == "kill":

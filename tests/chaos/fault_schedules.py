@@ -1,0 +1,220 @@
+"""Fault schedules from seeds: what is injected where, what must come of it, and how often each cell was hit.
+
+`python -m tests.chaos.fault_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+"""
+
+import asyncio
+import functools
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from async_flowrl.config import Config
+from async_flowrl.context import Context
+from async_flowrl.dispatch import TicketLost
+from async_flowrl.tickets import State
+from separation.group import WorkerDied, WorkerFailed
+from separation.supervise import DeadlineExceeded
+from tests.toy import ToyRun, toy_config, virtual
+from tests.toy_pool import ListObserver, Timing, VirtualGroup
+from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_order, check_watermarks
+
+NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
+HORIZON = 3000.0
+"""Virtual seconds in which every schedule has ended; an undisturbed run takes 30 to 60."""
+UPDATE = ("trainer:begin", "trainer:accumulate", "trainer:finish")
+PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
+
+CELLS: dict[str, tuple[str, ...]] = {
+    "rollout:generate": ("kill", "hang", "slow", "lose-images", "lose-trajectory", "raise"),
+    "rollout:generate/evaluation": ("kill", "hang", "slow", "lose-images"),
+    "rollout:receive": ("kill", "hang", "slow", "corrupt", "truncate"),
+    "rollout:load": ("kill", "hang"),
+    "rollout:prove": ("kill", "hang"),
+    "rollout:idle": ("kill",),
+    "rollout:all": ("kill",),
+    "ready": ("lose",),
+    "reward:score": ("kill", "hang", "slow", "raise", "nan", "count"),
+    "update": ("kill", "hang", "raise", "slow"),
+    "publish": ("kill", "hang", "raise", "slow"),
+}
+"""Where → what can go wrong there. `update` and `publish` stand for the trainer's methods of that phase."""
+PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
+CALLS = {
+    "rollout:generate": 20,
+    "rollout:generate/evaluation": 6,
+    "rollout:receive": 12,
+    "rollout:load": 1,
+    "rollout:prove": 4,
+    "reward:score": 20,
+    "trainer:begin": 5,
+    "trainer:accumulate": 20,
+    "trainer:finish": 5,
+    "trainer:stage": 5,
+    "trainer:seal": 5,
+    "trainer:payload": 5,
+}
+"""How many calls of each kind every run makes at least: a fault is placed at one of them."""
+
+
+def fatal(place: str, fault: str) -> bool:
+    """Whether it must, or (a slow trainer) may, end the run by name. Everything else must leave no trace."""
+    return place in ("update", "publish") or (place, fault) == ("rollout:generate", "raise")
+
+
+@dataclass
+class Schedule:
+    """The faults of one run. It is the pools' `fault` and their `disturb`, and counts what it did."""
+
+    seed: int
+    config: Config
+    timing: Timing
+    calls: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    """(pool:method, n-th call of the whole pool) → (place, fault)."""
+    timed: list[tuple[float, str]] = field(default_factory=list)
+    """Virtual second → place of a fault that does not sit in a call."""
+    seen: Counter[str] = field(default_factory=Counter)
+    hits: list[tuple[str, str]] = field(default_factory=list)
+
+    def fault(self, worker: str, method: str, number: int) -> str | None:
+        key = f"{worker.split('-')[0]}:{method}"
+        self.seen[key] += 1
+        hit = self.calls.get((key, self.seen[key]))
+        if hit is not None:
+            self.hits.append(hit)
+        return hit[1] if hit else None
+
+    async def disturb(self, ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+        for when, place in sorted(self.timed):
+            await asyncio.sleep(max(0.0, when - ctx.observer.now()))
+            while not self.apply(place, ctx, groups["rollout"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    def apply(self, place: str, ctx: Context, rollout: VirtualGroup) -> bool:
+        """Does it if it can be done now."""
+        if place == "rollout:all":
+            for worker in rollout.workers:
+                worker.kill()
+            self.hits.append((place, "kill"))
+            return True
+        if place == "ready":
+            ready = [t for t in ctx.table.live() if t.state is State.READY and t.payload[1].value is not None]
+            if ready:
+                ready[0].payload[1].lost = True
+                self.hits.append((place, "lose"))
+            return bool(ready)
+        idle = [worker for worker in rollout.workers if not worker.running and not worker.dead.is_set()]
+        if idle:
+            idle[0].kill()
+            self.hits.append((place, "kill"))
+        return bool(idle)
+
+
+def schedule(seed: int) -> Schedule:
+    """Faults for a random configuration: one of the cell that it is this seed's turn to hit, and up to two others."""
+    rng = random.Random(seed)
+    place, fault = PAIRS[seed % len(PAIRS)]
+    config = toy_config(
+        rng.choice([0, 1, 1, 2, 3]),
+        hand_over=rng.choice(["batch", "stream"]),
+        steps=STEPS,
+        rollout__num_workers=rng.choice([1, 2, 3, 4]),
+        reward__num_workers=rng.choice([1, 2]),
+        ticket_size=rng.choice([None, None, 2]),
+        evaluate__every=2 if "evaluation" in place else rng.choice([0, 2, 3]),
+        deadlines__publish=8.0,
+    )
+    timing = Timing(
+        seed=seed,
+        spread=rng.choice([0.0, 0.5, 0.95]),
+        generate=rng.choice([0.3, 1.0, 2.0]),
+        update=rng.choice([0.2, 1.0, 2.0]),
+        transfer=rng.choice([0.05, 1.0]),
+    )
+    made = Schedule(seed, config, timing)
+    place_fault(made, place, fault, rng)
+    for _ in range(rng.choice([0, 1, 1, 2, 2])):
+        place_fault(made, *rng.choice([pair for pair in PAIRS if not fatal(*pair)]), rng)
+    return made
+
+
+def place_fault(made: Schedule, place: str, fault: str, rng: random.Random) -> None:
+    if place in ("rollout:idle", "rollout:all", "ready"):
+        made.timed.append((rng.uniform(0.5, 12.0), place))
+        return
+    method = rng.choice({"update": UPDATE, "publish": PUBLISH}.get(place, (place,)))
+    made.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
+    if place == "rollout:load":
+        # There is something to load only where something died.
+        made.calls["rollout:generate", rng.randint(1, 6)] = ("rollout:generate", "kill")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a schedule ended. `wrong` says what it did that it must not do, if anything."""
+
+    seed: int
+    how: str
+    hits: tuple[tuple[str, str], ...]
+    seconds: float
+    wrong: str | None
+
+
+@functools.cache
+def undisturbed(k: int) -> str:
+    return virtual(toy_config(k, steps=STEPS)).digest
+
+
+@functools.cache
+def outcome(seed: int) -> Ended:
+    """Runs the schedule of a seed to its end."""
+    torch.set_num_threads(1)
+    made, observer = schedule(seed), ListObserver()
+    wrong: str | None = None
+    try:
+        found = virtual(made.config, made.timing, made.fault, horizon=HORIZON, disturb=made.disturb, observer=observer)
+        how = "success"
+        check_success(found, made.config)
+    except NAMED as error:
+        how = type(error).__name__
+        if not any(fatal(*hit) for hit in made.hits):
+            wrong = f"ended by {error!r} though everything in it can be recovered from"
+        elif not any(pool in str(error) for pool in ("trainer", "Trainer", "rollout", "update", "publish")):
+            wrong = f"its error names nobody: {error!r}"
+    except Exception as error:
+        how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
+    last = observer.events[-1]["time"] if observer.events else 0.0
+    return Ended(seed, how, tuple(made.hits), last, wrong)
+
+
+def check_success(found: ToyRun, config: Config) -> None:
+    k, every = config.max_staleness, config.evaluate.every
+    assert found.digest == undisturbed(k)
+    check_bound(found, k)
+    check_order(found)
+    check_watermarks(found)
+    check_evaluation(found, list(range(every, STEPS + 1, every)) if every else [])
+    assert sum(found.table.counts().values()) == found.table.issued
+
+
+def coverage(ended: list[Ended]) -> Counter[tuple[str, str]]:
+    return Counter(hit for each in ended for hit in each.hits)
+
+
+def report(ended: list[Ended]) -> str:
+    """Hits of every cell, and how the schedules ended."""
+    hits = coverage(ended)
+    lines = [f"{place:28} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
+    ends = Counter(each.how for each in ended)
+    lines.append(f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common()))
+    lines += [f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    first, last = (int(text) for text in sys.argv[1:3])
+    print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,0 +1,40 @@
+"""More than a thousand seeded fault schedules: each ends with the undisturbed weights or with a named error."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.chaos.fault_schedules import HORIZON, PAIRS, coverage, fatal, outcome, report
+
+pytestmark = pytest.mark.chaos
+
+SEEDS = 1152
+"""32 for each cell of the chaos matrix."""
+CHUNK = 48
+LEAST = 30
+REGRESSIONS: tuple[int, ...] = ()
+"""Seeds beyond SEEDS that once failed."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_every_schedule_ends_well_or_by_name(first: int) -> None:
+    ended = [outcome(seed) for seed in range(first, first + CHUNK)]
+    assert [(each.seed, each.wrong) for each in ended if each.wrong] == []
+    assert all(each.seconds < HORIZON for each in ended)
+    assert all(each.hits for each in ended if each.how != "success"), "it failed without a fault"
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_schedules_that_once_failed(seed: int) -> None:
+    assert outcome(seed).wrong is None
+
+
+def test_every_cell_is_hit_often_enough(record_property: Callable[[str, object], None]) -> None:
+    """`python -m tests.chaos.fault_schedules 0 1152` prints the table."""
+    ended = [outcome(seed) for seed in range(SEEDS)]
+    record_property("coverage", report(ended))
+    hits = coverage(ended)
+    assert {pair: hits[pair] for pair in PAIRS if hits[pair] < LEAST} == {}
+    survived = coverage([each for each in ended if each.how == "success"])
+    assert all(survived[pair] >= LEAST for pair in PAIRS if not fatal(*pair))
+    assert not any(survived[place, fault] for place, fault in PAIRS if fatal(place, fault) and fault != "slow")

@@ -1,0 +1,38 @@
+"""Ten thousand random schedules of the ticket table: the bound holds at every event, and it is attained."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from async_flowrl.tickets import Shape, TicketTable
+from tests.chaos.table_schedules import TableSchedule
+
+pytestmark = pytest.mark.chaos
+
+SCHEDULES = 10_000
+CHUNK = 1000
+
+
+def run(seed: int) -> TableSchedule:
+    rng = random.Random(f"shape {seed}")
+    shape = Shape(rng.choice([1, 1, 2]), rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4]), rng.choice([0, 1, 2, 3]))
+    schedule = TableSchedule(TicketTable(shape), seed, workers=rng.choice([1, 2, 3]))
+    schedule.run()
+    return schedule
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+def test_no_schedule_breaks_the_bound_or_loses_a_ticket(first: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        schedule = run(seed)
+        counts += schedule.counts
+        shape = schedule.table.shape
+        most = (min(shape.max_staleness + 1, shape.total_steps)) * shape.tickets_per_step
+        counts["outstanding at its limit"] += schedule.most_outstanding == most
+        counts["oldest sample at its limit"] += max(schedule.ages) == min(shape.max_staleness, shape.total_steps - 1)
+    assert counts["oldest sample at its limit"] == CHUNK
+    least = {name: counts[name] for name in ("deaths with work", "losses", "duplicate", "late")}
+    assert all(count > CHUNK / 10 for count in least.values()), f"the disturbances did not happen: {least}"
+    assert counts["outstanding at its limit"] > CHUNK / 3
