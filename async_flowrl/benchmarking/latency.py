@@ -1,0 +1,23 @@
+"""A reward that only takes time: what waiting for a remote judge costs, without the judge."""
+
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from async_flowrl.types import ByteArray, Prompt
+
+
+class Latency:
+    """Scores 0 after `seconds` per call on average: always the same, or log-normal with CV `cv` (1: heavy-tailed)."""
+
+    def __init__(self, seconds: float, cv: float = 0.0, seed: int = 0) -> None:
+        if seconds < 0 or cv < 0:
+            raise ValueError(f"seconds and cv must not be negative, got {seconds} and {cv}")
+        self._seconds, self._variance = seconds, math.log1p(cv * cv)
+        self._random = random.Random(seed)
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        spread = math.exp(self._random.gauss(0.0, math.sqrt(self._variance)) - self._variance / 2)
+        time.sleep(self._seconds * spread)
+        return [0.0] * len(images)
