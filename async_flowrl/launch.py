@@ -33,6 +33,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
             lanes=("publish", "control"),
+            gang=True,
         ),
         PoolSpec(
             ROLLOUT,
