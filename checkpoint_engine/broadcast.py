@@ -1,0 +1,160 @@
+"""The controller's part of a collective delivery: epochs, handshakes, deadlines, abort and fall-back."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from checkpoint_engine.base import Ack, Header, ReceiverEndpoint
+from checkpoint_engine.collective import SENDER, Epoch
+from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.outcome import error_names
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Failures in a row after which the collective is not tried again."""
+BYTES_PER_SECOND = 50e6
+"""The slowest link that is waited for: the deadline of a broadcast grows by nbytes over this."""
+_VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
+
+
+class GroupSender(Protocol):
+    """The sending process as the controller sees it (`CollectiveSender`, awaited)."""
+
+    async def address(self) -> tuple[str, int]: ...
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def ready(self, epoch: int, header: Header) -> None: ...
+    async def send(self, header: Header) -> None: ...
+    async def abort_group(self) -> None:
+        """Must get through while `send` is under way: another lane."""
+        ...
+
+
+@runtime_checkable
+class GroupReceiver(Protocol):
+    """What a receiver endpoint also has when it can join groups (`CollectiveReceiver`, awaited)."""
+
+    name: str
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def ready(self, epoch: int, header: Header) -> None: ...
+    async def accept(self, header: Header) -> Ack: ...
+    async def abort_group(self) -> None: ...
+
+
+class CollectiveBroadcast:
+    """A `Broadcast` for `Delivery`. Several deliveries may share it: their collectives run one after another."""
+
+    def __init__(
+        self, sender: GroupSender, *, name: str = "gloo", setup_seconds: float = 3.0, ready_seconds: float = 2.0
+    ) -> None:
+        self.name = name
+        self.failures = 0
+        self._sender, self._setup, self._ready = sender, setup_seconds, ready_seconds
+        self._secret = secrets.token_hex(16)
+        self._number = 0
+        self._members: tuple[str, ...] = ()
+        self._in_a_row = 0
+        self._order = asyncio.Lock()
+
+    async def __call__(self, header: Header, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
+        """One result per receiver that took part. Members without an Ack, and the others, are left to the caller."""
+        members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
+        if not members or self._in_a_row >= MAX_FAILURES:
+            return {}
+        async with self._order:
+            try:
+                await self._meet(header, members)
+                results = await self._exchange(header, members)
+            except Exception as error:  # whatever it was, the caller delivers another way, and finds out
+                await self._give_up(header, members, error)
+                return {member.name: error for member in members}
+            lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
+            if lost:
+                await self._give_up(header, members, lost[0])
+            else:
+                self._in_a_row = 0
+            return results
+
+    async def close(self) -> None:
+        await self._quietly([self._sender.abort_group()])
+
+    async def _meet(self, header: Header, members: Sequence[GroupReceiver]) -> None:
+        """Opens a new epoch where membership changed, then asks everyone whether it is ready."""
+        names = tuple(member.name for member in members)
+        if names != self._members:
+            self._members = ()
+            self._number += 1
+            deadline = self._setup + header.nbytes / BYTES_PER_SECOND
+            host, port = await self._within(self._ready, self._sender.address())
+            epoch = Epoch(self._number, self._secret, host, port, len(members) + 1, deadline)
+            joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
+            await self._all(self._setup + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
+            self._members = names
+        number = self._number
+        await self._all(self._ready, [self._sender.ready(number, header), *(m.ready(number, header) for m in members)])
+
+    async def _exchange(self, header: Header, members: Sequence[GroupReceiver]) -> dict[str, Ack | BaseException]:
+        """Everyone enters the collective at once; the first transport failure aborts the others."""
+        loop = asyncio.get_running_loop()
+        sending = loop.create_task(self._sender.send(header))
+        accepting = {member.name: loop.create_task(member.accept(header)) for member in members}
+        tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
+        limit = loop.time() + self._setup + header.nbytes / BYTES_PER_SECOND + 1.0
+        waiting = set(tasks)
+        while waiting and loop.time() < limit:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=limit - loop.time(), return_when=asyncio.FIRST_EXCEPTION
+            )
+            if any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done):
+                break
+        if waiting:
+            await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+            _, waiting = await asyncio.wait(waiting, timeout=self._ready)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        results = {name: _outcome(task) for name, task in accepting.items()}
+        if (error := _error(sending)) is not None and all(isinstance(result, Ack) for result in results.values()):
+            raise error
+        return results
+
+    async def _give_up(self, header: Header, members: Sequence[GroupReceiver], error: BaseException) -> None:
+        self.failures += 1
+        self._in_a_row += 1
+        self._members = ()
+        await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+        after = "" if self._in_a_row < MAX_FAILURES else f"; {self.name} is not tried again"
+        logger.warning("version %d goes without %s: %s%s", header.version, self.name, repr(error), after)
+
+    async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """All calls within a deadline; the first failure cancels the rest."""
+        async with asyncio.timeout(seconds):
+            tasks = [asyncio.get_running_loop().create_task(call) for call in calls]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _within(self, seconds: float, call: Awaitable[tuple[str, int]]) -> tuple[str, int]:
+        async with asyncio.timeout(seconds):
+            return await call
+
+    async def _quietly(self, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Aborts reach whoever still lives; a member that is dead has nothing to abort."""
+        done = await asyncio.gather(*(asyncio.wait_for(call, self._ready) for call in calls), return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException):
+                logger.info("abort not delivered: %r", error)
+
+
+def _error(task: "asyncio.Task[Any]") -> BaseException | None:
+    return TransferFailed("no answer") if task.cancelled() else task.exception()
+
+
+def _outcome(task: "asyncio.Task[Ack]") -> Ack | BaseException:
+    return _error(task) or task.result()
