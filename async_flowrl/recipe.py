@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config import Config
@@ -23,13 +24,7 @@ class Recipe:
         if ticket.kind == EVALUATION:
             return self.evaluation[ticket.group]
         config = self.config
-        chosen = prompts_for_step(
-            len(self.train),
-            config.prompts_per_step,
-            seed=config.seed,
-            step=ticket.step,
-            shuffle=config.data.shuffle,
-        )
+        chosen = _prompts(len(self.train), config.prompts_per_step, config.seed, ticket.step, config.data.shuffle)
         return self.train[chosen[ticket.group]]
 
     def request(self, ticket: Ticket) -> RolloutRequest:
@@ -86,6 +81,12 @@ class Recipe:
             train_steps=(),
             sampling=replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps),
         )
+
+
+@lru_cache(maxsize=32)
+def _prompts(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> Sequence[int]:
+    """Kept for the steps under way: every ticket asks several times, and the answer takes as long as the step is wide."""
+    return prompts_for_step(num_prompts, prompts_per_step, seed=seed, step=step, shuffle=shuffle)
 
 
 def sampling(config: Config) -> Sampling:
