@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from async_flowrl.types import ByteArray, Prompt
 
@@ -33,12 +34,26 @@ class OCR:
     """`text_score` of what is read in each image against `prompt.target`.
 
     `side`: the detector's working size in pixels. `threads`: onnxruntime threads; more than one is slower here.
-    `text_threshold`: confidence below which a line counts as not read.
+    `text_threshold`: confidence below which a line counts as not read. `enlarge`: whole factor by which images are
+    enlarged first (bicubic); small letters are found better. `line_width`: least width, in pixels at height 48, to
+    which the recogniser pads a line; 128 halves its time on short words and changes nothing for longer lines.
     """
 
     needs_target = True
 
-    def __init__(self, side: int = 256, threads: int = 1, text_threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        side: int = 256,
+        threads: int = 1,
+        text_threshold: float = 0.5,
+        *,
+        enlarge: int = 1,
+        line_width: int = 320,
+    ) -> None:
+        for name, value in (("enlarge", enlarge), ("line_width", line_width)):
+            if value < 1:
+                raise ValueError(f"the OCR reward's {name} must be at least 1, got {value}")
+        self._enlarge = enlarge
         self._parameters: dict[str, Any] = {
             "Global.log_level": "error",
             "Global.use_cls": False,
@@ -47,6 +62,7 @@ class OCR:
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             "Det.limit_type": "max",
             "Det.limit_side_len": side,
+            "Rec.rec_img_shape": [3, 48, line_width],
         }
         self._engine: RapidOCR | None = None
 
@@ -61,8 +77,15 @@ class OCR:
             from rapidocr import RapidOCR
 
             self._engine = RapidOCR(params=self._parameters)
-        result = self._engine(np.ascontiguousarray(image[:, :, ::-1]))  # it expects OpenCV's BGR
+        result = self._engine(np.ascontiguousarray(self._larger(image)[:, :, ::-1]))  # it expects OpenCV's BGR
         return "".join(result.txts or ())
+
+    def _larger(self, image: ByteArray) -> ByteArray:
+        if self._enlarge == 1:
+            return image
+        height, width = image.shape[:2]
+        size = width * self._enlarge, height * self._enlarge
+        return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         self.check(prompt)

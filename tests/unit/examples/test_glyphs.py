@@ -1,0 +1,128 @@
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+
+from async_flowrl.config import DataConfig, ModelConfig, TinyConfig
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.tiny_pipeline import tiny_pipeline
+from async_flowrl.rewards.ocr import OCR, text_score
+from async_flowrl.types import Sampling
+from examples.glyphs.flow import OCR_OPTIONS, embed, generate, latents_of, prompt_ids, train_flow
+from examples.glyphs.pretrain import save
+from examples.glyphs.vae import as_frames, single_frames, small_vae, train_vae
+from examples.glyphs.words import LETTERS, SIDE, TEST, TRAIN, draw_many, pretraining_words, prompt
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> QwenImagePipeline:
+    torch.manual_seed(0)
+    bare = tiny_pipeline(TinyConfig(layers=1, heads=4, contrast=1.0))
+    return QwenImagePipeline(**{**bare.components, "vae": small_vae()})
+
+
+def test_held_out_words_are_in_neither_training_set_and_made_of_the_same_letters() -> None:
+    assert not set(TEST) & (set(TRAIN) | set(pretraining_words()))
+    assert len(set(TEST)) == len(TEST) and len(set(TRAIN)) == len(TRAIN)
+    assert set("".join(TEST)) <= set(LETTERS) == set("".join(TRAIN))
+    assert all(len(word) == 3 for word in (*TEST, *TRAIN))
+
+
+@pytest.mark.parametrize(("split", "words"), [("train", TRAIN), ("evaluation", TEST)])
+def test_prompt_files_hold_the_words(split: str, words: tuple[str, ...]) -> None:
+    config = DataConfig(train="prompts/glyphs_train.txt", evaluation="prompts/glyphs_test.txt")
+    prompts = load_prompts(config, split=split, needs_target=True)
+    assert [(p.text, p.target) for p in prompts] == [(prompt(word), word) for word in words]
+
+
+def test_drawn_words_vary_and_are_read() -> None:
+    images = draw_many(TEST, random.Random(0))
+    assert images.shape == (len(TEST), SIDE, SIDE) and images.dtype == np.uint8
+    assert all(len(np.unique(image)) > 2 for image in images)
+    again = draw_many(["CAT"] * 8, random.Random(1))
+    assert len({image.tobytes() for image in again}) == 8
+    ocr = OCR(**OCR_OPTIONS)
+    colour = np.repeat(images[..., None], 3, axis=-1)
+    scores = [text_score(ocr.read(image), word) for image, word in zip(colour, TEST, strict=True)]
+    assert np.mean(scores) > 0.9
+    wrong = [text_score(ocr.read(image), word) for image, word in zip(colour, np.roll(TEST, 5), strict=True)]
+    assert np.mean(wrong) < 0.4
+
+
+def test_a_single_frame_convolved_in_two_dimensions_is_the_same_image() -> None:
+    torch.manual_seed(1)
+    vae = AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True])
+    x = as_frames(draw_many(TEST[:3], random.Random(2)))
+    with torch.no_grad():
+        expected = vae.decode(vae.encode(x).latent_dist.mode()).sample
+        with single_frames():
+            got = vae.decode(vae.encode(x).latent_dist.mode()).sample
+        after = vae.decode(vae.encode(x).latent_dist.mode()).sample
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(after, expected)
+
+
+def test_the_vae_learns_and_the_latents_become_normal() -> None:
+    torch.manual_seed(2)
+    vae = small_vae()
+    x = as_frames(draw_many(TEST, random.Random(3)))
+
+    def error() -> float:
+        with torch.no_grad():
+            return torch.nn.functional.mse_loss(vae.decode(vae.encode(x).latent_dist.mode()).sample, x).item()
+
+    before = error()
+    train_vae(vae, 40)
+    assert error() < 0.5 * before
+    latents = latents_of(vae, TEST, 4)
+    assert latents.shape == (len(TEST), 4, 16, 64)
+    assert latents.mean().abs() < 1e-4 and (latents.std() - 1).abs() < 0.02
+    assert torch.tensor(vae.config.latents_std).min() > 0
+
+
+def test_embeddings_are_those_of_the_pipeline(pipeline: QwenImagePipeline) -> None:
+    texts = [prompt(word) for word in TEST]
+    with torch.no_grad():
+        ours = embed(pipeline, prompt_ids(pipeline, texts))
+        theirs, _ = pipeline.encode_prompt(texts)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.cdist(ours.flatten(1), ours.flatten(1)).fill_diagonal_(1.0).min() > 0.1
+
+
+def test_training_moves_both_networks_and_the_folder_is_a_model(pipeline: QwenImagePipeline, tmp_path: Path) -> None:
+    watched = {
+        "transformer": pipeline.transformer.transformer_blocks[0].attn.to_q.weight,
+        "text": pipeline.text_encoder.model.language_model.embed_tokens.weight,
+    }
+    before = {name: weight.detach().clone() for name, weight in watched.items()}
+    train_flow(pipeline, 3, copies=1, batch=8)
+    assert all(not torch.equal(weight, before[name]) for name, weight in watched.items())
+    save(pipeline, tmp_path / "glyphs")
+    save(pipeline, tmp_path / "glyphs")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["glyphs"]
+    resolved = resolve_model(ModelConfig(path=str(tmp_path / "glyphs")))
+    policy = load_policy(resolved, dtype="float32", device="cpu", parts="all")
+    assert policy.latent_shape(SIDE) == (16, 64)
+    [text] = policy.encode([prompt("CAT")])
+    positive = {"prompt_embeds": torch.from_numpy(text["prompt_embeds"])}
+    sampling = Sampling(SIDE, 2, 1.0, 0.0, " ", "ode", 0.0)
+    velocity = policy.velocity(torch.zeros(1, 16, 64), torch.ones(1), positive, None, sampling)
+    assert velocity.shape == (1, 16, 64)
+
+
+def test_generation_repeats_and_has_one_row_per_word(pipeline: QwenImagePipeline) -> None:
+    images = generate(pipeline, TEST[:2], 2, steps=2)
+    assert images.shape == (2, 2, SIDE, SIDE, 3)
+    assert np.array_equal(images, generate(pipeline, TEST[:2], 2, steps=2))
+
+
+def test_saving_refuses_a_folder_that_is_no_model(pipeline: QwenImagePipeline, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match="not a diffusers folder"):
+        save(pipeline, tmp_path / "mine")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
