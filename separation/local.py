@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,6 +18,9 @@ from separation.group import PoolSpec, Ref, Worker, WorkerFailed
 from separation.host import Host, RemoteError
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
+
+GRACE = 5.0
+"""Seconds that closing waits for what is under way."""
 
 
 class Parcel:
@@ -60,6 +64,11 @@ class Lane(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """The thread ends after what is queued."""
         self._queue.put(None)
+
+    def join(self, until: float) -> None:
+        """Waits for the thread's end, until `time.monotonic()` is `until`."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -112,6 +121,10 @@ class LocalWorker:
         for lane in self._lanes.values():
             lane.shutdown()
 
+    def join(self, until: float) -> None:
+        for lane in self._lanes.values():
+            lane.join(until)
+
     async def _submit(self, lane: str, method: str, work: Callable[[], Any]) -> Any:
         executor = pick_lane(self._lanes, lane, self.name)
         answer = self._calls.open()
@@ -142,13 +155,14 @@ class LocalGroup:
     def __init__(self, spec: PoolSpec, *, start_deadline: float) -> None:
         self.spec = spec
         self.workers: list[Worker] = []
+        self._hosts: list[LocalWorker] = []
         self._start_deadline = start_deadline
         self._incarnations = [0] * spec.num_workers
 
     async def start(self) -> None:
         """Builds all workers side by side. Raises WorkerFailed or DeadlineExceeded."""
         workers = [LocalWorker(self.spec, index, f"{self.spec.name}-{index}") for index in range(self.spec.num_workers)]
-        self.workers = list(workers)
+        self.workers, self._hosts = list(workers), workers
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}"):
             await together(*(worker.build() for worker in workers))
 
@@ -157,6 +171,7 @@ class LocalGroup:
         self._incarnations[index] += 1
         fresh = LocalWorker(self.spec, index, f"{self.spec.name}-{index}.{self._incarnations[index]}")
         self.workers[index] = fresh
+        self._hosts.append(fresh)
         async with deadline(self._start_deadline, f"starting {fresh.name}"):
             await fresh.build()
         return fresh
@@ -167,5 +182,9 @@ class LocalGroup:
         return ref.open()
 
     async def close(self) -> None:
+        """Waits a little for what is under way: an interpreter that exits while a thread computes may abort."""
+        until = time.monotonic() + GRACE
         for worker in self.workers:
             worker.kill()
+        for host in self._hosts:
+            host.join(until)

@@ -1,0 +1,115 @@
+"""Ending early: at once by Ctrl-C, in order by SIGTERM or time_limit; going on gives an undisturbed run's weights."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from async_flowrl import exits
+from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
+from separation.processes import Identity, descendants
+from tests.integration.runs import Run, finish, lines, start, train, wait_until
+
+SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
+FEW_SECONDS = 30.0
+"""Generous, for a machine that is busy with other things; a quiet one needs about three."""
+
+
+def ended(processes: list[Identity]) -> bool:
+    deadline = time.monotonic() + FEW_SECONDS
+    while any(process.alive() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(process.alive() for process in processes)
+
+
+def sound(folder: Path) -> list[int]:
+    """Steps of the checkpoints there; every one of them must load."""
+    found = [path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step_")]
+    for path in found:
+        verify_checkpoint(path)
+    return sorted(int(path.name.removeprefix("step_")) for path in found)
+
+
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", "total_steps=500", *SLOWLY)
+    if moment == "training":
+        wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
+    else:
+        wait_until(process, lambda: (folder / "logs/controller.log").exists(), "it had begun")
+        time.sleep(1.0)
+    everything = descendants(process.pid)
+    assert len(everything) >= (3 if moment == "training" else 0)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = finish(process, exits.INTERRUPTED)
+    assert time.monotonic() - began < FEW_SECONDS
+    assert err == "async_flowrl: interrupted\n"
+    assert "Traceback" not in out
+    assert ended(everything), "nothing may be left running"
+    assert not (folder / "summary.json").exists()
+    if moment == "training":
+        assert sound(folder)[-1] >= 1
+    else:
+        assert not sound(folder)
+
+
+def test_ctrl_c_and_resume(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "one_step_off", "runtime.backend=local", "total_steps=500", *SLOWLY)
+    wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
+    process.send_signal(signal.SIGINT)
+    assert finish(process, exits.INTERRUPTED)[1] == "async_flowrl: interrupted\n"
+    steps = sound(tmp_path / "run")[-1] + 2
+    resumed = train(tmp_path / "run", "one_step_off", f"total_steps={steps}", "resume=auto")
+    assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={steps}").digest
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("whole"), "one_step_off", "total_steps=8")
+
+
+def check_stopped(run: Run) -> int:
+    """A stopped run has a checkpoint of exactly where it ended, and a summary of how far it came."""
+    done = len(run.metrics)
+    assert 1 <= done < 8
+    assert run.summary["steps"] == done
+    newest = find_checkpoint(run.root / "checkpoints")
+    assert newest is not None and newest.name == f"step_{done}"
+    assert (run.root / "lora/pytorch_lora_weights.safetensors").exists()
+    return done
+
+
+def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, whole: Run) -> None:
+    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY, "save.every=0")
+    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+    everything = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    out, err = finish(process, exits.RESUMABLE)
+    done = check_stopped(Run(tmp_path))
+    assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
+    assert err == ""
+    assert ended(everything)
+    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto")
+    assert resumed.digest == whole.digest
+    assert resumed.column("step") == list(range(8))
+    assert resumed.column("reward/mean") == whole.column("reward/mean")
+
+
+def test_time_limit_ends_in_order_and_resume_finishes(
+    tmp_path: Path, whole: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limited = ["total_steps=8", "time_limit=2.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    done = check_stopped(train(tmp_path, "one_step_off", *limited, code=exits.RESUMABLE))
+    assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
+    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto", "rollout.num_workers=2")
+    assert resumed.digest == whole.digest
+
+
+def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
+    slow = ["total_steps=1", "time_limit=0.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    run = train(tmp_path, "sync", *slow, code=exits.OK)
+    assert run.summary["steps"] == run.summary["total_steps"] == 1
