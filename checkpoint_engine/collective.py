@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from checkpoint_engine.base import RING, Ack, Header
 from checkpoint_engine.errors import TransferFailed
@@ -47,7 +48,7 @@ class Epoch:
 class Link(Protocol):
     """What moves bytes between the members of one epoch."""
 
-    def open(self, store: dist.Store, epoch: Epoch, rank: int) -> None: ...
+    def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
 
     def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
         """Fills the buffer uint8 [n] of every member with the sender's. Raises TransferFailed."""
@@ -67,12 +68,16 @@ class TorchLink:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
         self.backend = backend
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
 
-    def open(self, store: dist.Store, epoch: Epoch, rank: int) -> None:
+    def open(self, store: Store, epoch: Epoch, rank: int) -> None:
         limit = timedelta(seconds=epoch.seconds)
-        make = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
-        self._group = make(store, rank, epoch.world, limit)
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(store, rank, epoch.world, limit)
+        else:
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
 
     def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
         group, limit = self._group, time.monotonic() + seconds
@@ -80,7 +85,7 @@ class TorchLink:
             raise TransferFailed("the group is not open")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        for bucket in buffer.split(BUCKET_BYTES):
+        for bucket in torch.split(buffer, BUCKET_BYTES):
             work = group.broadcast([bucket], options)
             while not work.is_completed():
                 if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
@@ -103,19 +108,19 @@ class Member:
         self._make, self._device = link, torch.device(device)
         self._link: Link | None = None
         self._epoch: Epoch | None = None
-        self._stores: list[dist.Store] = []
+        self._stores: list[Store] = []
         self._buffer: Tensor | None = None
         self._aborted = threading.Event()
 
-    def open(self, epoch: Epoch, rank: int, store: dist.Store | None = None) -> None:
+    def open(self, epoch: Epoch, rank: int, store: Store | None = None) -> None:
         """Meets the other members; the sender brings the store it serves. Raises TransferFailed."""
         self.abort()
         self._aborted = threading.Event()
         try:
             if store is None:
                 limit = timedelta(seconds=epoch.seconds)
-                store = dist.TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
-            self._stores = [store, dist.PrefixStore(epoch.prefix, store)]
+                store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
+            self._stores = [store, PrefixStore(epoch.prefix, store)]
             link = self._make()
             link.open(self._stores[1], epoch, rank)
         except RuntimeError as error:
@@ -164,13 +169,13 @@ class CollectiveSender:
 
     def __init__(self, publisher: Publisher, member: Member, *, host: str = "127.0.0.1") -> None:
         self._publisher, self._member, self._host = publisher, member, host
-        self._server: dist.TCPStore | None = None
+        self._server: TCPStore | None = None
 
     def address(self) -> tuple[str, int]:
         """Where the members meet: host and port of a store that lives as long as this object."""
         if self._server is None:
             limit = timedelta(seconds=300)
-            self._server = dist.TCPStore(self._host, 0, None, True, limit, wait_for_workers=False)
+            self._server = TCPStore(self._host, 0, None, True, limit, wait_for_workers=False)
         return self._host, self._server.port
 
     def open(self, epoch: Epoch, rank: int = SENDER) -> None:

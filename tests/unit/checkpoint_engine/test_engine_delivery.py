@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from engine_parts import ALPHA, RANK, End, Gone, Sender, blank, flipped, lora, resealed
-from tests.virtual import run_virtual
 
 from checkpoint_engine import (
     EVALUATION,
@@ -16,12 +15,13 @@ from checkpoint_engine import (
     Receiver,
     TransferCorrupted,
     TransferFailed,
-    VersionGone,
     Verdict,
+    VersionGone,
     WeightsMismatch,
     verdict,
 )
 from checkpoint_engine.fanout import parents
+from tests.virtual import run_virtual
 
 
 class Rig:
@@ -309,14 +309,13 @@ def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int
     plan = parents({f"w{i}": f"n{i % nodes}" for i in range(receivers)})
     assert len(plan) == receivers
     children: dict[str | None, int] = {}
-    for name, parent in plan.items():
+    for parent in plan.values():
         children[parent] = children.get(parent, 0) + 1
-        hops = 0
-        while parent is not None:
-            name, parent, hops = parent, plan[parent], hops + 1
+        above, hops = parent, 0
+        while above is not None:
+            above, hops = plan[above], hops + 1
             assert hops < 10
-    limit = max(2 * 32, 0)
-    assert children[None] <= 32 and max(children.values()) <= limit
+    assert children[None] <= 32 and max(children.values()) <= 64
     if receivers <= 32:
         assert set(plan.values()) == {None}
 

@@ -158,7 +158,7 @@ def test_a_rebound_parameter_stops_activation_by_name() -> None:
     receiver.receive(*sealed(publisher, 0))
     victim = receiver._tensors["block.1.lora_A.weight"]
     victim.data = victim.data.clone()
-    with pytest.raises(WeightsMismatch, match="block.1.lora_A.weight is not bound"):
+    with pytest.raises(WeightsMismatch, match=r"block.1.lora_A.weight is not bound"):
         receiver.activate("policy", 0)
 
 
@@ -218,7 +218,7 @@ def test_other_tensors_of_the_layout_can_be_published() -> None:
     receiver.receive(*publisher.payload(-1))
     receiver.activate("policy", -1)
     assert all((t == 7.0).all() for t in receiver._tensors.values())
-    with pytest.raises(WeightsMismatch, match="lora_A.weight is missing"):
+    with pytest.raises(WeightsMismatch, match=r"lora_A.weight is missing"):
         publisher.stage(5, {n: t for n, t in canary.items() if "0.lora_A" not in n})
     with pytest.raises(WeightsMismatch, match="extra is not in its layout"):
         publisher.stage(5, canary | {"extra": torch.zeros(1)})

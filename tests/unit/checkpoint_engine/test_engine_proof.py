@@ -32,12 +32,12 @@ def test_a_faithful_delivery_passes() -> None:
 
 
 def test_equal_shaped_modules_swapped_before_hashing_are_found() -> None:
-    with pytest.raises(WeightsMismatch, match="block.0 at w-0 doesn't compute"):
+    with pytest.raises(WeightsMismatch, match=r"block.0 at w-0 doesn't compute"):
         canary_run(swap("block.0.lora_B.weight", "block.2.lora_B.weight"))
 
 
 def test_a_and_b_swapped_are_found_even_when_square() -> None:
-    with pytest.raises(WeightsMismatch, match="block.1 at w-0 doesn't compute"):
+    with pytest.raises(WeightsMismatch, match=r"block.1 at w-0 doesn't compute"):
         canary_run(swap("block.1.lora_A.weight", "block.1.lora_B.weight"), width=SQUARE)
 
 
@@ -50,15 +50,15 @@ def test_b_zero_proves_nothing_and_is_refused() -> None:
     tensors = lora()
     zero = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()}
     probe = binding_probe(modules_of(zero))
-    with pytest.raises(WeightsMismatch, match="block.0 has output norm 0"):
+    with pytest.raises(WeightsMismatch, match=r"block.0 has output norm 0"):
         check(probe, probe)
 
 
 def test_missing_modules_are_named() -> None:
     probe = binding_probe(modules_of(lora()))
-    with pytest.raises(WeightsMismatch, match="block.1 is not adapted at the receiver"):
+    with pytest.raises(WeightsMismatch, match=r"block.1 is not adapted at the receiver"):
         check(probe, {n: p for n, p in probe.items() if n != "block.1"})
-    with pytest.raises(WeightsMismatch, match="block.1 is not adapted at the trainer"):
+    with pytest.raises(WeightsMismatch, match=r"block.1 is not adapted at the trainer"):
         check({n: p for n, p in probe.items() if n != "block.1"}, probe)
 
 
