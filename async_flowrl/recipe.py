@@ -85,7 +85,7 @@ class Recipe:
 
 @lru_cache(maxsize=32)
 def _prompts(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> Sequence[int]:
-    """Kept for the steps under way: every ticket asks several times, and an answer costs as much as its step is wide."""
+    """Kept for the steps under way: every ticket asks several times, and drawing costs as much as the step is wide."""
     return prompts_for_step(num_prompts, prompts_per_step, seed=seed, step=step, shuffle=shuffle)
 
 
