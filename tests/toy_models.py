@@ -56,6 +56,9 @@ class ToyRollout:
     def receive(self, header: Header, buffer: Any, slot: str = RING) -> Ack:
         return self.receiver.receive(header, buffer, slot)
 
+    def relay(self, header: Header, slot: str) -> tuple[None, Any]:
+        return None, self.receiver.export(header.stream, header.version, slot=slot)[1]
+
     def prove(self, version: int) -> Any:
         self.receiver.activate("policy", version)
         return binding_probe(toy_lora(self.tensors))

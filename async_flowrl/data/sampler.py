@@ -11,12 +11,18 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, *, seed: int, step
     """Prompt indices of `step`, in group order. Every prompt comes exactly once per epoch; a step may span epochs."""
     if num_prompts < 1 or prompts_per_step < 1:
         raise ValueError(f"both must be at least 1, got num_prompts={num_prompts}, prompts_per_step={prompts_per_step}")
+    return list(_chosen(num_prompts, prompts_per_step, seed, step, shuffle))
+
+
+@lru_cache(maxsize=16)
+def _chosen(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> tuple[int, ...]:
+    """Every ticket of a step asks for the same list."""
     first = step * prompts_per_step
     chosen = []
     for position in range(first, first + prompts_per_step):
         epoch, place = divmod(position, num_prompts)
         chosen.append(_permutation(num_prompts, seed, epoch)[place] if shuffle else place)
-    return chosen
+    return tuple(chosen)
 
 
 @lru_cache(maxsize=4)
