@@ -1,7 +1,11 @@
 """What is done after every step besides training: metrics, evaluation, pictures, checkpoints. Off the critical path."""
 
+import logging
+import re
 from dataclasses import dataclass, field
 
+from async_flowrl.algorithms.diagnostics import warnings
+from async_flowrl.algorithms.registry import resolve_correction
 from async_flowrl.context import Context
 from async_flowrl.evaluation import EvaluationResult, Evaluations
 from async_flowrl.observability.images import write_grid
@@ -10,6 +14,8 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.saving import Checkpoints
+
+logger = logging.getLogger(__name__)
 
 MEASURED = ("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap")
 """Keys that every line of metrics.jsonl has: null where the algorithm does not measure them or nothing was trained."""
@@ -26,8 +32,7 @@ class Bookkeeping:
     pools: PoolLedger
     evaluations: Evaluations = field(init=False)
     evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
-    lines: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of every step of this life, in order."""
+    warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.show)
@@ -46,7 +51,7 @@ class Bookkeeping:
         seconds = self._step_began - began
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
         line = stats | self._timing(ctx, seconds) | {"images_per_s": stats["images"] / max(seconds, 1e-9)}
-        self.lines.append(line)
+        self._warn(ctx, line)
         self.metrics.append(step, dict.fromkeys(MEASURED) | line | self._evaluation_keys(step))
         self.monitor.log(step, line)
         self.evaluations.check()
@@ -70,8 +75,7 @@ class Bookkeeping:
         """Called in a thread when an evaluation is complete: its means join the line of the step before it."""
         self.evaluated[result.version] = result
         step = max(0, result.version - 1)
-        if any(line["step"] == step for line in self.lines):
-            self.metrics.amend(step, self._evaluation_keys(step))
+        self.metrics.amend(step, self._evaluation_keys(step))
         path = self.directory.images / f"step_{result.version:06d}.png"
         mean = result.means()["reward"]
         write_grid(
@@ -91,6 +95,17 @@ class Bookkeeping:
             for pool, states in self.pools.lap().items()
         }
         return {"timing/step": seconds, "timing/publish": self._stalled - before, **shares}
+
+    def _warn(self, ctx: Context, line: dict[str, float]) -> None:
+        """Updates that do less than they seem to are said once each."""
+        kept = sum(value for key, value in line.items() if key.startswith("kept/"))
+        total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
+        correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
+        for sentence in warnings(line, correction=correction, kept=kept / total if total else 1.0):
+            kind = re.sub(r"[\d.]+", "", sentence)
+            if kind not in self.warned:
+                self.warned.add(kind)
+                logger.warning("step %d: %s", line["step"], sentence)
 
     def _evaluation_keys(self, step: int) -> dict[str, float]:
         keys: dict[str, float] = {}

@@ -138,6 +138,7 @@ def log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     console.addFilter(lambda record: record.exc_info is None)
     logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
 

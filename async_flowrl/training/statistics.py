@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
 from async_flowrl.tickets import Ticket
 from async_flowrl.training.plan import UpdateStats
 from async_flowrl.types import Scores
@@ -16,6 +17,7 @@ class StepStatistics:
     def __init__(self, step: int) -> None:
         self.step = step
         self.rewards: list[tuple[float, ...]] = []
+        self.rewards_of: dict[int, tuple[float, ...]] = {}
         self.parts: dict[str, list[float]] = defaultdict(list)
         self.ages: list[int] = []
         self.constant = self.skipped = 0
@@ -27,6 +29,7 @@ class StepStatistics:
             return
         self.ages += [ticket.step - ticket.version for ticket in tickets]
         self.rewards.append(scores.total)
+        self.rewards_of[tickets[0].group] = scores.total
         self.constant += not any(advantages)
         for name, values in scores.parts.items():
             self.parts[name] += values
@@ -58,4 +61,18 @@ class StepStatistics:
                 line[f"kept_of/{age}"] = line.get(f"kept_of/{age}", 0) + total
         if self.skipped:
             line["tickets_skipped"] = self.skipped
-        return line
+        return line | self._by_window() | self._sample_size(line)
+
+    def _by_window(self) -> dict[str, float]:
+        """What the losses reported, by where each group's window starts; nothing where all start alike."""
+        groups = [group for stats in self.updates for group in stats.groups]
+        if len({group.window_start for group in groups}) < 2:
+            return {}
+        return window_metrics(
+            WindowGroup(group.window_start, self.rewards_of[group.group], group.metrics) for group in groups
+        )
+
+    @staticmethod
+    def _sample_size(line: dict[str, float]) -> dict[str, float]:
+        size = sample_size(line)
+        return {} if size is None else {"effective_sample_size": size}
