@@ -30,8 +30,8 @@ Event = dict[str, Any]
 class EventLog:
     """Appends to `path`; the newest events are also in `recent`. Safe between threads.
 
-    An event is on disk at most a second after the next one, and after `flush`. A line that a killed process left
-    unfinished is cut off when the file is opened again.
+    An event is on disk at most a second after the next one, after the next `step` event, and after `flush`. A line
+    that a killed process left unfinished is cut off when the file is opened again.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class EventLog:
         with self._lock:
             self.recent.append(record)
             self._buffer.append(line + "\n")
-            if now - self._flushed >= FLUSH_SECONDS:
+            # A checkpoint follows its step: what it contains must be in the history of a run that is killed after it.
+            if event == "step" or now - self._flushed >= FLUSH_SECONDS:
                 self._write(now)
 
     def state(self, worker: str, state: str) -> None:

@@ -34,6 +34,16 @@ def test_events_are_flushed_within_a_second_of_the_next_one(tmp_path: Path) -> N
     log.close()
 
 
+def test_what_a_step_did_is_written_before_its_checkpoint_can_be(tmp_path: Path) -> None:
+    """A run killed right after a checkpoint goes on from it: the history before it must not have a gap."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, Clock())
+    log.event("ticket", ordinal=0, step=0, state="TRAINED")
+    log.event("step", step=0, started=1.0, ended=2.0)
+    assert [event["event"] for event in read_events(path)] == ["ticket", "step"]
+    log.close()
+
+
 def test_recent_events_are_kept_in_memory(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl", Clock(), keep=2) as log:
         for number in range(5):

@@ -1,0 +1,183 @@
+"""python -m async_flowrl.verify RUN_DIR: re-checks a finished run from its files alone; exit code 0 if all holds.
+
+Reads events.jsonl, metrics.jsonl, summary.json and the newest checkpoint. Nothing that the run's configuration names is
+imported, and no number of the run's is believed that can be computed here.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.types import EVALUATION, TRAIN
+from checkpoint_engine import weights_digest
+from separation.table import format_table
+
+FINAL = ("TRAINED", "SKIPPED")
+
+
+class Broken(ValueError):
+    """A promise that the files do not bear out."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run left behind."""
+
+    root: Path
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    history: list[Event]
+    """The effective history: what a return to a checkpoint undid is left out."""
+
+    @classmethod
+    def read(cls, root: Path) -> "RunFiles":
+        """Raises FileNotFoundError for a run that is not finished, ValueError for a file that is not JSON."""
+        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((root / "summary.json").read_text())
+        return cls(root, summary, metrics, effective(read_events(root / "events.jsonl")))
+
+    @property
+    def max_staleness(self) -> int:
+        return int(self.summary["max_staleness"])
+
+    @property
+    def steps(self) -> int:
+        return int(self.summary["steps"])
+
+    @cached_property
+    def finished(self) -> list[Event]:
+        """The last transition of every training ticket that reached its end, in order."""
+        return [e for e in self.history if e["event"] == "ticket" and e["kind"] == TRAIN and e["state"] in FINAL]
+
+    @cached_property
+    def sent(self) -> dict[tuple[str, int], set[str]]:
+        """(stream, version) → every digest it was sent with."""
+        found: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for event in self.history:
+            if event["event"] == "version" and event["state"] == "sent":
+                found[event["stream"], event["version"]].add(event["digest"])
+        return found
+
+
+def bound(run: RunFiles) -> str:
+    """No trained sample is older than max_staleness, and each has exactly the version that its step names."""
+    ages: Counter[int] = Counter()
+    for event in run.finished:
+        age = event["step"] - event["version"]
+        if not 0 <= age <= run.max_staleness:
+            raise Broken(f"ticket {event['ordinal']} of step {event['step']} is {age} versions old")
+        if age != min(event["step"], run.max_staleness):
+            raise Broken(f"ticket {event['ordinal']} of step {event['step']} was made with version {event['version']}")
+        ages[age] += 1
+    for line in run.metrics:
+        if line.get("staleness/max", 0) > run.max_staleness:
+            raise Broken(f"metrics.jsonl says staleness {line['staleness/max']} at step {line['step']}")
+    return ", ".join(f"{count} tickets of age {age}" for age, count in sorted(ages.items()))
+
+
+def exactly_once(run: RunFiles) -> str:
+    """Every ticket of every step was trained or skipped once, in order."""
+    ordinals = [event["ordinal"] for event in run.finished]
+    twice = [ordinal for ordinal, count in Counter(ordinals).items() if count > 1]
+    if twice:
+        raise Broken(f"tickets {sorted(twice)[:5]} were finished more than once")
+    missing = sorted(set(range(max(ordinals, default=-1) + 1)) - set(ordinals))
+    if missing:
+        raise Broken(f"tickets {missing[:5]} were never finished")
+    if ordinals != sorted(ordinals):
+        raise Broken("tickets were not finished in order")
+    per_step = Counter(event["step"] for event in run.finished)
+    if sorted(per_step) != list(range(run.steps)) or len(set(per_step.values())) > 1:
+        raise Broken(f"{run.steps} steps should have equally many tickets, have {dict(sorted(per_step.items()))}")
+    if [line["step"] for line in run.metrics] != list(range(run.steps)):
+        raise Broken(f"metrics.jsonl has not one line for each of {run.steps} steps")
+    return f"{len(ordinals)} tickets in {run.steps} steps"
+
+
+def version_chain(run: RunFiles) -> str:
+    """Every version has one digest, in all lives; whatever was acknowledged or sampled from has it too."""
+    for (stream, version), digests in sorted(run.sent.items()):
+        if len(digests) > 1:
+            raise Broken(f"version {version} of {stream} was sent with {len(digests)} different digests")
+    versions = {version for stream, version in run.sent if stream == "policy"}
+    lacking = sorted(set(range(run.steps + 1)) - versions)
+    if lacking:
+        raise Broken(f"versions {lacking[:5]} were never sent")
+    acknowledged = 0
+    for event in run.history:
+        if event["event"] == "version" and event["state"] == "acknowledged":
+            acknowledged += 1
+            if {event["digest"]} != run.sent.get((event["stream"], event["version"])):
+                raise Broken(f"{event['worker']} acknowledged other bytes as version {event['version']} than were sent")
+    for event in run.history:
+        if event["event"] == "ticket" and event["state"] in FINAL:
+            streams = ("policy",) if event["kind"] == TRAIN else ("policy", "ema")
+            if not any(event["digest"] in run.sent.get((stream, event["version"]), ()) for stream in streams):
+                kind = "evaluation ticket" if event["kind"] == EVALUATION else "ticket"
+                raise Broken(f"{kind} {event['ordinal']} was made with weights never sent as {event['version']}")
+    return f"{len(versions)} versions, {acknowledged} acknowledgements"
+
+
+def digests(run: RunFiles) -> str:
+    """The newest checkpoint is whole, and the digest of its raw float32 masters is the one of the summary."""
+    path = find_checkpoint(run.root / "checkpoints")
+    if path is None:
+        raise Broken("there is no sound checkpoint")
+    checkpoint = read_checkpoint(path)
+    found = weights_digest(checkpoint.tensors["weights"])
+    if found != checkpoint.trainer["weights_digest"]:
+        raise Broken(f"{path.name} holds weights {found[:16]}, says {checkpoint.trainer['weights_digest'][:16]}")
+    if checkpoint_step(path) != run.steps:
+        raise Broken(f"the newest sound checkpoint is {path.name}, the run ended at version {run.steps}")
+    if found != run.summary["weights_digest"]:
+        raise Broken(f"{path.name} holds weights {found[:16]}, summary.json says {run.summary['weights_digest'][:16]}")
+    for version, digest in checkpoint.controller.get("published", {}).items():
+        if {digest} != run.sent.get(("policy", int(version))):
+            raise Broken(f"{path.name} names another digest for version {version} than was sent")
+    return f"{path.name}: {found[:16]}"
+
+
+CHECKS: dict[str, Callable[[RunFiles], str]] = {
+    "bound": bound,
+    "exactly once": exactly_once,
+    "version chain": version_chain,
+    "digests": digests,
+}
+
+
+def verify(root: Path) -> list[tuple[str, bool, str]]:
+    """(check, whether it holds, what was found) for every promise. Raises as RunFiles.read does."""
+    run = RunFiles.read(root)
+    rows = []
+    for name, check in CHECKS.items():
+        try:
+            rows.append((name, True, check(run)))
+        except (Broken, DamagedCheckpoint) as error:
+            rows.append((name, False, str(error)))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m async_flowrl.verify", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    root = parser.parse_args(arguments).run_dir.expanduser()
+    try:
+        rows = verify(root)
+    except (OSError, ValueError, KeyError) as error:
+        sys.stderr.write(f"{root} cannot be verified: {type(error).__name__}: {error}\n")
+        return 2
+    table = format_table(("check", "holds", "found"), [(name, "yes" if ok else "NO", text) for name, ok, text in rows])
+    sys.stdout.write(table + "\n")
+    return 0 if all(ok for _, ok, _ in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`verify` passes what the controller leaves behind and notices every kind of tampering."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
+from async_flowrl.verify import main, verify
+from checkpoint_engine import weights_digest
+from tests.toy import ToyRun, toy_config, virtual
+from tests.unit.test_faults import once
+
+torch.set_num_threads(1)
+
+STEPS = 5
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def finished() -> ToyRun:
+    config = toy_config(1, steps=STEPS, evaluate__every=2)
+    return virtual(config, fault=once("rollout-0", "generate", 3, "kill"))
+
+
+def write_run(root: Path, found: ToyRun, events: list[Record]) -> Path:
+    """The files of a run directory that `verify` reads."""
+    tensors = found.groups["trainer"].workers[0].target.tensors
+    published = {str(version): digest for version, digest in found.published().items() if version >= STEPS - 1}
+    trainer = {"weights_digest": weights_digest(tensors)}
+    write_checkpoint(
+        root / "checkpoints", STEPS, Checkpoint({"weights": tensors}, trainer, {"published": published}), keep=2
+    )
+    summary = {"max_staleness": 1, "steps": STEPS, "weights_digest": found.digest}
+    (root / "summary.json").write_text(json.dumps(summary))
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found.lines))
+    (root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return root
+
+
+def rows(root: Path) -> dict[str, tuple[bool, str]]:
+    return {name: (ok, text) for name, ok, text in verify(root)}
+
+
+def test_an_honest_run_passes(tmp_path: Path, finished: ToyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_run(tmp_path, finished, finished.observer.events)
+    assert main([str(root)]) == 0
+    out = capsys.readouterr().out
+    assert "4 tickets of age 0, 16 tickets of age 1" in out
+    assert "20 tickets in 5 steps" in out
+    assert "6 versions, " in out
+
+
+def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, finished: ToyRun) -> None:
+    """Killed in step 3, resumed from checkpoint 2: steps 2 and on happen twice."""
+    events = finished.observer.events
+    killed = next(i for i, e in enumerate(events) if e["event"] == "step" and e["step"] == 3)
+    again = [e for e in events if e.get("step", 99) >= 2 or e.get("version", 0) >= 1 or e["event"] == "rollback"]
+    history = [*events[:killed], {"event": "rollback", "time": 0.0, "step": 2}, *again]
+    root = write_run(tmp_path, finished, history)
+    assert {name for name, (ok, _) in rows(root).items() if ok} == set(rows(root)), rows(root)
+    forgotten = [e for e in history if e["event"] != "rollback"]
+    assert not rows(write_run(tmp_path, finished, forgotten))["exactly once"][0]
+
+
+def change(state: str, **fields: Any) -> Callable[[list[Record]], list[Record]]:
+    """The last training ticket's transition into `state` gets other fields."""
+
+    def apply(events: list[Record]) -> list[Record]:
+        index = max(i for i, e in enumerate(events) if e.get("state") == state and e.get("kind", "train") == "train")
+        return [*events[:index], events[index] | fields, *events[index + 1 :]]
+
+    return apply
+
+
+def drop(state: str) -> Callable[[list[Record]], list[Record]]:
+    def apply(events: list[Record]) -> list[Record]:
+        index = max(i for i, e in enumerate(events) if e.get("state") == state and e.get("kind", "train") == "train")
+        return events[:index] + events[index + 1 :]
+
+    return apply
+
+
+def double(state: str) -> Callable[[list[Record]], list[Record]]:
+    def apply(events: list[Record]) -> list[Record]:
+        return [*events, next(e for e in events if e.get("state") == state and e.get("kind") == "train")]
+
+    return apply
+
+
+def swap(events: list[Record]) -> list[Record]:
+    first, second = [i for i, e in enumerate(events) if e.get("state") == "TRAINED" and e["kind"] == "train"][:2]
+    events = list(events)
+    events[first], events[second] = events[second], events[first]
+    return events
+
+
+def evaluated_elsewhere(events: list[Record]) -> list[Record]:
+    tampered = [dict(event) for event in events]
+    next(e for e in tampered if e.get("kind") == "evaluation" and e["state"] == "TRAINED")["digest"] = "0" * 64
+    return tampered
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check", "text"),
+    [
+        (change("TRAINED", version=2), "bound", "is 2 versions old"),
+        (change("TRAINED", version=4), "bound", "was made with version 4"),
+        (change("TRAINED", version=5), "bound", "is -1 versions old"),
+        (double("TRAINED"), "exactly once", r"tickets \[0\] were finished more than once"),
+        (drop("TRAINED"), "exactly once", "5 steps should have equally many tickets"),
+        (change("TRAINED", ordinal=77), "exactly once", "were never finished"),
+        (swap, "exactly once", "not finished in order"),
+        (change("TRAINED", digest="0" * 64), "version chain", "was made with weights never sent"),
+        (change("sent", digest="0" * 64), "digests", "another digest for version 5"),
+        (drop("sent"), "version chain", r"versions \[5\] were never sent"),
+        (change("acknowledged", digest="0" * 64), "version chain", "acknowledged other bytes as version 5"),
+        (evaluated_elsewhere, "version chain", "evaluation ticket . was made with weights never sent"),
+    ],
+)
+def test_tampered_events_are_noticed(
+    tamper: Callable[[list[Record]], list[Record]], check: str, text: str, tmp_path: Path, finished: ToyRun
+) -> None:
+    root = write_run(tmp_path, finished, tamper(finished.observer.events))
+    ok, found = rows(root)[check]
+    assert not ok
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(found)
+    assert main([str(root)]) == 1
+
+
+def test_two_lives_that_sent_different_bytes_are_noticed(tmp_path: Path, finished: ToyRun) -> None:
+    other = {"event": "version", "time": 0.0, "stream": "policy", "version": 1, "state": "sent", "digest": "0" * 64}
+    root = write_run(tmp_path, finished, [*finished.observer.events, other])
+    assert rows(root)["version chain"] == (False, "version 1 of policy was sent with 2 different digests")
+
+
+def test_other_masters_than_the_summarys_are_noticed(tmp_path: Path, finished: ToyRun) -> None:
+    root = write_run(tmp_path, finished, finished.observer.events)
+    tensors = finished.groups["trainer"].workers[0].target.tensors
+    other = {name: tensor + 1e-7 for name, tensor in tensors.items()}
+    trainer = {"weights_digest": weights_digest(other)}
+    write_checkpoint(root / "checkpoints", STEPS, Checkpoint({"weights": other}, trainer, {}), keep=2)
+    ok, text = rows(root)["digests"]
+    assert not ok and "summary.json says" in text
+    write_checkpoint(root / "checkpoints", STEPS, Checkpoint({"weights": other}, {"weights_digest": "x"}, {}), keep=2)
+    ok, text = rows(root)["digests"]
+    assert not ok and "says x" in text
+
+
+def test_a_damaged_checkpoint_is_noticed(tmp_path: Path, finished: ToyRun) -> None:
+    root = write_run(tmp_path, finished, finished.observer.events)
+    path = root / "checkpoints" / f"step_{STEPS}" / "weights.safetensors"
+    tensors = load_file(path)
+    tensors["layer.lora_B.weight"][0, 0] += 1.0
+    save_file(tensors, path)
+    assert rows(root)["digests"] == (False, "there is no sound checkpoint")
+
+
+def test_a_run_that_is_not_finished_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "cannot be verified: FileNotFoundError" in capsys.readouterr().err
