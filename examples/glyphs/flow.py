@@ -95,7 +95,7 @@ def train_flow(
 
 def _velocity(transformer: Any, latents: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
     side = SIDE // TOKEN_SIDE
-    out: Tensor = transformer(
+    out: Any = transformer(
         hidden_states=latents,
         timestep=sigma,
         encoder_hidden_states=text,
@@ -103,7 +103,7 @@ def _velocity(transformer: Any, latents: Tensor, sigma: Tensor, text: Tensor) ->
         img_shapes=[[(1, side, side)]] * len(latents),
         return_dict=False,
     )[0]
-    return out
+    return torch.as_tensor(out)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Pretrains the glyphs model: a small Qwen-Image that writes three capitals, not well yet. About ten minutes.
+"""Pretrains the glyphs model: a small Qwen-Image that writes three capitals, badly. Three to five minutes.
 
 python -m examples.glyphs.pretrain
 python -m async_flowrl.main --config-name one_step_off experiment=glyphs
@@ -27,8 +27,8 @@ from examples.glyphs.words import TEST
 
 log = logging.getLogger("glyphs")
 
-VAE_STEPS = 1000
-FLOW_STEPS = 1000
+VAE_STEPS = 700
+FLOW_STEPS = 400
 
 
 def main() -> None:

@@ -1,3 +1,4 @@
+import json
 import random
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny_pipeline import tiny_pipeline
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import Sampling
+from examples.glyphs.audit import before_after, sharpness, template_accuracy
+from examples.glyphs.curves import plot, read, smooth
 from examples.glyphs.flow import OCR_OPTIONS, embed, generate, latents_of, prompt_ids, train_flow
 from examples.glyphs.pretrain import save
 from examples.glyphs.vae import as_frames, single_frames, small_vae, train_vae
@@ -126,3 +129,27 @@ def test_saving_refuses_a_folder_that_is_no_model(pipeline: QwenImagePipeline, t
     with pytest.raises(FileExistsError, match="not a diffusers folder"):
         save(pipeline, tmp_path / "mine")
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_audit_tells_words_apart_without_a_network() -> None:
+    drawn = np.stack([np.repeat(draw_many([word] * 2, random.Random(5))[..., None], 3, axis=-1) for word in TEST])
+    blank = np.full_like(drawn, 128)
+    assert template_accuracy(drawn, TEST) > 0.9
+    assert template_accuracy(drawn, TEST[5:] + TEST[:5]) < 0.4
+    assert sharpness(drawn) > 0.02 and sharpness(blank) == 0.0
+    assert before_after(drawn, blank, scale=1).shape == (4 * SIDE + 4, len(TEST) * SIDE, 3)
+
+
+def test_curves_count_images_and_place_evaluations(tmp_path: Path) -> None:
+    rows = [
+        {"images": 48, "timing/step": 2.0, "reward/mean": 0.25, "evaluation_before/ocr/mean": 0.2},
+        {"images": 48, "timing/step": 1.0, "reward/mean": 0.5, "evaluation/ocr/mean": 0.4},
+        {"images": 48, "timing/step": 1.0, "reward/mean": 0.75, "evaluation/ocr/mean": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = read(tmp_path)
+    assert (curve.images, curve.seconds) == ([48, 96, 144], [2.0, 3.0, 4.0])
+    assert curve.evaluations == [(-1, 0.2), (1, 0.4)]
+    assert smooth(curve.reward) == pytest.approx([0.25, 0.375, 0.5])
+    plot([curve], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

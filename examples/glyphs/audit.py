@@ -1,0 +1,110 @@
+"""What training changed, on held-out words: the trained score beside scores that were not trained.
+
+python -m examples.glyphs.audit outputs/glyphs/lora
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies.registry import load_pipeline, resolve_model
+from async_flowrl.policies.tiny import cache_dir
+from async_flowrl.types import ByteArray, FloatArray
+from examples.glyphs.flow import generate, legibility
+from examples.glyphs.words import LETTERS, SIDE, TEST
+
+COPIES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lora", type=Path, nargs="*", help="lora/ folders of finished runs")
+    parser.add_argument("--model", default=str(cache_dir() / "glyphs"))
+    parser.add_argument("--copies", type=int, default=COPIES, help="images per word")
+    parser.add_argument("--picture", type=Path, help="before (above) and after (below), two images per word")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pipeline = load_pipeline(resolve_model(ModelConfig(path=arguments.model)), dtype="float32", device="cpu")
+    print("| | OCR | OCR, wrong word | letters by template | sharpness |\n|---|---|---|---|---|")
+    rows = []
+    for name, steps, guidance in (("base", 8, 1.0), ("base, 40 steps", 40, 1.0), ("base, guidance 3", 8, 3.0)):
+        rows.append(generate(pipeline, TEST, arguments.copies, steps=steps, guidance=guidance))
+        print(row(name, rows[-1]), flush=True)
+    after = rows[0]
+    for folder in arguments.lora:
+        pipeline.load_lora_weights(folder, adapter_name="trained")
+        after = generate(pipeline, TEST, arguments.copies, steps=8)
+        print(row(str(folder), after), flush=True)
+        pipeline.unload_lora_weights()
+    if arguments.picture is not None:
+        Image.fromarray(before_after(rows[0], after)).save(arguments.picture)
+
+
+def row(name: str, images: ByteArray) -> str:
+    """One line of the table for images [len(TEST), copies, H, W, 3]."""
+    values = (
+        legibility(images, TEST),
+        legibility(images, TEST[5:] + TEST[:5]),
+        template_accuracy(images, TEST),
+        sharpness(images),
+    )
+    return f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |"
+
+
+def sharpness(images: ByteArray) -> float:
+    """Mean absolute difference of neighbouring pixels, as a share of the range of grey."""
+    grey = images.astype(np.float32).mean(-1) / 255
+    return float(np.abs(np.diff(grey, axis=-1)).mean() + np.abs(np.diff(grey, axis=-2)).mean())
+
+
+def template_accuracy(images: ByteArray, words: Sequence[str]) -> float:
+    """Share of letters that correlate best with a drawing of themselves, over sizes and shifts; no network involved."""
+    right = []
+    for word, group in zip(words, images, strict=True):
+        for i, letter in enumerate(word):
+            cells = standardised(group.astype(np.float32).mean(-1)[:, :, _columns(i)])
+            best = [np.max(cells @ templates(other, i).T, axis=1) for other in LETTERS]
+            right.append(np.argmax(best, axis=0) == LETTERS.index(letter))
+    return float(np.mean(right))
+
+
+def standardised(cells: FloatArray) -> FloatArray:
+    """[n, H, W] to [n, H * W] with mean 0 and length 1."""
+    flat = cells.reshape(len(cells), -1)
+    flat = flat - flat.mean(1, keepdims=True)
+    return np.asarray(flat / (np.linalg.norm(flat, axis=1, keepdims=True) + 1e-6), dtype=np.float32)
+
+
+@cache
+def templates(letter: str, place: int) -> FloatArray:
+    """Drawings of a letter in its cell, dark on light, [27, H * W]: three sizes, nine shifts."""
+    drawn = []
+    for size, x, y in itertools.product((12, 13, 14), (-1, 0, 1), (-1, 0, 1)):
+        image = Image.new("L", (SIDE, SIDE), 255)
+        at = 1 + x + 10 * (place + 0.5), SIDE / 2 + y
+        ImageDraw.Draw(image).text(at, letter, font=ImageFont.load_default(size), fill=0, anchor="mm")
+        drawn.append(np.asarray(image, dtype=np.float32)[:, _columns(place)])
+    return standardised(np.stack(drawn))
+
+
+def _columns(place: int) -> slice:
+    return slice(1 + 10 * place, 11 + 10 * place)
+
+
+def before_after(before: ByteArray, after: ByteArray, scale: int = 3) -> ByteArray:
+    """Two rows of base images, a white line, two rows of trained ones: one column per word."""
+    strips = [np.concatenate(list(images[:, k]), axis=1) for images in (before, after) for k in range(2)]
+    gap = np.full((4, *strips[0].shape[1:]), 255, dtype=np.uint8)
+    grid = np.concatenate([*strips[:2], gap, *strips[2:]])
+    return grid.repeat(scale, axis=0).repeat(scale, axis=1)
+
+
+if __name__ == "__main__":
+    main()
