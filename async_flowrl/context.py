@@ -12,18 +12,27 @@ from separation.group import Worker, WorkerGroup
 
 
 class Signal:
-    """Wakes everybody who waits for a condition to become true."""
+    """Wakes everybody who waits for a condition to become true, or only the one whom it concerns."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._own: dict[str, asyncio.Event] = {}
 
-    def notify(self) -> None:
+    def notify(self, who: str | None = None) -> None:
+        """Wakes `who`, or everybody: what a thousand workers wait for must not wake all of them for each."""
+        if who is not None:
+            if own := self._own.pop(who, None):
+                own.set()
+            return
         self._event.set()
         self._event = asyncio.Event()
+        waiting, self._own = self._own, {}
+        for own in waiting.values():
+            own.set()
 
-    async def wait(self) -> None:
-        """Until the next notification."""
-        await self._event.wait()
+    async def wait(self, who: str | None = None) -> None:
+        """Until the next notification of everybody or of `who`."""
+        await (self._event if who is None else self._own.setdefault(who, asyncio.Event())).wait()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -78,7 +78,7 @@ async def next_ticket(ctx: Context, worker: Worker, watch: asyncio.Task[WorkerDi
         if (ticket := ctx.table.next_for(worker.name)) is not None:
             return ticket
         ctx.observer.state(worker.name, f"wait_{ctx.table.blocked(worker.name)}")
-        await ctx.work.wait()
+        await ctx.work.wait(worker.name)
 
 
 async def generate(ctx: Context, worker: Worker, ticket: Ticket) -> bool:

@@ -215,6 +215,7 @@ class PublishedWeights:
         self.ctx.observer.event(
             "version", stream=header.stream, version=header.version, state="sent", digest=header.digest, worker=None
         )
+        self.ctx.work.notify()
 
     def report(self) -> dict[str, Any]:
         stats = self.delivery.stats
@@ -298,7 +299,7 @@ class PublishedWeights:
         self.ctx.observer.event(
             "version", stream=ack.stream, version=ack.version, state="acknowledged", digest=ack.digest, worker=worker
         )
-        self.ctx.work.notify()
+        self.ctx.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:
         """A worker that cannot be brought its weights is killed; its place in the pool notices and replaces it."""

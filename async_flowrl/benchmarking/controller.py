@@ -39,8 +39,12 @@ WORKERS = (10, 30, 100, 300, 1000)
 STEPS, WARM_UP = 6, 2
 WARM_UP_WORKERS = 50
 """Of a measurement thrown away: imports and caches."""
-GENERATE, SCORE, TRAIN = 10.0, 0.5, 0.01
-"""Virtual seconds per ticket, per group and per accumulated group."""
+SECONDS = {"generate": 10.0, "score": 0.5, "accumulate": 0.01, "receive": 0.1}
+"""Virtual seconds per call of a worker; what is not named takes none."""
+APART = 1e-3
+"""Relative difference between the paces of neighbours: no two results arrive in the same instant."""
+MODES = ((0, "batch"), (1, "stream"))
+"""(max_staleness, hand_over): all workers wait at the gate together, and none does."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Cost:
     """Of the steps after the warm-up."""
 
     workers: int
+    max_staleness: int
+    hand_over: str
     tickets: int
     cpu_per_ticket: float
     """Seconds."""
@@ -124,13 +130,12 @@ class AnsweringWorker:
     """Runs a method of its target after its virtual seconds have passed."""
 
     pid, node = 0, "virtual"
-    SECONDS = {"generate": GENERATE, "score": SCORE, "accumulate": TRAIN}
 
     def __init__(self, pool: str, index: int, target: Any) -> None:
         self.pool, self.index, self.name, self.target = pool, index, f"{pool}-{index}", target
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        await asyncio.sleep(self.SECONDS.get(method, 0.0))
+        await asyncio.sleep(SECONDS.get(method, 0.0) * (1.0 + APART * self.index))
         return getattr(self.target, method)(*args)
 
     async def call_split(self, method: str, *args: Any, returns: int, lane: str = "main") -> tuple[Any, Any]:
@@ -170,13 +175,14 @@ class Clocked:
         """Nothing is outstanding."""
 
 
-def measure(workers: int) -> Cost:
+def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream") -> Cost:
     """One ticket per worker and step; the CPU seconds of the steps after the warm-up."""
+    config = _config(workers, max_staleness, hand_over)
     with tempfile.TemporaryDirectory() as directory:
-        clocked = run_virtual(_run(workers, Path(directory) / "events.jsonl"), horizon=1e9)
+        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=1e9)
     tickets = workers * (STEPS - WARM_UP)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP - 1]) / tickets
-    return Cost(workers, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
+    return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
 
 
 def bytes_per_ticket(workers: int) -> float:
@@ -190,12 +196,11 @@ def bytes_per_ticket(workers: int) -> float:
     return (after - before) / len(list(table.live()))
 
 
-async def _run(workers: int, events: Path) -> Clocked:
-    config = _config(workers)
+async def _run(config: Config, events: Path) -> Clocked:
     ranks = Ranks(config)
     pools: dict[str, list[Any]] = {
         "trainer": [ranks],
-        "rollout": [Rollouts() for _ in range(workers)],
+        "rollout": [Rollouts() for _ in range(config.rollout.num_workers)],
         "reward": [Rewards() for _ in range(config.reward.num_workers)],
     }
     groups = {
@@ -248,8 +253,9 @@ def _record(log: EventLog, ticket: Ticket) -> None:
     )
 
 
-def _config(workers: int) -> Config:
-    config = Config(total_steps=STEPS, prompts_per_step=workers, group_size=2, max_staleness=1, hand_over="stream")
+def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
+    config = Config(total_steps=STEPS, prompts_per_step=workers, group_size=2)
+    config.max_staleness, config.hand_over = max_staleness, hand_over
     config.rollout.num_workers, config.reward.num_workers = workers, max(1, workers // 10)
     config.reward.terms = {"color": RewardTerm()}
     config.evaluate.before_training = False
@@ -258,9 +264,13 @@ def _config(workers: int) -> Config:
 
 
 def markdown(costs: Sequence[Cost]) -> str:
-    lines = ["| workers | CPU ms per ticket | tickets/s on one core | bytes per waiting ticket |", "|---|---|---|---|"]
+    head = (
+        "| workers | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core | bytes per waiting ticket |"
+    )
+    lines = [head, "|" + "---|" * 6]
     lines += [
-        f"| {cost.workers} | {1e3 * cost.cpu_per_ticket:.2f} | {cost.tickets_per_s:.0f} | {cost.bytes_per_ticket:.0f} |"
+        f"| {cost.workers} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "
+        f"| {cost.tickets_per_s:.0f} | {cost.bytes_per_ticket:.0f} |"
         for cost in costs
     ]
     return "\n".join(lines) + "\n"
@@ -272,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     measure(WARM_UP_WORKERS)
-    costs = [measure(count) for count in given.workers]
+    costs = [measure(count, *mode) for mode in MODES for count in given.workers]
     sys.stdout.write(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n" if given.json else markdown(costs))
     return 0
 

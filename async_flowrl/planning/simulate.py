@@ -150,7 +150,7 @@ class SleepingTrainer:
 
     async def _until_ready(self, ctx: Context, step: int, groups: range) -> None:
         def ready() -> bool:
-            return all(ctx.table.ready(step, group) for group in groups)
+            return all(ctx.table.ready(step, group) for group in reversed(groups))
 
         if not ready():
             ctx.observer.state("trainer-0", "wait_data")
@@ -206,6 +206,7 @@ class SleepingWeights:
         table, workers = self.ctx.table, self.ctx.rollout.workers
         law = self._work.deliver if version else self._work.deliver.scaled(0.0)
         table.publish(version, str(version))
+        self.ctx.work.notify()
         async with asyncio.TaskGroup() as tasks:
             for worker in workers:
                 seconds = law.draw(f"{self._seed}/deliver/{version}/{worker.name}")
@@ -214,7 +215,7 @@ class SleepingWeights:
     async def _acknowledge(self, worker: str, version: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self.ctx.table.acknowledge(worker, version, str(version))
-        self.ctx.work.notify()
+        self.ctx.work.notify(worker)
 
 
 class Book:

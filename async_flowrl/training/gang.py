@@ -83,13 +83,17 @@ class TrainerGang:
                 yield self._hand_over(ctx, step, [index])[0]
 
     async def _until_ready(self, ctx: Context, step: int, groups: Sequence[int]) -> None:
-        if all(ctx.table.ready(step, group) for group in groups):
+        def ready() -> bool:
+            # Asked after every group: the last ones are the ones that are missing.
+            return all(ctx.table.ready(step, group) for group in reversed(groups))
+
+        if ready():
             return
         clock = asyncio.get_running_loop().time
         began = clock()
         for worker in self.workers.workers:
             ctx.observer.state(worker.name, "wait_data")
-        await ctx.ready.until(lambda: all(ctx.table.ready(step, group) for group in groups))
+        await ctx.ready.until(ready)
         self._waited += clock() - began
         for worker in self.workers.workers:
             ctx.observer.state(worker.name, "busy")

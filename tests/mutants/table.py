@@ -197,7 +197,7 @@ WEIGHT = (
     one(
         "a lost acknowledgement: nobody is woken",
         f"{WEIGHTS}:PublishedWeights._acknowledged",
-        "self.ctx.work.notify()",
+        "self.ctx.work.notify(worker)",
         "pass",
         f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
         arguments=STALE,
