@@ -14,7 +14,7 @@ HEAD = """# Which settings are there?
 - `--config-name` picks a mode file of `configs/`: {modes}. Default `one_step_off`.
 - `key=value` sets a key of the tables below; `group=option` picks a file of `configs/<group>/`. Keys win over groups.
 - `--cfg job` prints the composed configuration and stops. `--config-dir DIR` adds a folder of your own groups.
-- `null` is None; lists are written `[0,5]`. Paths expand `~`.
+- `null` is None; lists are written `[0,5]`. Paths in files expand `~`; on the command line your shell does.
 - A key that does not exist is refused with the nearest one that does, also with `+` in front. So is a value of the
   wrong type or range, and a combination that cannot run: one sentence, exit code 2, before any process starts.
 
@@ -22,9 +22,9 @@ HEAD = """# Which settings are there?
 |---|---|
 {groups}
 
-An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys given
-on the command line win over it. The modes start with the demo's, `experiment=two_prompts`; `experiment=null` leaves it
-out, so that only groups and keys count. Defaults below are those of the schema.
+An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys
+given on the command line win over it. The modes start with that of the demo, `experiment=two_prompts`; `~experiment`
+leaves it out, so that only groups and keys count. Defaults below are those of the schema.
 
 This page is made from `async_flowrl/config.py` by `python docs/write_configuration.py`.
 """

@@ -1,0 +1,97 @@
+"""Every key, file and event of a real run stands on the page that explains it, and every key on the page is written."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import ROOT, Run, train
+
+METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
+OPEN = ("name", "pool", "age")
+"""Placeholders on the pages: <name>, <pool>, <age>."""
+OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
+ON_EVENT = {"tickets_skipped"}
+
+
+def named(page: str, heading: str) -> set[str]:
+    """First-column code of the tables under a second-level heading."""
+    section = re.split(r"^## ", page, flags=re.MULTILINE)
+    text = next(part for part in section if part.startswith(heading))
+    first = [row.split(" | ", 1)[0] for row in text.splitlines() if row.startswith("| `")]
+    return {key for cell in first for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    for pattern in patterns:
+        regular = re.escape(pattern)
+        for name in OPEN:
+            regular = regular.replace(f"<{name}>", r"[\w-]+")
+        if re.fullmatch(regular, key):
+            return True
+    return False
+
+
+def leaves(summary: Mapping[str, Any]) -> set[str]:
+    """Keys of summary.json as the page writes them: sections are opened, pools and workers stand as one."""
+    found = set()
+    for key, value in summary.items():
+        if isinstance(value, dict) and key not in ("workers", "pools"):
+            found |= {f"{key}.{inner}" for inner in value}
+        elif key == "pools":
+            found |= {f"pools.{pool}" for pool in value}
+        else:
+            found.add(key)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Two runs whose keys differ: with and without a correction, a KL and an evaluation before training."""
+    folder = tmp_path_factory.mktemp("documented")
+    plain = train(folder / "plain", "one_step_off", "evaluate.before_training=true", "monitor.report=true")
+    corrected = train(
+        folder / "corrected", "fully_async", "total_steps=3", "algorithm.correction=mask", "algorithm.kl_coef=0.01"
+    )
+    return [plain, corrected]
+
+
+def test_every_metric_is_explained_and_every_explained_metric_is_written(runs: list[Run]) -> None:
+    explained = named(METRICS, "metrics.jsonl")
+    written = {key for run in runs for line in run.metrics for key in line}
+    assert {key for key in written if not matches(key, explained)} == set()
+    unseen = {pattern for pattern in explained if not any(matches(key, [pattern]) for key in written)}
+    assert unseen - OTHER_ALGORITHMS - ON_EVENT == set()
+
+
+def test_every_key_of_the_summary_is_explained_and_every_explained_key_is_written(runs: list[Run]) -> None:
+    explained = named(METRICS, "summary.json")
+    written = {key for run in runs for key in leaves(run.summary)}
+    assert {key for key in written if not matches(key, explained)} == set()
+    assert {pattern for pattern in explained if not any(matches(key, [pattern]) for key in written)} == set()
+
+
+def test_every_file_is_explained(runs: list[Run]) -> None:
+    for run in runs:
+        for entry in run.root.iterdir():
+            assert f"`{entry.name}" in DIRECTORY or f"`{entry.name}/" in DIRECTORY, entry.name
+
+
+def test_every_event_and_its_fields_are_explained(runs: list[Run]) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DIRECTORY, flags=re.MULTILINE))
+    for run in runs:
+        for event in run.events:
+            fields = set(event) - {"time", "event"}
+            assert fields <= set(re.findall(r"\w+", rows[event["event"]])), event
+
+
+def test_the_timeline_can_be_made_again(runs: list[Run], tmp_path: Path) -> None:
+    from async_flowrl.observability.timeline import write_timeline
+
+    write_timeline(runs[0].root / "events.jsonl", tmp_path / "timeline.json")
+    again = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    assert again == json.loads((runs[0].root / "timeline.json").read_text(encoding="utf-8"))

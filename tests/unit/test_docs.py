@@ -1,0 +1,141 @@
+"""What the documents name exists: commands, settings, files, tests, and the loop that the README quotes."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.config import Config
+from async_flowrl.observability.ledger import STATES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+FREE = {"algorithm.options", "reward.terms"}
+"""Dictionaries whose keys are the user's own."""
+
+
+def schema(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        name, hint = f"{prefix}{each.name}", hints[each.name]
+        yield name
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from schema(hint, name + ".")
+
+
+KEYS = set(schema(Config))
+SECTIONS = {key for key in KEYS if any(other.startswith(key + ".") for other in KEYS)}
+
+
+def known(key: str) -> bool:
+    """Whether it is a setting, a section with braces or a star, or below a dictionary of the user's."""
+    return key in KEYS or any(key == free or key.startswith(free + ".") for free in FREE)
+
+
+def code(text: str) -> Iterator[str]:
+    """Inline code and the lines of code blocks, Python left out: `ctx.trainer.update` is no setting."""
+    text = re.sub(r"^```python\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        yield from block.splitlines()
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"`([^`\n]+)`", outside)
+    yield from (line.strip() for line in outside.splitlines() if line.startswith("    "))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_are_modules_with_an_entry(page: str) -> None:
+    for module in re.findall(r"python -m (async_flowrl[\w.]*)", TEXTS[page]):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, module
+        assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), module
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_settings_exist(page: str) -> None:
+    sections = "|".join(sorted(name for name in SECTIONS if "." not in name))
+    for text in code(TEXTS[page]):
+        found = re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/.]|\.py)", text)
+        for key in found:
+            if f"{key}(" not in text and not is_a_file_or_module(key):
+                assert known(key), f"{page}: {key} in {text!r}"
+
+
+def is_a_file_or_module(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in ("py", "md", "yaml", "json", "jsonl", "publish") and name not in KEYS
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_of_a_run_compose(page: str) -> None:
+    for text in code(TEXTS[page]):
+        command = re.search(r"python -m async_flowrl\.main (.*)", text.split("  #", 1)[0])
+        if command and "…" not in command[1] and "[" not in command[1]:
+            words = command[1].replace("'", "").rstrip("\\").split()
+            name = words[words.index("--config-name") + 1] if "--config-name" in words else "one_step_off"
+            overrides = [word for word in words if not word.startswith("--") and word != name]
+            typed(compose_overrides(name, overrides))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_and_links_exist(page: str) -> None:
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", TEXTS[page]):
+        assert (folder / target).exists(), f"{page} links to {target}"
+    for path in re.findall(
+        r"`((?:async_flowrl|separation|checkpoint_engine|configs|examples|docs|tests)/[\w./*-]+)", TEXTS[page]
+    ):
+        assert list(ROOT.glob(path.rstrip("/"))), f"{page} names {path}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_tests_exist(page: str) -> None:
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", TEXTS[page]):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:async )?def {test}\(", text, flags=re.MULTILINE), test
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for page, text in TEXTS.items():
+        for target in re.findall(r"(?:`|\$ )make ([\w-]+)", text):
+            assert target in targets, f"{page}: make {target}"
+
+
+def test_the_readme_quotes_the_loop() -> None:
+    loop = (ROOT / "async_flowrl" / "loop.py").read_text(encoding="utf-8")
+    assert f"```python\n{loop}```" in TEXTS["README.md"]
+
+
+def test_the_readme_fits_a_sitting() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 200
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    path = ROOT / "docs" / "write_configuration.py"
+    spec = importlib.util.spec_from_file_location("write_configuration", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.page() == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
+
+
+def test_every_setting_is_on_its_page() -> None:
+    for key in KEYS - SECTIONS:
+        assert f"| `{key}` |" in TEXTS["docs/configuration.md"], key
+
+
+def test_the_check_of_settings_can_fail() -> None:
+    assert not known("rollout.num_worker")
+    assert not known("trainer.learning_rates")
+    assert known("reward.terms.mine.weight")
+
+
+def test_the_states_of_a_worker_are_those_on_the_page() -> None:
+    for state in STATES:
+        assert f"`{state}`" in TEXTS["docs/metrics.md"]
