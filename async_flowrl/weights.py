@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from async_flowrl.averaged import EMA, AveragedWeights
 from async_flowrl.context import Context
 from async_flowrl.damage import DamageWatch
+from async_flowrl.delivery_ends import RolloutEnd, TrainerEnd
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.transport import OBJECT_STORE
 from checkpoint_engine import (
     CANARY_VERSION,
     EVALUATION,
-    RING,
     Ack,
     Delivery,
     DeliveryOptions,
@@ -25,93 +25,11 @@ from checkpoint_engine import (
     check_binding,
 )
 from checkpoint_engine.broadcast import CollectiveBroadcast
-from checkpoint_engine.collective import Epoch
 from checkpoint_engine.outcome import Verdict, verdict
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, deadline
 
-LANE, CONTROL = "sync", "control"
 T = TypeVar("T")
-
-
-class TrainerEnd:
-    """The first trainer rank as a delivery's sender. `sealed` hears every header before anybody can acknowledge it."""
-
-    def __init__(self, gang: TrainerGang, stream: str, weights: "PublishedWeights") -> None:
-        self._gang, self._stream, self._weights = gang, stream, weights
-
-    async def stage(self, version: int) -> None:
-        await self._first.call("stage", version, self._stream)
-
-    async def seal(self, version: int) -> Header:
-        header: Header = await self._first.call("seal", version, self._stream, lane="publish")
-        self._weights.sealed(header)
-        return header
-
-    async def payload(self, version: int) -> Any:
-        _, (reference,) = await self._first.call_split("payload", version, self._stream, returns=2, lane="publish")
-        return reference
-
-    async def hold(self, version: int) -> None:
-        await self._first.call("hold", version, self._stream, lane="publish")
-
-    async def release(self, version: int) -> None:
-        await self._first.call("release", version, self._stream, lane="publish")
-
-    async def address(self) -> tuple[str, int]:
-        found: tuple[str, int] = await self._first.call(
-            "group_address", self._weights.transport, self._first.node, lane="publish"
-        )
-        return found
-
-    async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._first.call("open_group", epoch, rank, lane="publish")
-
-    async def ready(self, epoch: int, header: Header) -> None:
-        await self._first.call("group_ready", epoch, header, lane="publish")
-
-    async def send(self, header: Header) -> None:
-        await self._first.call("group_send", header, lane="publish")
-
-    async def abort_group(self) -> None:
-        await self._first.call("abort_group", lane=CONTROL)
-
-    @property
-    def _first(self) -> Worker:
-        return self._gang.workers.workers[0]
-
-
-class RolloutEnd:
-    """One rollout worker as a delivery's receiver."""
-
-    def __init__(self, worker: Worker, ctx: Context, transport: str) -> None:
-        self.worker, self._ctx, self._transport = worker, ctx, transport
-        self.name, self.node = worker.name, worker.node
-
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        began = self._ctx.observer.now()
-        ack: Ack = await self.worker.call("receive", header, payload, slot, lane=LANE)
-        self._ctx.observer.event(
-            "span", worker=self.name, name="receive", start=began, end=self._ctx.observer.now(), version=header.version
-        )
-        return ack
-
-    async def relay(self, header: Header, slot: str = RING) -> Any:
-        _, (reference,) = await self.worker.call_split("relay", header, slot, returns=2, lane=LANE)
-        return reference
-
-    async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self.worker.call("open_group", self._transport, epoch, rank, lane=LANE)
-
-    async def ready(self, epoch: int, header: Header) -> None:
-        await self.worker.call("group_ready", epoch, header, lane=LANE)
-
-    async def accept(self, header: Header) -> Ack:
-        ack: Ack = await self.worker.call("group_accept", header, lane=LANE)
-        return ack
-
-    async def abort_group(self) -> None:
-        await self.worker.call("abort_group", lane=CONTROL)
 
 
 @dataclass
@@ -236,7 +154,7 @@ class PublishedWeights:
 
     async def _start(self) -> None:
         config = self.ctx.config
-        sender = TrainerEnd(self.gang, "policy", self)
+        sender = TrainerEnd(self.gang.workers, self.transport, self.sealed)
         options = DeliveryOptions(
             retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=self.delivery_retain
         )
