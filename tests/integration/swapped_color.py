@@ -1,0 +1,23 @@
+"""A falsifier's reward: the prompts' colours exchanged."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from async_flowrl.rewards.color import Color
+from async_flowrl.types import ByteArray, Prompt
+
+OTHER = {"red": "blue", "blue": "red"}
+
+
+class SwappedColor(Color):
+    """Pays "red ..." for blue and "blue ..." for red."""
+
+    def check(self, prompt: Prompt) -> None:
+        super().check(swapped(prompt))
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        return super().__call__(images, swapped(prompt))
+
+
+def swapped(prompt: Prompt) -> Prompt:
+    return replace(prompt, text=" ".join(OTHER[word] for word in prompt.text.split()))
