@@ -1,0 +1,91 @@
+"""Floating-point operations of rollout and LoRA training, counted from shapes: what MFU is a share of.
+
+A matrix product of [m, k] and [k, n] is 2 m k n. Its backward pass costs the same again for the input's gradient and
+again for the weight's, each only where that gradient is wanted: frozen weights get none, so LoRA training costs little
+more than twice the forward pass, not three times. Norms, activations and the sampler are left out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+TENSOR_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 FLOP/s of tensor cores by a part of the device's name, from the vendors' data sheets (SXM)."""
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass
+class Flops:
+    """What has run so far. Passes that gradient checkpointing repeats count every time they run."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def add(self, out: Tensor, forward: float, backward: float) -> None:
+        """One operation with output `out`; its backward part counts once a gradient really comes back through it."""
+        self.forward += forward
+        if out.requires_grad and backward > 0:
+            out.register_hook(lambda _: self._came_back(backward))  # type: ignore[no-untyped-call]
+
+    def _came_back(self, flops: float) -> None:
+        self.backward += flops
+
+
+@contextmanager
+def counted(module: nn.Module) -> Iterator[Flops]:
+    """Inside, what `module` computes is counted; a backward pass may come later than the block's end.
+
+    Linear layers and convolutions are seen by hooks, attention where it calls torch's scaled_dot_product_attention. It
+    works on the meta device too, where nothing is computed.
+    """
+    found = Flops()
+
+    def layer(which: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        weight = cast("Tensor", which.weight)
+        products = 2.0 * out.numel() * (weight.numel() // weight.shape[0])
+        found.add(out, products, products * _gradients(args[0], weight))
+
+    attend = nn.functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = attend(query, key, value, *args, **kwargs)
+        pairs = 2.0 * query.shape[:-1].numel() * key.shape[-2]
+        scores, mixing = pairs * query.shape[-1], pairs * value.shape[-1]
+        inner = _gradients(query, key)
+        found.add(out, scores + mixing, scores * inner + mixing * (min(1, inner) + _gradients(value)))
+        return out
+
+    hooks = [part.register_forward_hook(layer) for part in module.modules() if isinstance(part, _LAYERS)]
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield found
+    finally:
+        nn.functional.scaled_dot_product_attention = attend
+        for hook in hooks:
+            hook.remove()
+
+
+def peak(device: torch.device) -> float | None:
+    """The device's FLOP/s, where its name is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for known, flops in TENSOR_PEAK.items() if known in name), None)
+
+
+def utilisation(flops: float, seconds: float, best: float | None) -> float | None:
+    """Model FLOPs utilisation: the share of `best` FLOP/s; None where that is not known."""
+    return flops / seconds / best if best is not None and seconds > 0 else None
+
+
+def _gradients(*tensors: Tensor) -> int:
+    """How many of them backward computes a gradient for."""
+    return sum(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else 0
