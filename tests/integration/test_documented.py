@@ -12,8 +12,8 @@ from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
-OPEN = ("name", "pool", "age")
-"""Placeholders on the pages: <name>, <pool>, <age>."""
+OPEN = ("name", "pool", "age", "start")
+"""Placeholders on the pages, written <name> and so on."""
 OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
 ON_EVENT = {"tickets_skipped"}
 
@@ -51,12 +51,12 @@ def leaves(summary: Mapping[str, Any]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Two runs whose keys differ: with and without a correction, a KL and an evaluation before training."""
+    """Two runs whose keys differ: correction, KL, windows that differ, evaluation before training."""
     folder = tmp_path_factory.mktemp("documented")
     plain = train(folder / "plain", "one_step_off", "evaluate.before_training=true", "monitor.report=true")
-    corrected = train(
-        folder / "corrected", "fully_async", "total_steps=3", "algorithm.correction=mask", "algorithm.kl_coef=0.01"
-    )
+    windows = ("algorithm.window=random", "algorithm.sde_window_size=2")
+    extras = ("algorithm.correction=mask", "algorithm.kl_coef=0.01", *windows)
+    corrected = train(folder / "corrected", "fully_async", "total_steps=4", *extras)
     return [plain, corrected]
 
 
