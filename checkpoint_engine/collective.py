@@ -9,6 +9,7 @@ in which the controller starts them.
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -113,21 +114,43 @@ class Member:
         self._aborted = threading.Event()
 
     def open(self, epoch: Epoch, rank: int, store: Store | None = None) -> None:
-        """Meets the other members; the sender brings the store it serves. Raises TransferFailed."""
+        """Meets the other members; the sender brings the store it serves. Raises TransferFailed.
+
+        The meeting is a thread's: torch can't be interrupted in it and exceeds its time-out where peers are missing.
+        """
         self.abort()
-        self._aborted = threading.Event()
+        aborted = self._aborted = threading.Event()
+        meeting: Future[tuple[Link, list[Store]]] = Future()
+        arguments = (meeting, epoch, rank, store)
+        threading.Thread(target=self._meet, args=arguments, name="open-group", daemon=True).start()
+        limit = time.monotonic() + epoch.seconds
+        while not meeting.done():
+            if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
+                meeting.add_done_callback(_discard)
+                why = "aborted" if aborted.is_set() else f"not everybody came within {epoch.seconds:g} s"
+                raise TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: {why}")
         try:
-            if store is None:
-                limit = timedelta(seconds=epoch.seconds)
-                store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
-            self._stores = [store, PrefixStore(epoch.prefix, store)]
-            link = self._make()
-            link.open(self._stores[1], epoch, rank)
+            self._link, self._stores = meeting.result()
         except RuntimeError as error:
             raise TransferFailed(
                 f"epoch {epoch.number} could not be opened as rank {rank}: {_first_line(error)}"
             ) from error
-        self._link, self._epoch = link, epoch
+        self._epoch = epoch
+        if aborted.is_set():
+            self.abort()
+            raise TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: aborted")
+
+    def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int, store: Store | None) -> None:
+        try:
+            if store is None:
+                limit = timedelta(seconds=epoch.seconds)
+                store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
+            prefixed, link = PrefixStore(epoch.prefix, store), self._make()
+            link.open(prefixed, epoch, rank)
+        except BaseException as error:  # raised where `open` waits for it
+            meeting.set_exception(error)
+        else:
+            meeting.set_result((link, [store, prefixed]))
 
     def ready(self, epoch: int, nbytes: int) -> None:
         """Confirms that this member is in the epoch and has room for a payload. Raises TransferFailed."""
@@ -221,6 +244,12 @@ class CollectiveReceiver:
 
     def close(self) -> None:
         self._member.close()
+
+
+def _discard(meeting: "Future[tuple[Link, list[Store]]]") -> None:
+    """A group that opened after it was given up."""
+    if meeting.exception() is None:
+        meeting.result()[0].abort()
 
 
 def _first_line(error: BaseException) -> str:

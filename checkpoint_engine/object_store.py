@@ -5,7 +5,7 @@ that live in this process are here too; ends in other processes are the caller's
 """
 
 import asyncio
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import parent_process, resource_tracker, shared_memory
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,8 +48,10 @@ class SharedMemoryStore:
         segment = self._own.get(reference) or self._mapped.get(reference)
         if segment is None:
             segment = self._mapped[reference] = shared_memory.SharedMemory(reference)
-            # Before Python 3.13 a process that only attaches would unlink the segment when it ends.
-            resource_tracker.unregister(f"/{reference.lstrip('/')}", "shared_memory")
+            if parent_process() is None:
+                # The tracker of a process that only attaches would unlink the segment when that process ends; the
+                # children of one process share its tracker, which must know the segment until its owner deletes it.
+                resource_tracker.unregister(f"/{reference.lstrip('/')}", "shared_memory")
         data: ByteArray = np.ndarray((segment.size,), np.uint8, buffer=segment.buf)
         data.flags.writeable = False
         return data

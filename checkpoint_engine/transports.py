@@ -1,0 +1,41 @@
+"""The transports by name: which one `auto` is here, and a process's place in the groups of the collective ones."""
+
+from difflib import get_close_matches
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_engine.collective import Member, TorchLink
+
+OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
+TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
+
+
+def resolve_transport(configured: str, device: torch.device | str) -> str:
+    """`auto` is nccl where the sender's device is a GPU and torch has NCCL, and the object store elsewhere.
+
+    Raises ValueError for a name that is none of TRANSPORTS.
+    """
+    if configured not in TRANSPORTS:
+        close = get_close_matches(configured, TRANSPORTS, n=1, cutoff=0.0)
+        raise ValueError(f"transport is one of {list(TRANSPORTS)}, got {configured!r} (nearest: {close[0]})")
+    if configured != AUTO:
+        return configured
+    on_gpu = torch.device(device).type == "cuda" and dist.is_nccl_available()
+    return NCCL if on_gpu else OBJECT_STORE
+
+
+def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
+    """This process's place in the groups of a collective transport: gloo, nccl or pynccl.
+
+    Raises ValueError for any other, and, when the group is opened, for one whose library is missing here.
+    """
+    if transport == GLOO:
+        return Member(lambda: TorchLink(GLOO))
+    if transport == NCCL:
+        return Member(lambda: TorchLink(NCCL), device)
+    if transport != PYNCCL:
+        raise ValueError(f"collective transports are {[GLOO, NCCL, PYNCCL]}, got {transport!r}")
+    from checkpoint_engine.pynccl import PyncclLink
+
+    return Member(PyncclLink, device)

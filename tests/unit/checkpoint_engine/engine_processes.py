@@ -1,0 +1,215 @@
+"""Receivers in processes of their own, with deaths to order, and what their owners find out about them."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from engine_parts import ALPHA, RANK, lora
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from checkpoint_engine import Delivery, DeliveryOptions, Publisher, Receiver
+from checkpoint_engine import collective as collective_module
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective import Epoch, Member, TorchLink
+from checkpoint_engine.processes import ProcessReceiver, ProcessSender, member_for, serve
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])
+BUCKET_BYTES = 4096
+SECONDS = 60.0
+"""Nothing here may take longer; it takes a few."""
+
+
+class FaultyLink(TorchLink):
+    """A gloo link whose process dies, or falls silent: when it opens its second epoch, or in its second broadcast."""
+
+    opened = 0
+    broadcasts = 0
+
+    def __init__(self, fault: str) -> None:
+        super().__init__("gloo")
+        self.fault = fault
+
+    def open(self, store: Store, epoch: Epoch, rank: int) -> None:
+        FaultyLink.opened += 1
+        self._end_if("opening", FaultyLink.opened == 2)
+        super().open(store, epoch, rank)
+
+    def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
+        FaultyLink.broadcasts += 1
+        now = FaultyLink.broadcasts == 2
+        self._end_if("before", now)
+        if now and self.fault.endswith("between"):
+            super().broadcast(buffer[:BUCKET_BYTES], aborted, seconds)
+            self._end_if("between", now)
+        super().broadcast(buffer, aborted, seconds)
+        self._end_if("after", now)
+
+    def _end_if(self, phase: str, now: bool) -> None:
+        if now and self.fault.endswith(phase):
+            os.kill(os.getpid(), signal.SIGSTOP if self.fault.startswith("silent") else signal.SIGKILL)
+
+
+def receiving(
+    connection: Connection, results: Connection, transport: str, shape: dict[str, Any], *, fault: str, capacity: int
+) -> None:
+    """A receiving process: answers deliveries, and questions on `results` as `Child.ask` puts them."""
+    torch.set_num_threads(1)
+    collective_module.BUCKET_BYTES = BUCKET_BYTES
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
+    receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
+    member = Member(lambda: FaultyLink(fault)) if fault else member_for(transport)
+    with serve(connection, receiver, member=member), contextlib.suppress(EOFError):
+        while True:
+            results.send(_answer(receiver, *results.recv()))
+
+
+def _answer(receiver: Receiver, question: str, *arguments: Any) -> Any:
+    if question == "weights":
+        receiver.activate("policy", arguments[0])
+        return {name: tensor.detach().clone() for name, tensor in receiver._tensors.items()}, receiver.live_digest()
+    if question == "usage":
+        return usage()
+    return sample(receiver, *arguments)
+
+
+def sample(receiver: Receiver, last: int, seed: int) -> list[tuple[int, str, str]]:
+    """Works with whatever is newest until `last` was seen: (version, digest when the work began, when it ended)."""
+    work, seen = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)), []
+    while not seen or seen[-1][0] < last:
+        held = receiver.held()
+        if not held:
+            time.sleep(0.001)
+            continue
+        version = held[-1][1]
+        receiver.activate("policy", version)
+        began = receiver.live_digest()
+        for _ in range(int(torch.randint(1, 30, ()))):
+            work = torch.tanh(work @ work)
+        seen.append((version, began, receiver.live_digest()))
+    return seen
+
+
+def usage() -> dict[str, int]:
+    """Threads, file descriptors, sockets and resident kilobytes of this process."""
+    fds = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fds.append(os.readlink(f"/proc/self/fd/{fd}"))
+    with open("/proc/self/status", encoding="utf-8") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return {
+        "threads": int(fields["Threads"]),
+        "fds": len(fds),
+        "sockets": sum(target.startswith("socket:") for target in fds),
+        "kilobytes": int(fields["VmRSS"].split()[0]),
+    }
+
+
+class Child:
+    """One receiving process and its endpoint."""
+
+    def __init__(self, name: str, transport: str, shape: dict[str, Any], *, fault: str = "", capacity: int = 2) -> None:
+        ours, theirs = CONTEXT.Pipe()
+        self._results, results = CONTEXT.Pipe()
+        self.process: BaseProcess = CONTEXT.Process(
+            target=receiving,
+            args=(theirs, results, transport, shape),
+            kwargs={"fault": fault, "capacity": capacity},
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+        results.close()
+        self.end = ProcessReceiver(ours, name)
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        self._results.send((question, *arguments))
+        return self._results.recv()
+
+    async def weights(self, version: int) -> tuple[dict[str, Tensor], str]:
+        found: tuple[dict[str, Tensor], str] = await asyncio.to_thread(self.ask, "weights", version)
+        return found
+
+    def kill(self) -> None:
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self._results.close()
+        self.end.close()
+
+
+class Rig:
+    """A publisher of this process and receivers in others, over one transport."""
+
+    def __init__(self, transport: str, *, retries: int = 3, deadline: float = 30.0, **shape: Any) -> None:
+        self.transport, self.shape = transport, shape
+        self.tensors = lora(**shape)
+        self.publisher = Publisher(self.tensors, alpha=ALPHA, rank=RANK)
+        self.sender = ProcessSender(self.publisher, member=member_for(transport))
+        self.broadcast = None if transport == "object_store" else CollectiveBroadcast(self.sender, name=transport)
+        self.children: dict[str, Child] = {}
+        self.replaced: list[tuple[str, str]] = []
+        self.acks: list[tuple[str, int]] = []
+        self.delivery = Delivery(
+            self.sender,
+            replace=self.replace,
+            options=DeliveryOptions(retries=retries, deadline=deadline),
+            broadcast=self.broadcast,
+        )
+        self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version)))
+
+    async def replace(self, name: str, error: BaseException) -> None:
+        self.replaced.append((name, type(error).__name__))
+
+    async def join(self, name: str, *, fault: str = "") -> Child:
+        child = self.children[name] = Child(name, self.transport, self.shape, fault=fault)
+        await asyncio.to_thread(child.ask, "usage")
+        assert await self.delivery.join(child.end, self.publisher.retained()[-1:])
+        return child
+
+    def train(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.mul_(1.25).add_(0.5) if tensor.is_floating_point() else tensor.add_(3)
+
+    async def publish(self, version: int) -> None:
+        await self.delivery.publish(version)
+        await self.delivery.drain()
+
+    async def check(self, *names: str, version: int) -> None:
+        """These receivers hold exactly what was published."""
+        header, data = self.publisher.payload(version)
+        expected = self.publisher.layout.views(torch.from_numpy(data))
+        for name in names:
+            weights, digest = await self.children[name].weights(version)
+            assert digest == header.digest
+            assert all(torch.equal(weights[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in expected)
+
+    async def close(self) -> None:
+        await self.delivery.close()
+        self.sender.close()
+        for child in self.children.values():
+            child.kill()
+
+
+@contextlib.asynccontextmanager
+async def rig(transport: str, *, names: tuple[str, ...] = (), **options: Any) -> AsyncIterator[Rig]:
+    """A rig with receivers, within a limit of time; its processes are gone afterwards."""
+    made = Rig(transport, **options)
+    try:
+        async with asyncio.timeout(SECONDS):
+            for name in names:
+                await made.join(name)
+            yield made
+    finally:
+        await made.close()

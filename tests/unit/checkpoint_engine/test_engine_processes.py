@@ -1,0 +1,165 @@
+"""Deliveries between real processes: the same bytes by every transport, deaths in every phase, churn."""
+
+import asyncio
+import logging
+import random
+import time
+
+import pytest
+import torch
+from engine_processes import BUCKET_BYTES, Rig, rig, usage
+
+from checkpoint_engine import collective as collective_module
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_module, "BUCKET_BYTES", BUCKET_BYTES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bytes_are_the_same_by_every_transport(dtype: torch.dtype) -> None:
+    async def deliver(transport: str) -> list[dict[str, torch.Tensor]]:
+        async with rig(transport, names=("a", "b"), dtype=dtype) as made:
+            received = []
+            for version in range(3):
+                await made.publish(version)
+                await made.check("a", "b", version=version)
+                received.append((await made.children["b"].weights(version))[0])
+                made.train()
+            assert made.delivery.stats.fallbacks == 0 and made.delivery.stats.retries == 0
+            return received
+
+    by_store, by_gloo = (asyncio.run(deliver(transport)) for transport in ("object_store", "gloo"))
+    for one, other in zip(by_store, by_gloo, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+
+
+DEATHS = ("dies opening", "dies before", "dies between", "dies after", "silent between")
+WIDE = {"modules": 4, "width": 2048}
+"""Several buckets, so that there is a between."""
+
+
+@pytest.mark.parametrize("fault", DEATHS)
+def test_a_receiver_lost_in_any_phase_of_a_broadcast_hangs_nobody(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with rig(
+            "gloo", names=("a", "c"), deadline=1.0 if "silent" in fault else 30.0, retries=1, **WIDE
+        ) as made:
+            await made.join("b", fault=fault)
+            await made.publish(0)
+            await made.check("a", "b", "c", version=0)
+            if fault == "dies opening":
+                await made.join("d")
+            made.train()
+            await made.publish(1)
+            assert made.replaced == [("b", "TimeoutError" if "silent" in fault else "ConnectionResetError")]
+            assert "version 1 goes without gloo" in caplog.text
+            await served_by_both_ways(made, fallbacks=1)
+
+    async def served_by_both_ways(made: Rig, *, fallbacks: int) -> None:
+        survivors = [name for name in made.children if name != "b"]
+        await made.check(*survivors, version=1)
+        assert made.delivery.stats.fallbacks == fallbacks
+        made.train()
+        await made.publish(2)
+        await made.check(*survivors, version=2)
+        assert made.delivery.stats.fallbacks == fallbacks, "the survivors meet in a new epoch"
+        assert made.broadcast is not None and made.broadcast.failures == fallbacks
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ["object_store", "gloo"])
+def test_a_receiver_killed_between_publishes_is_replaced_and_the_joiner_gets_its_version(transport: str) -> None:
+    async def main() -> None:
+        async with rig(transport, names=("a", "b")) as made:
+            await made.publish(0)
+            made.children["b"].kill()
+            made.train()
+            await made.publish(1)
+            assert made.replaced == [("b", "ConnectionResetError")]
+            await made.join("b2")
+            await made.check("a", "b2", version=1)
+            made.train()
+            await made.publish(2)
+            await made.check("a", "b2", version=2)
+
+    asyncio.run(main())
+
+
+def test_members_come_and_go_at_random_and_everybody_has_every_version() -> None:
+    draw = random.Random(5)
+
+    async def main() -> None:
+        async with rig("gloo", names=("r0", "r1")) as made:
+            for version in range(12):
+                made.train()
+                await made.delivery.publish(version)
+                await asyncio.sleep(draw.uniform(0.0, 0.05))
+                name = draw.choice(made.delivery.receivers)
+                if version % 4 == 1:
+                    await made.delivery.leave(name)
+                if version % 4 == 3:
+                    made.children[name].kill()
+                if version % 2 == 0:
+                    await made.join(f"r{version + 2}")
+            await made.delivery.drain()
+            await made.check(*made.delivery.receivers, version=11)
+            assert len(made.delivery.receivers) >= 2
+            assert {error for _, error in made.replaced} <= {"ConnectionResetError"}
+
+    asyncio.run(main())
+
+
+def test_a_hundred_publishes_at_random_instants_under_load_tear_nothing() -> None:
+    draw = random.Random(11)
+
+    async def main() -> None:
+        async with rig("gloo", names=("a", "b"), width=4096) as made:
+            working = [asyncio.create_task(asyncio.to_thread(made.children[n].ask, "sample", 99, 3)) for n in "ab"]
+            published = {}
+            for version in range(100):
+                made.train()
+                await made.delivery.publish(version)
+                await asyncio.sleep(draw.expovariate(200.0))
+                if version % 3 == 0:
+                    await made.delivery.drain()
+                published[version] = await made.sender.seal(version)
+            await made.delivery.drain()
+            for work in working:
+                seen = await work
+                assert len({version for version, _, _ in seen}) > 3
+                assert all(began == ended == published[version].digest for version, began, ended in seen)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("publishes", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int) -> None:
+    """Every tenth publish meets in a new epoch."""
+
+    async def main() -> None:
+        async with rig("gloo", names=("a", "b"), width=1024) as made:
+            warm: list[dict[str, int]] = []
+            for version in range(publishes):
+                made.train()
+                await made.publish(version)
+                if version % 10 == 0:
+                    assert made.broadcast is not None
+                    made.broadcast._members = ()
+                if version == publishes // 2:
+                    warm = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
+            time.sleep(0.5)
+            end = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
+            assert made.delivery.stats.fallbacks == 0
+            for before, after in zip(warm, end, strict=True):
+                grown = {key: after[key] - before[key] for key in before}
+                assert grown["threads"] <= 3 and grown["fds"] <= 6 and grown["sockets"] <= 6, grown
+                assert grown["kilobytes"] < 8192, grown
+
+    asyncio.run(main())
