@@ -12,21 +12,16 @@ SEEDS = 1152
 """32 for each cell of the chaos matrix."""
 CHUNK = 48
 LEAST = 30
-REGRESSIONS: tuple[int, ...] = ()
-"""Seeds beyond SEEDS that once failed."""
+EXTRA: tuple[int, ...] = ()
+"""Seeds beyond these that failed once: they stay."""
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_every_schedule_ends_well_or_by_name(first: int) -> None:
-    ended = [outcome(seed) for seed in range(first, first + CHUNK)]
+    ended = [outcome(seed) for seed in (*range(first, first + CHUNK), *EXTRA)]
     assert [(each.seed, each.wrong) for each in ended if each.wrong] == []
     assert all(each.seconds < HORIZON for each in ended)
     assert all(each.hits for each in ended if each.how != "success"), "it failed without a fault"
-
-
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_schedules_that_once_failed(seed: int) -> None:
-    assert outcome(seed).wrong is None
 
 
 def test_every_cell_is_hit_often_enough(record_property: Callable[[str, object], None]) -> None:
