@@ -18,7 +18,7 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """Per step: images so far, seconds so far, mean reward. `evaluations`: (step index, -1 is before the first; score)."""
+    """Per step: images so far, seconds so far, mean reward. `evaluations`: (step, -1 is before the first; score)."""
 
     name: str
     images: list[float]

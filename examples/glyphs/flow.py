@@ -18,7 +18,7 @@ from examples.glyphs.vae import encode, normalise
 from examples.glyphs.words import SIDE, draw_many, pretraining_words, prompt
 
 OCR_OPTIONS = {"enlarge": 2, "line_width": 128}
-"""As in the experiment's configuration."""
+"""As in configs/reward/ocr_small.yaml."""
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from examples.glyphs.words import TEST
 log = logging.getLogger("glyphs")
 
 VAE_STEPS = 700
-FLOW_STEPS = 400
+FLOW_STEPS = 600
 
 
 def main() -> None:

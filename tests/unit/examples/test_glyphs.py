@@ -153,3 +153,9 @@ def test_curves_count_images_and_place_evaluations(tmp_path: Path) -> None:
     assert smooth(curve.reward) == pytest.approx([0.25, 0.375, 0.5])
     plot([curve], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["enlarge", "line_width"])
+def test_the_ocr_reward_refuses_sizes_below_one(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+        OCR(**{option: 0})
