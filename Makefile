@@ -3,11 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-# Where the given Python already has a torch that sees a GPU, that torch is used; elsewhere constraints.txt keeps CUDA out.
-CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
-ifeq ($(CUDA),True)
-VENV_OPTIONS := --system-site-packages
-else
+# Where the given Python already has a torch that sees a GPU, the environment uses that one; elsewhere constraints.txt
+# names the version that was tested.
+OWN := $(shell $(PYTHON) -c "import torch; print(torch.__path__[0] + '/..' if torch.cuda.is_available() else '')" 2>/dev/null)
+ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
@@ -16,7 +15,8 @@ endif
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	test -z "$(OWN)" || realpath "$(OWN)" > $$($(RUN) -c "import site; print(site.getsitepackages()[0])")/own_torch.pth
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet $(PIP_OPTIONS) --editable ".[dev]"
 	touch $@
