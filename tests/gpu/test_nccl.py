@@ -1,0 +1,174 @@
+"""On one GPU: both NCCL links at world size 1, and a flat buffer under a captured CUDA graph."""
+
+import statistics
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from checkpoint_engine import Publisher, Receiver
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.errors import TransferFailed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MEGABYTE = 10**6
+
+
+def torch_link() -> Member:
+    return Member(lambda: TorchLink("nccl"), "cuda")
+
+
+def cupy_link() -> Member:
+    pytest.importorskip("cupy")
+    from checkpoint_engine.pynccl import PyncclLink
+
+    return Member(PyncclLink, "cuda")
+
+
+LINKS = pytest.mark.parametrize("make", [torch_link, cupy_link], ids=["nccl", "pynccl"])
+
+
+def tensors(megabytes: float = 1.0, *, device: str = "cuda") -> dict[str, torch.Tensor]:
+    """32 float32 tensors [n, 64] of so many megabytes together."""
+    rows = max(1, int(megabytes * MEGABYTE) // (32 * 64 * 4))
+    generator = torch.Generator(device).manual_seed(0)
+    return {f"m{i}": torch.randn(rows, 64, device=device, generator=generator) for i in range(32)}
+
+
+def alone(sender: CollectiveSender, number: int) -> Epoch:
+    """An epoch of which the sender is the only member."""
+    host, port = sender.address()
+    return Epoch(number, "secret", host, port, 1, 60.0)
+
+
+@LINKS
+def test_open_broadcast_abort_and_open_again(make: Callable[[], Member]) -> None:
+    publisher = Publisher(tensors())
+    sender = CollectiveSender(publisher, make())
+    for version in range(3):
+        publisher.stage(version)
+        header = publisher.seal(version)
+        sender.open(alone(sender, version))
+        sender.ready(version, header)
+        sender.send(header)
+        sender.abort()
+        with pytest.raises(TransferFailed, match="before the members were ready"):
+            sender.send(header)
+    sender.close()
+
+
+@LINKS
+def test_what_comes_out_of_a_broadcast_is_what_went_in(make: Callable[[], Member]) -> None:
+    publisher = Publisher(tensors())
+    publisher.stage(0)
+    header = publisher.seal(0)
+    member = make()
+    sender = CollectiveSender(publisher, member)
+    sender.open(alone(sender, 0))
+    sender.ready(0, header)
+    payload = torch.from_numpy(publisher.payload(0)[1])
+    assert torch.equal(member.broadcast(payload), payload)
+    sender.close()
+
+
+@LINKS
+def test_a_missing_peer_ends_in_an_error_within_the_deadline(make: Callable[[], Member]) -> None:
+    publisher = Publisher(tensors())
+    sender = CollectiveSender(publisher, make())
+    host, port = sender.address()
+    raised: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            epoch = Epoch(0, "secret", host, port, 2, 3.0)
+            sender.open(epoch)
+            publisher.stage(0)
+            header = publisher.seal(0)
+            sender.ready(0, header)
+            sender.send(header)
+        except TransferFailed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(timedelta(seconds=60).total_seconds())
+    assert not thread.is_alive() and len(raised) == 1
+
+
+def test_staging_on_the_device_is_ordered_before_what_changes_the_weights() -> None:
+    source = tensors(64.0)
+    publisher = Publisher(source)
+    for version in range(4):
+        for tensor in source.values():
+            tensor.fill_(float(version))
+        publisher.stage(version)
+        for tensor in source.values():
+            tensor.fill_(-1.0)
+        header = publisher.seal(version)
+        views = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1]))
+        assert all((view == float(version)).all() for view in views.values()), header.version
+
+
+def test_activation_under_a_captured_graph() -> None:
+    """Replaying the graph after an activation computes with the new weights: addresses never changed."""
+    source = tensors()
+    publisher = Publisher(source)
+    live = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in source.items()}
+    receiver = Receiver(live)
+    x, out = torch.ones(64, device="cuda"), torch.empty(source["m3"].shape[0], device="cuda")
+    for version in range(2):
+        publisher.stage(version)
+        publisher.seal(version)
+        receiver.receive(*publisher.payload(version))
+        for tensor in source.values():
+            tensor.mul_(-3.0)
+    with torch.no_grad():
+        torch.mv(live["m3"], x, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.mv(live["m3"], x, out=out)
+    for version in (0, 1, 0):
+        digest = receiver.activate("policy", version)
+        assert digest == publisher.payload(version)[0].digest == receiver.live_digest()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1]))["m3"].cuda()
+        assert torch.equal(out, torch.mv(expected, x))
+
+
+@pytest.mark.parametrize("megabytes", [377.0, 849.0])
+def test_times(megabytes: float, record_property: Callable[[str, object], None]) -> None:
+    """Staging, sealing, receiving and activating, in milliseconds: recorded, printed with -s, not judged."""
+    source = tensors(megabytes)
+    publisher = Publisher(source, retain=1)
+    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in source.items()}, capacity=1)
+    receiver_end = CollectiveReceiver(receiver, torch_link())
+    times: dict[str, list[float]] = {"stage": [], "seal": [], "receive": [], "activate": [], "copy": []}
+    spare = torch.empty(publisher.layout.nbytes, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(spare)
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times[name].append(start.elapsed_time(end))
+
+    for version in range(5):
+        timed("copy", lambda: spare.copy_(other))
+        timed("stage", lambda v=version: publisher.stage(v))  # type: ignore[misc]
+        timed("seal", lambda v=version: publisher.seal(v))  # type: ignore[misc]
+        timed("receive", lambda v=version: receiver.receive(*publisher.payload(v)))  # type: ignore[misc]
+        timed("activate", lambda v=version: receiver.activate("policy", v))  # type: ignore[misc]
+    receiver_end.close()
+    for name, values in times.items():
+        record_property(f"{name}_ms", statistics.median(values))
+        print(f"{megabytes:.0f} MB {name}: {statistics.median(values):.2f} ms")
+    assert receiver.live_digest() == publisher.payload(4)[0].digest
