@@ -76,7 +76,7 @@ def test_a_turn_of_the_loop_is_short_with_256_workers(hand_over: str, monkeypatc
         probe = asyncio.create_task(turns(costs))
         found = await toy_run(config, timing)
         probe.cancel()
-        assert len({e["worker"] for e in found.tickets("RUNNING")}) == WORKERS
+        assert len(found.observer.of("version", state="acknowledged")) == WORKERS * 5
         assert len(found.lines) == 4
 
     asyncio.run(measured())
