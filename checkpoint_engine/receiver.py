@@ -70,8 +70,7 @@ class Receiver:
         """
         self._check_header(header, slot)
         data = as_bytes(buffer)
-        if data.shape[0] != header.nbytes:
-            raise TransferCorrupted(f"{_title(header)} arrived with {data.shape[0]} of {header.nbytes} bytes")
+        self._check_length(header, data)
         with self._lock:
             storage = self._spare.pop() if self._spare else self.layout.empty(self._device)
         try:
@@ -142,14 +141,35 @@ class Receiver:
             raise ValueError(f"slot is one of {list(SLOTS)}, got {slot!r}")
         if header.stream not in self.streams:
             raise WeightsMismatch(f"stream {header.stream!r} is not expected here, only {list(self.streams)} are")
-        for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
-            if sent != expected:
-                raise WeightsMismatch(f"{_title(header)} has LoRA {name} {sent}, expected {expected}")
+        self._check_scaling(header)
         difference = self.layout.difference(header.layout)
         if difference:
             raise WeightsMismatch(f"{_title(header)} doesn't fit the receiver: {difference}")
         if not header.is_consistent():
             raise TransferCorrupted(f"{_title(header)} arrived with a damaged header")
+
+    def _check_scaling(self, header: Header) -> None:
+        for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
+            if sent != expected:
+                raise WeightsMismatch(
+                    f"{_title(header)} has LoRA {name} {sent}, expected {expected}: "
+                    f"{self.layout.entries[0].name} and all others would be scaled wrongly"
+                )
+
+    def _check_length(self, header: Header, data: ByteArray) -> None:
+        size = data.shape[0]
+        if size != header.nbytes:
+            cut = next((entry.name for entry in self.layout.entries if entry.end > size), "nothing")
+            raise TransferCorrupted(
+                f"{_title(header)} arrived with {size} of {header.nbytes} bytes: the first tensor cut off is {cut}"
+            )
+
+    def _check_fresh(self, header: Header, ring: Sequence[int]) -> None:
+        if len(ring) >= self.capacity and header.version < ring[0]:
+            raise WeightsMismatch(
+                f"{_title(header)} is stale: the receiver holds {list(ring)} already, "
+                f"{self.layout.entries[0].name} and all others are newer there"
+            )
 
     def _copy_verified(self, header: Header, data: ByteArray, storage: Tensor) -> None:
         """Copies, then digests the copy where it lies in host memory (what is kept is what was verified)."""
@@ -170,8 +190,8 @@ class Receiver:
             if found is not None and found[0].digest != header.digest:
                 raise WeightsMismatch(f"{_title(header)} came twice with different contents")
             ring = sorted(v for s, stream, v in self._held if s == slot and stream == header.stream)
-            if slot == RING and found is None and len(ring) >= self.capacity and header.version < ring[0]:
-                raise WeightsMismatch(f"{_title(header)} is stale: the receiver holds {ring} already")
+            if slot == RING and found is None:
+                self._check_fresh(header, ring)
             evicted = [key] if found is not None else []
             if slot == EVALUATION:
                 evicted = [other for other in self._held if other[0] == EVALUATION]

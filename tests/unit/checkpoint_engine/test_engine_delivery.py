@@ -21,6 +21,7 @@ from checkpoint_engine import (
     verdict,
 )
 from checkpoint_engine.fanout import parents
+from checkpoint_engine.lane import Lane
 from tests.virtual import run_virtual
 
 
@@ -212,6 +213,24 @@ def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
         with pytest.raises(WeightsMismatch, match="liar acknowledged"):
             await rig.delivery.drain()
 
+    run_virtual(main())
+
+
+def test_without_the_look_at_acknowledgements_a_wrong_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        rig = Rig()
+        end = rig.end("liar")
+
+        async def receive(header: Any, payload: Any, slot: str) -> Ack:
+            return Ack(header.stream, header.version, "0" * 64, slot)
+
+        end.receive = receive  # type: ignore[method-assign]
+        await rig.delivery.join(end)
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.held("liar") == []
+
+    monkeypatch.setattr(Lane, "acknowledge", lambda lane, job, ack: job.settle(True))
     run_virtual(main())
 
 

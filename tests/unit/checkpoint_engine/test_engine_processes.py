@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-import time
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int) -> N
                     made.broadcast._members = ()
                 if version == publishes // 2:
                     warm = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
-            time.sleep(0.5)
+            await asyncio.sleep(0.5)
             end = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
             assert made.delivery.stats.fallbacks == 0
             for before, after in zip(warm, end, strict=True):

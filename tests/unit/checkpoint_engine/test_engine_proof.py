@@ -91,3 +91,12 @@ def test_probing_leaves_the_global_generator_alone() -> None:
     binding_probe(modules_of(lora()))
     canary_tensors(ends(lora())[0].layout, seed=4)
     assert torch.equal(torch.randn(3), expected)
+
+
+def test_without_the_canary_a_swap_at_b_zero_is_invisible() -> None:
+    tensors = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in lora().items()}
+    swapped = swap("block.0.lora_B.weight", "block.2.lora_B.weight")(tensors)
+    trainer, receiver = binding_probe(modules_of(tensors)), binding_probe(modules_of(swapped))
+    assert all(torch.equal(trainer[name], receiver[name]) for name in trainer)
+    with pytest.raises(WeightsMismatch, match="its binding can't be proven"):
+        check(trainer, receiver)

@@ -1,0 +1,312 @@
+"""Each kind of damage ends in a resend or a stop that names the tensor, and in silence once its check is taken out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora, modules_of, resealed
+from torch import Tensor
+
+from checkpoint_engine import (
+    CANARY_VERSION,
+    Delivery,
+    DeliveryOptions,
+    Header,
+    Layout,
+    Publisher,
+    Receiver,
+    WeightsMismatch,
+    binding_probe,
+    canary_tensors,
+    check_binding,
+)
+from checkpoint_engine.digest import ByteArray
+from checkpoint_engine.flat import Entry
+from tests.virtual import run_virtual
+
+FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"
+Sent = tuple[Header, ByteArray]
+
+
+def trusting(self: Receiver, header: Header, data: ByteArray, storage: Tensor) -> None:
+    """Keeps whatever came, without a digest, as far as it goes."""
+    size = min(data.shape[0], storage.shape[0])
+    storage.numpy()[:size] = data[:size]
+
+
+def no_difference(self: Layout, other: Layout) -> None:
+    return None
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+COPY = (Receiver, "_copy_verified", trusting)
+LENGTH = (Receiver, "_check_length", nothing)
+LAYOUT = (Layout, "difference", no_difference)
+SCALING = (Receiver, "_check_scaling", nothing)
+FRESH = (Receiver, "_check_fresh", nothing)
+HEADER = (Header, "is_consistent", lambda self: True)
+
+
+def of_other_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Sent], Sent]:
+    """What an honest sender of other tensors would send under the same version."""
+
+    def corrupt(sent: Sent) -> Sent:
+        tensors = {name: view.clone() for name, view in sent[0].layout.views(torch.from_numpy(sent[1])).items()}
+        change(tensors)
+        layout = Layout.of(tensors)
+        buffer = layout.empty().zero_()
+        for name, view in layout.views(buffer).items():
+            view.copy_(tensors[name])
+        return resealed(sent[0], buffer.numpy(), layout=layout), buffer.numpy()
+
+    return corrupt
+
+
+def flip(sent: Sent) -> Sent:
+    return sent[0], flipped(sent[1], entry(sent[0], VICTIM).offset + 5)
+
+
+def cut(sent: Sent) -> Sent:
+    return sent[0], sent[1][: entry(sent[0], LAST).offset].copy()
+
+
+def exchange(sent: Sent) -> Sent:
+    """The bytes of two tensors of one shape change places on the way."""
+    one, other = entry(sent[0], FIRST), entry(sent[0], VICTIM)
+    data = sent[1].copy()
+    data[one.offset : one.end], data[other.offset : other.end] = (
+        sent[1][other.offset : other.end],
+        sent[1][one.offset : one.end],
+    )
+    return sent[0], data
+
+
+def entry(header: Header, name: str) -> Entry:
+    return next(each for each in header.layout.entries if each.name == name)
+
+
+def to_half(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Case:
+    """`resent`: a resend cures it; else the run stops. `without` takes the checks out that stand against it."""
+
+    corrupt: Callable[[Sent], Sent]
+    message: str
+    without: tuple[tuple[Any, str, Any], ...]
+    resent: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "flipped bit": Case(flip, f"wrong bytes in {VICTIM}", (COPY,), resent=True),
+    "truncation": Case(cut, f"the first tensor cut off is {LAST}", (LENGTH, COPY), resent=True),
+    "two tensors exchanged on the way": Case(exchange, f"wrong bytes in {FIRST}", (COPY,), resent=True),
+    "damaged header": Case(
+        lambda sent: (replace(sent[0], rank=RANK, digests=(b"\0" * 16,) * len(sent[0].digests)), sent[1]),
+        "damaged header",
+        (HEADER, COPY),
+        resent=True,
+    ),
+    "missing tensor": Case(of_other_tensors(lambda t: t.pop(LAST)), f"{LAST} is missing", (LAYOUT, COPY)),
+    "wrong dtype": Case(
+        of_other_tensors(to_half), f"{FIRST} has dtype bfloat16, expected float16", (LAYOUT,), dtype=torch.float16
+    ),
+    "wrong shape": Case(
+        of_other_tensors(lambda t: t.update({VICTIM: t[VICTIM].T.contiguous()})), f"{VICTIM} has shape", (LAYOUT,)
+    ),
+    "wrong alpha": Case(
+        lambda sent: (resealed(*sent, alpha=2 * ALPHA), sent[1]), f"alpha 16.0, expected 8.0: {FIRST}", (SCALING,)
+    ),
+    "wrong rank": Case(lambda sent: (resealed(*sent, rank=8), sent[1]), f"rank 8, expected 4: {FIRST}", (SCALING,)),
+    "stale version": Case(
+        lambda sent: (resealed(*sent, version=sent[0].version - 3), sent[1]), f"is stale.*{FIRST}", (FRESH,)
+    ),
+}
+
+
+class Faulty(End):
+    """A receiver to whom version 2 first comes damaged, header and all; what it acknowledges then looks right."""
+
+    def __init__(self, receiver: Receiver, corrupt: Callable[[Sent], Sent]) -> None:
+        super().__init__(receiver, "w-0")
+        self.corrupt, self.seen = corrupt, 0
+        self.errors: list[BaseException] = []
+        self.header: Header
+
+    async def receive(self, header: Header, payload: Any, slot: str = "ring") -> Any:
+        self.seen += header.version == 2
+        if header.version != 2 or self.seen > 1:
+            return await super().receive(header, payload, slot)
+        damaged = self.corrupt((header, payload))
+        try:
+            ack = self.receiver.receive(*damaged, slot)
+        except Exception as error:
+            self.errors.append(error)
+            raise
+        return replace(ack, version=header.version, digest=header.digest)
+
+
+class Varied(Sender):
+    """Every element of every tensor of every version is another one."""
+
+    async def stage(self, version: int) -> None:
+        start = 100.0 * version
+        for tensor in self.publisher._tensors.values():
+            tensor.copy_((torch.arange(tensor.numel()) / 8 + start).reshape(tensor.shape))
+            start += 13.0
+        self.publisher.stage(version, deadline=0.0)
+
+
+def deliver(case: Case) -> tuple[Delivery, Faulty, BaseException | None]:
+    """Versions 0 and 1 whole, version 2 damaged once."""
+
+    async def main() -> tuple[Delivery, Faulty, BaseException | None]:
+        tensors = lora(dtype=case.dtype)
+        end = Faulty(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), case.corrupt)
+        delivery = Delivery(
+            sender := Varied(Publisher(tensors, alpha=ALPHA, rank=RANK)), replace=nothing, options=DeliveryOptions()
+        )
+        await delivery.join(end)
+        failure = None
+        try:
+            for version in range(3):
+                await delivery.publish(version)
+                await delivery.drain()
+        except WeightsMismatch as error:
+            failure = error
+        await delivery.close()
+        end.header = sender.publisher.payload(2)[0]
+        return delivery, end, failure
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_damage_is_cured_by_a_resend_or_stops_by_name_and_never_goes_live(name: str) -> None:
+    case = CASES[name]
+    delivery, end, failure = deliver(case)
+    assert len(end.errors) == 1
+    with pytest.raises(type(end.errors[0]), match=case.message):
+        raise end.errors[0]
+    if case.resent:
+        assert failure is None and (delivery.stats.retries, delivery.stats.corrupt) == (1, 1)
+        assert end.receiver.activate("policy", 2) == end.header.digest == end.receiver.live_digest()
+    else:
+        assert failure is end.errors[0] and delivery.stats.retries == 0
+        assert end.receiver.held() == (("policy", 0, "ring"), ("policy", 1, "ring"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_its_check_the_damage_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    for owner, attribute, substitute in case.without:
+        monkeypatch.setattr(owner, attribute, substitute)
+    delivery, end, failure = deliver(case)
+    assert failure is None and end.errors == [] and delivery.stats.retries == 0
+    assert delivery.stats.acknowledged == 3
+
+
+def canary(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Receiver:
+    """A receiver with the canary live, its tensors changed between the trainer's modules and the buffer."""
+    tensors = lora(width=RANK)
+    publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
+    publisher.stage(CANARY_VERSION, change(canary_tensors(publisher.layout, seed=1)))
+    publisher.seal(CANARY_VERSION)
+    receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
+    receiver.receive(*publisher.payload(CANARY_VERSION))
+    assert receiver.activate("policy", CANARY_VERSION) == receiver.live_digest()
+    return receiver
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "module"),
+    [
+        ("block.1.lora_A.weight", "block.1.lora_B.weight", "block.1"),
+        ("block.0.lora_A.weight", "block.2.lora_A.weight", "block.0"),
+        ("block.1.lora_B.weight", "block.2.lora_B.weight", "block.1"),
+    ],
+)
+def test_swaps_before_hashing_pass_every_digest_and_only_the_proof_finds_them(
+    one: str, other: str, module: str
+) -> None:
+    """Without the proof nothing fails: `canary` itself checks every digest on the way."""
+    receiver = canary(lambda tensors: {**tensors, one: tensors[other], other: tensors[one]})
+    trainer = binding_probe(modules_of(canary_tensors(receiver.layout, seed=1)))
+    with pytest.raises(WeightsMismatch, match=f"{module} at w-0 doesn't compute"):
+        check_binding(trainer, binding_probe(modules_of(receiver._tensors)), who="w-0")
+
+
+def test_old_bytes_under_a_new_version_are_found_when_sealed_and_pass_without_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def publish_frozen() -> tuple[dict[str, Tensor], Receiver]:
+        tensors = lora()
+        publisher, receiver = (
+            Publisher(tensors, alpha=ALPHA, rank=RANK),
+            Receiver(blank(lora()), alpha=ALPHA, rank=RANK),
+        )
+        publisher.stage(0)
+        publisher.seal(0)
+        publisher.freeze(0)
+        tensors[VICTIM].mul_(1.01)
+        publisher.stage(1)
+        publisher.seal(1)
+        receiver.receive(*publisher.payload(1))
+        receiver.activate("policy", 1)
+        return tensors, receiver
+
+    with pytest.raises(WeightsMismatch, match=f"version 1 .* {VICTIM} begins"):
+        publish_frozen()
+    monkeypatch.setattr(Publisher, "_check_sample", nothing)
+    tensors, receiver = publish_frozen()
+    assert not torch.equal(receiver._tensors[VICTIM], tensors[VICTIM])
+
+
+def test_a_re_pointed_parameter_is_found_at_activation_and_passes_without_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def activate_unbound() -> Receiver:
+        tensors = lora()
+        publisher, receiver = (
+            Publisher(tensors, alpha=ALPHA, rank=RANK),
+            Receiver(blank(tensors), alpha=ALPHA, rank=RANK),
+        )
+        publisher.stage(0)
+        publisher.seal(0)
+        receiver.receive(*publisher.payload(0))
+        victim = receiver._tensors[VICTIM]
+        victim.data = victim.data.clone()
+        receiver.activate("policy", 0)
+        return receiver
+
+    with pytest.raises(WeightsMismatch, match=f"{VICTIM} is not bound"):
+        activate_unbound()
+    monkeypatch.setattr(Receiver, "check_bound", nothing)
+    receiver = activate_unbound()
+    assert float(receiver._tensors[VICTIM].detach().abs().sum()) == 0.0, "it never got the weights"
+
+
+def test_a_receiver_that_writes_into_the_live_weights_is_torn_and_the_digests_tell() -> None:
+    """What the digests at the start and the end of each piece of work would say without slots."""
+    tensors = lora()
+    publisher, receiver = Publisher(tensors, alpha=ALPHA, rank=RANK), Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
+    for version in range(2):
+        publisher.stage(version)
+        publisher.seal(version)
+        for tensor in tensors.values():
+            tensor.add_(1.0)
+    receiver.receive(*publisher.payload(0))
+    began = receiver.activate("policy", 0)
+    assert receiver.live_digest() == began
+    receiver.receive(*publisher.payload(1))
+    assert receiver.live_digest() == began, "a delivery beside the work leaves the live weights alone"
+    half = publisher.payload(1)[1][: receiver.layout.nbytes // 2]
+    receiver._live.numpy()[: half.shape[0]] = np.asarray(half)
+    assert receiver.live_digest() != began
