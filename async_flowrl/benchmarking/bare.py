@@ -27,6 +27,8 @@ class Bare:
         self.pipe: Any = QwenImagePipeline.from_pretrained(path, dtype=dtype).to(torch.get_default_device())
         for part in (self.pipe.transformer, self.pipe.vae, self.pipe.text_encoder):
             part.eval().requires_grad_(False)
+            for tensor in part.parameters():  # memory-mapped weights are not aligned, which makes products slower
+                tensor.data = tensor.data.clone()
         self.pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
         self.side, self.tokens, self.dtype = side, (side // 16) ** 2, dtype
         self.texts: dict[str, Tensor] = {}
