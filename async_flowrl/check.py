@@ -59,7 +59,7 @@ ABOVE_ZERO = (
     "deadlines.score",
     "deadlines.publish",
     "deadlines.update",
-    "deadlines.close",
+    "deadlines.stall",
 )
 SHARES = ("trainer.betas", "trainer.ema_decay")
 """0 up to, but not including, 1."""

@@ -63,6 +63,8 @@ class AlgorithmConfig:
     """Registered name, or `pkg.module:attr` of your own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed to an algorithm of your own; the built-in ones use the fields below."""
+    final_images: bool = False
+    """An algorithm of your own trains on final images: it samples without noise, like diffusion_nft and dpo."""
     sde_type: str = "sde"
     """sde (Flow-GRPO), dance_sde, cps."""
     noise_level: float = 1.0
@@ -215,7 +217,8 @@ class DeadlinesConfig:
     score: float = 300.0
     publish: float = 120.0
     update: float = 1800.0
-    close: float = 20.0
+    stall: float = 60.0
+    """Seconds without any change after which the controller's log says which tickets wait for what."""
 
 
 @dataclass

@@ -12,12 +12,13 @@ may run ahead is one number, `max_staleness`; whether a step's groups are handed
 
 from async_flowrl.context import Context
 from async_flowrl.dispatch import dispatch
+from async_flowrl.stalls import watch_for_stalls
 from separation.supervise import supervised
 
 
 async def run(ctx: Context) -> None:
     """Trains from `ctx.table.step` to the end (or until asked to stop); the first failure of any part is raised."""
-    async with supervised(dispatch(ctx), ctx.weights.watch()):
+    async with supervised(dispatch(ctx), ctx.weights.watch(), watch_for_stalls(ctx)):
         await ctx.weights.publish_first()
         await ctx.steps.before_training(ctx)
         for step in range(ctx.table.step, ctx.config.total_steps):

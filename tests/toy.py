@@ -87,7 +87,7 @@ def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **change
     config.reward = RewardConfig(terms={"color": RewardTerm()}, backoff=0.1)
     config.evaluate = EvaluateConfig(before_training=False, images_per_prompt=2)
     config.rollout.num_workers = 2
-    config.deadlines = DeadlinesConfig(load=60, generate=30, score=30, publish=30, update=60, close=5)
+    config.deadlines = DeadlinesConfig(load=60, generate=30, score=30, publish=30, update=60, stall=20)
     for key, value in changes.items():
         *parents, last = key.split("__")
         target: Any = config
