@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
 """On the tiny model: about a second each of generation and training per step, ten tickets per worker."""
-LATENCY = "async_flowrl.benchmarking.latency:Latency"
 
 
 def load_overrides(given: argparse.Namespace) -> list[str]:
     """The load that all variants share."""
     found = [f"total_steps={given.steps}", *DEFAULT_LOAD, *given.overrides]
     if given.reward_latency:
-        options = f"{{seconds: {given.reward_latency}, cv: {given.reward_cv}}}"
-        found += [f"+reward.terms.latency={{weight: 0.0, name: '{LATENCY}', options: {options}}}"]
+        options = "reward.terms.latency.options"
+        found += ["reward=color_and_latency"]
+        found += [f"{options}.seconds={given.reward_latency}", f"{options}.cv={given.reward_cv}"]
     if given.reward_workers:
         found += [f"reward.num_workers={given.reward_workers}"]
     return found

@@ -13,7 +13,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -26,6 +26,7 @@ from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.planning.virtual_time import run_virtual
+from async_flowrl.planning.work import FOREVER
 from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import Shape, Ticket, TicketTable
 from async_flowrl.training.gang import TrainerGang
@@ -179,7 +180,7 @@ def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream") -> 
     """One ticket per worker and step; the CPU seconds of the steps after the warm-up."""
     config = _config(workers, max_staleness, hand_over)
     with tempfile.TemporaryDirectory() as directory:
-        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=1e9)
+        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=FOREVER)
     tickets = workers * (STEPS - WARM_UP)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP - 1]) / tickets
     return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
@@ -259,7 +260,7 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
     config.rollout.num_workers, config.reward.num_workers = workers, max(1, workers // 10)
     config.reward.terms = {"color": RewardTerm()}
     config.evaluate.before_training = False
-    config.deadlines = DeadlinesConfig(*[1e8] * 6)
+    config.deadlines = DeadlinesConfig(**{deadline.name: FOREVER for deadline in fields(DeadlinesConfig)})
     return config
 
 

@@ -1,6 +1,6 @@
 """What a training step costs, how devices are laid out, and what arithmetic alone says about the two."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from async_flowrl.config import Config, DeadlinesConfig
 from async_flowrl.planning.laws import Law
@@ -124,5 +124,5 @@ def config_of(work: Work, layout: Layout, steps: int) -> Config:
     config.mode, config.max_staleness, config.hand_over = layout.mode, layout.max_staleness, layout.hand_over
     config.rollout.num_workers, config.reward.num_workers = layout.rollout, layout.reward
     config.trainer.num_workers = layout.trainer
-    config.deadlines = DeadlinesConfig(*[FOREVER] * 6)
+    config.deadlines = DeadlinesConfig(**{deadline.name: FOREVER for deadline in fields(DeadlinesConfig)})
     return config

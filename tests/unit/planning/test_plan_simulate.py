@@ -115,9 +115,12 @@ def test_too_few_steps_are_refused() -> None:
 @pytest.mark.parametrize(("k", "hand_over"), [(0, "batch"), (0, "stream"), (1, "batch"), (1, "stream"), (2, "stream")])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_plan_of_a_toy_run_is_the_toy_run(k: int, hand_over: str, workers: int) -> None:
-    """The toy run has the real gang, publisher and receivers; with the same constant times every step ends together."""
+    """The toy run has the real gang, publisher and receivers; with the same constant times every step ends together.
+
+    As many reward workers as groups: who is scored first of several at the same instant is chance.
+    """
     timing = Timing(generate=1.0, score=0.1, update=0.7, transfer=0.05)
-    config = toy_config(k, hand_over=hand_over, steps=8, rollout__num_workers=workers)
+    config = toy_config(k, hand_over=hand_over, steps=8, rollout__num_workers=workers, reward__num_workers=4)
     toy = virtual(config, timing)
     work = Work(4, Law(1.0), Law(0.7), score=Law(0.1), deliver=Law(0.05))
     plan = simulate(work, Layout(workers, 1, config.reward.num_workers, k, hand_over), steps=8)

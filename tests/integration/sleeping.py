@@ -1,0 +1,126 @@
+"""Real worker processes whose engines sleep: durations drawn by named laws, everything else as in a run."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config import Config
+from async_flowrl.context import Context
+from async_flowrl.loop import run
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.planning.laws import Law
+from async_flowrl.recipe import Recipe, shape
+from async_flowrl.tickets import TicketTable
+from async_flowrl.training.gang import TrainerGang
+from async_flowrl.types import Prompt, RolloutRequest, Scores
+from async_flowrl.weights import PublishedWeights
+from separation.cluster import cluster
+from separation.group import PoolSpec
+from tests.toy import ToyReward, ToyRollout, ToyTrainer, toy_config
+
+TICKET, GROUP, SCORE = Law(0.24, 0.3), Law(0.24, 0.1), Law(0.05, 0.5)
+"""One ticket on one rollout worker, one group on a single trainer rank, one group on a reward worker; seconds."""
+STEPS, PROMPTS = 9, 8
+
+
+class SleepingRollout(ToyRollout):
+    def generate(self, request: RolloutRequest) -> Any:
+        time.sleep(TICKET.draw(f"generate/{request.ordinal}"))
+        return super().generate(request)
+
+
+class SleepingReward(ToyReward):
+    calls = 0
+
+    def score(self, prompt: Prompt, *images: Any) -> Scores:
+        self.calls += 1
+        time.sleep(SCORE.draw(f"score/{self.name}/{self.calls}"))
+        return super().score(prompt, *images)
+
+
+class SleepingTrainer(ToyTrainer):
+    def accumulate(self, metas: Any, *trajectories: Any) -> None:
+        time.sleep(GROUP.draw(f"update/{self.step}/{metas[0].group}") / self.config.trainer.num_workers)
+        super().accumulate(metas, *trajectories)
+
+
+class MetricsOnly:
+    """Bookkeeping that keeps what a plan reads."""
+
+    def __init__(self, log: MetricsLog) -> None:
+        self.log = log
+
+    async def before_training(self, ctx: Context) -> None:
+        self.began = ctx.observer.now()
+
+    async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
+        began, self.began = self.began, ctx.observer.now()
+        ctx.observer.event("step", step=step, started=began, ended=self.began)
+        self.log.append(step, stats | {"timing/step": self.began - began})
+
+    async def drain(self, ctx: Context) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def sleep_config(k: int, hand_over: str, rollout: int, trainer: int) -> Config:
+    return toy_config(
+        k, hand_over=hand_over, steps=STEPS, prompts_per_step=PROMPTS, rollout__num_workers=rollout,
+        trainer__num_workers=trainer, reward__num_workers=2,
+    )  # fmt: skip
+
+
+def sleeping_run(directory: Path, config: Config) -> Path:
+    """Runs the real loop on Ray actors; returns the run directory (config, events, metrics)."""
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    asyncio.run(_run(directory, config))
+    return directory
+
+
+async def _run(directory: Path, config: Config) -> None:
+    pools = [
+        PoolSpec(pool, f"tests.integration.sleeping:{factory}", count, arguments={"config": config}, lanes=lanes)
+        for pool, factory, count, lanes in (
+            ("trainer", "SleepingTrainer", config.trainer.num_workers, ("publish",)),
+            ("rollout", "SleepingRollout", config.rollout.num_workers, ("sync",)),
+            ("reward", "SleepingReward", config.reward.num_workers, ()),
+        )
+    ]
+    algorithm = build_algorithm(
+        config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over=config.hand_over,
+        num_inference_steps=2,
+    )  # fmt: skip
+    prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
+    offset = time.time() - time.monotonic()
+    async with cluster(pools, start_deadline=300.0) as groups:
+        clock = time.monotonic
+        log = EventLog(directory / "events.jsonl", lambda: clock() + offset, ledger=PoolLedger(clock))
+        with log:
+            gang = TrainerGang(groups["trainer"], algorithm)
+            weights = PublishedWeights(gang)
+            table = TicketTable(
+                shape(config),
+                on_change=lambda t: log.event(
+                    "ticket", ordinal=t.ordinal, kind=t.kind, step=t.step, state=t.state, worker=t.worker,
+                    attempt=t.attempt, version=t.version, digest=t.digest,
+                ),
+            )  # fmt: skip
+            ctx = Context(
+                config=config, recipe=Recipe(config, prompts, prompts[:2]), table=table, rollout=groups["rollout"],
+                reward=groups["reward"], trainer=gang, weights=weights, observer=log,
+                steps=MetricsOnly(MetricsLog(directory / "metrics.jsonl")), base_digest="toy",
+            )  # fmt: skip
+            weights.ctx = ctx
+            for worker in groups["rollout"].workers:
+                table.join(worker.name)
+            await run(ctx)

@@ -1,0 +1,34 @@
+"""The planner against real worker processes: laws from one synchronous run predict depths and splits it never saw."""
+
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.planning.advise import Limits, advise
+from async_flowrl.planning.calibrate import actual, calibrate
+from async_flowrl.planning.simulate import simulate
+from async_flowrl.planning.work import Layout
+from tests.integration.sleeping import sleep_config, sleeping_run
+
+TOLERANCE = 0.1
+DEVICES = 8
+UNSEEN = [(1, "stream", 6, 2), (2, "stream", 6, 2), (1, "stream", 4, 4), (1, "batch", 7, 1)]
+"""(max_staleness, hand_over, rollout, trainer)."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_synchronous_run_predicts_the_others(tmp_path: Path) -> None:
+    learnt = calibrate(sleeping_run(tmp_path / "sync", sleep_config(0, "batch", 6, 2)))
+    measured: dict[tuple[int, int], float] = {}
+    for k, hand_over, rollout, trainer in UNSEEN:
+        directory = sleeping_run(tmp_path / f"{k}-{hand_over}-{rollout}", sleep_config(k, hand_over, rollout, trainer))
+        found = actual(directory)
+        assert found is not None
+        predicted = simulate(learnt.work, Layout(rollout, trainer, 2, k, hand_over), steps=60).step_seconds
+        assert predicted == pytest.approx(found.step_seconds, rel=TOLERANCE), (k, hand_over, rollout, trainer)
+        measured[rollout, trainer] = min(found.step_seconds, measured.get((rollout, trainer), 1e9))
+    fastest = min(measured, key=lambda split: measured[split])
+    chosen = advise(learnt.work, Limits(DEVICES, reward=2, colocate=False)).chosen
+    assert chosen is not None
+    assert abs(chosen.layout.rollout - fastest[0]) <= 1
