@@ -1,0 +1,184 @@
+"""Groups beside other groups: a default group with FSDP, another run's secret, a second engine, silent peers."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from engine_parts import ALPHA, RANK, blank, ends, lora, sealed
+from engine_processes import CONTEXT, SECONDS
+from engine_ranks import rank_main
+
+from checkpoint_engine import Ack, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.object_store import LocalReceiver
+from checkpoint_engine.processes import ProcessSender
+from checkpoint_engine.transports import make_member, resolve_transport
+
+
+class Local(LocalReceiver):
+    """A receiver of this process that can join groups."""
+
+    def __init__(self, receiver: Receiver, name: str) -> None:
+        super().__init__(receiver, name)
+        self.group = CollectiveReceiver(receiver, make_member("gloo"))
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await asyncio.to_thread(self.group.open, epoch, rank)
+
+    async def ready(self, epoch: int, header: Header) -> None:
+        self.group.ready(epoch, header)
+
+    async def accept(self, header: Header) -> Ack:
+        return await asyncio.to_thread(self.group.accept, header)
+
+    async def abort_group(self) -> None:
+        self.group.abort()
+
+
+def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], list[str], int]]:
+    pipes = [CONTEXT.Pipe() for _ in range(2)]
+    arguments = [(rank, folder / f"store-{beside}", theirs, beside) for rank, (_, theirs) in enumerate(pipes)]
+    ranks = [CONTEXT.Process(target=rank_main, args=each, daemon=True) for each in arguments]
+    for process in ranks:
+        process.start()
+    try:
+        assert all(ours.poll(SECONDS) for ours, _ in pipes)
+        return [ours.recv() for ours, _ in pipes]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_fsdp_on_the_default_group_trains_the_same_weights_beside_deliveries(tmp_path: Path) -> None:
+    alone, beside = (train_ranks(tmp_path, beside=beside) for beside in (False, True))
+    for (weights, _, _), (same, _, world) in zip(alone, beside, strict=True):
+        assert weights == same and world == 2
+    assert len(beside[0][1]) >= 3 and len(set(beside[0][1])) == len(beside[0][1])
+    assert alone[0][1] == []
+
+
+def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> None:
+    publisher, receiver = ends(lora())
+    sender, taking = CollectiveSender(publisher, make_member("gloo")), CollectiveReceiver(receiver, make_member("gloo"))
+    header, _ = sealed(publisher, 0)
+    host, port = sender.address()
+    strange = Member(lambda: TorchLink("gloo"))
+    errors: list[str] = []
+
+    def intrude() -> None:
+        try:
+            strange.open(Epoch(1, "guess", host, port, world=2, seconds=1.0), 1)
+        except TransferFailed as error:
+            errors.append(str(error))
+
+    stranger = threading.Thread(target=intrude)
+    stranger.start()
+    time.sleep(0.2)
+    epoch = Epoch(1, "secret", host, port, world=2, seconds=20.0)
+    joining = threading.Thread(target=taking.open, args=(epoch, 1))
+    joining.start()
+    sender.open(epoch)
+    joining.join()
+    sender.ready(1, header)
+    taking.ready(1, header)
+    accepting = threading.Thread(target=taking.accept, args=(header,))
+    accepting.start()
+    sender.send(header)
+    for thread in (accepting, stranger):
+        thread.join()
+    assert receiver.activate("policy", 0) == header.digest
+    assert len(errors) == 1 and "epoch 1 could not be opened as rank 1" in errors[0]
+    with pytest.raises(TransferFailed, match="before the members were ready"):
+        strange.broadcast()
+    taking.close()
+    sender.close()
+
+
+def test_every_run_has_a_secret_of_its_own_and_every_epoch_a_prefix() -> None:
+    publisher, _ = ends(lora())
+    one, other = (CollectiveBroadcast(ProcessSender(publisher)) for _ in range(2))
+    assert one._secret != other._secret and len(one._secret) == 32
+    epochs = [Epoch(n, one._secret, "h", 1, 2, 1.0) for n in (1, 2)]
+    assert epochs[0].prefix != epochs[1].prefix and one._secret in epochs[0].prefix
+
+
+def test_two_engines_deliver_at_once_in_one_process() -> None:
+    async def main() -> None:
+        engines = []
+        for seed in (1, 2):
+            tensors = lora(seed, width=512)
+            publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
+            sender = ProcessSender(publisher, member=make_member("gloo"))
+
+            async def replace(name: str, error: BaseException) -> None:
+                raise AssertionError(f"{name} was given up") from error
+
+            delivery = Delivery(sender, replace=replace, broadcast=CollectiveBroadcast(sender))
+            receivers = [Local(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), f"r{i}") for i in range(2)]
+            for receiver in receivers:
+                await delivery.join(receiver)
+            engines.append((tensors, publisher, delivery, receivers, sender))
+        for version in range(5):
+            await asyncio.gather(*(delivery.publish(version) for _, _, delivery, _, _ in engines))
+            await asyncio.gather(*(delivery.drain() for _, _, delivery, _, _ in engines))
+            digests = []
+            for tensors, publisher, delivery, receivers, _ in engines:
+                digests.append(publisher.payload(version)[0].digest)
+                for receiver in receivers:
+                    assert receiver.receiver.activate("policy", version) == digests[-1]
+                    assert receiver.receiver.live_digest() == digests[-1]
+                assert delivery.stats.fallbacks == 0
+                for tensor in tensors.values():
+                    tensor.mul_(1.5)
+            assert digests[0] != digests[1]
+        for _, _, delivery, receivers, sender in engines:
+            await delivery.close()
+            sender.close()
+            for receiver in receivers:
+                receiver.group.close()
+        assert not dist.is_initialized(), "no default group was made"
+
+    asyncio.run(asyncio.wait_for(main(), SECONDS))
+
+
+def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> None:
+    publisher, _ = ends(lora())
+    sender = CollectiveSender(publisher, make_member("gloo"))
+    host, port = sender.address()
+    with pytest.raises(TransferFailed, match=r"rank 0: .*(not everybody came within 0.3 s|timeout)"):
+        sender.open(Epoch(1, "secret", host, port, world=3, seconds=0.3))
+    threading.Timer(0.3, sender.abort).start()
+    with pytest.raises(TransferFailed, match="rank 0: aborted"):
+        sender.open(Epoch(2, "secret", host, port, world=3, seconds=60.0))
+    header, _ = sealed(publisher, 0)
+    with pytest.raises(TransferFailed, match="not a member of epoch 2"):
+        sender.ready(2, header)
+    sender.close()
+
+
+def test_auto_is_the_object_store_without_a_gpu_and_other_names_are_refused() -> None:
+    assert resolve_transport("auto", "cpu") == "object_store"
+    assert resolve_transport("auto", "cuda:0") == ("nccl" if dist.is_nccl_available() else "object_store")
+    assert [resolve_transport(name, "cpu") for name in ("gloo", "pynccl")] == ["gloo", "pynccl"]
+    with pytest.raises(ValueError, match=r"got 'ncll' \(nearest: nccl\)"):
+        resolve_transport("ncll", "cpu")
+    with pytest.raises(ValueError, match="collective transports are"):
+        make_member("object_store")
+
+
+def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
+    epoch = Epoch(1, "secret", "127.0.0.1", 1, 1, 1.0)
+    store = dist.HashStore()
+    if not dist.is_nccl_available():
+        with pytest.raises(ValueError, match="transport nccl needs a torch built with NCCL"):
+            make_member("nccl").open(epoch, 0, store)
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
+            make_member("pynccl").open(epoch, 0, store)
