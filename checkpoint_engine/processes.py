@@ -9,6 +9,8 @@ A process that dies is seen at once: its connection ends, and every call under w
 
 import asyncio
 import itertools
+import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -144,16 +146,18 @@ class ProcessReceiver:
             except OSError:
                 return
         with self._lock:
-            self._connection.close()
+            if not self._connection.closed:
+                _hang_up(self._connection)
 
     def _read(self) -> None:
         try:
             while True:
                 number, value, error = self._connection.recv()
                 self._answer(number, value, error)
-        except (EOFError, OSError, TypeError):  # TypeError: closed here while it was read
+        except (EOFError, OSError):
             with self._lock:
                 self._lost = True
+                self._connection.close()
                 waiting = list(self._calls)
             for number in waiting:
                 self._answer(number, None, ConnectionResetError(f"{self.name} is gone"))
@@ -271,6 +275,12 @@ class serve:  # noqa: N801 - read as a verb
         if self._group is None:
             raise TransferFailed("this receiver has no place in a group: serve it with a member")
         return self._group
+
+
+def _hang_up(connection: Connection) -> None:
+    """Ends a connection at both sides; closing it would not, while a thread of this process reads from it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def member_for(transport: str, device: torch.device | str = "cpu") -> Member | None:

@@ -1,0 +1,58 @@
+"""Two processes: one changes a tensor and publishes it, the other samples from whatever version is newest.
+
+python examples/checkpoint_engine/publish_and_sample.py
+"""
+
+import asyncio
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from checkpoint_engine import Delivery, Publisher, Receiver
+from checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+
+
+def sample(connection: Connection) -> None:
+    """The sampling process: between two pieces of work it may change to another version, never within one."""
+    weights, used = {"mean": torch.zeros(1000)}, -1
+    receiver = Receiver(weights)
+    with serve(connection, receiver) as service:
+        while True:
+            over, held = not service.connected, receiver.held()
+            if held and held[-1][1] != used:
+                used = held[-1][1]
+                digest = receiver.activate("policy", used)
+                print(f"version {used} ({digest[:8]}): mean {torch.normal(weights['mean']).mean():.1f}", flush=True)
+            elif over:
+                return
+            time.sleep(0.01)
+
+
+async def publish(connection: Connection) -> None:
+    """The publishing process: `publish` returns once the tensor may change; delivery goes on beside it."""
+
+    async def replace(name: str, error: BaseException) -> None:
+        raise error
+
+    mean = torch.zeros(1000)
+    delivery = Delivery(ProcessSender(Publisher({"mean": mean})), replace=replace)
+    sampler = ProcessReceiver(connection, "sampler")
+    await delivery.join(sampler)
+    for version in range(5):
+        mean.fill_(float(version))
+        await delivery.publish(version)
+        await delivery.drain()  # a trainer would train on instead
+    await delivery.close()
+    sampler.close()
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=sample, args=(theirs,))
+    process.start()
+    theirs.close()
+    asyncio.run(publish(ours))
+    process.join()
