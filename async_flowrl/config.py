@@ -209,6 +209,12 @@ class MonitorConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)
+    """Training steps whose rollout tickets and update every worker traces with torch's profiler, into profile/."""
+
+
+@dataclass
 class DeadlinesConfig:
     """Seconds each phase may take before the run stops with the name of what was late."""
 
@@ -281,6 +287,7 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

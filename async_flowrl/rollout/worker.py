@@ -8,12 +8,14 @@ began with.
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from async_flowrl.averaged import EMA
 from async_flowrl.config import Config
+from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
@@ -32,6 +34,7 @@ class RolloutWorker:
 
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.name = config, model, name
+        self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
         self.collective: ReceivingEnd
@@ -99,7 +102,8 @@ class RolloutWorker:
         began = time.time()
         digest = self._activate(request)
         activated = time.time()
-        rollout = self.engine.generate(request)
+        with self._profiled(request):
+            rollout = self.engine.generate(request)
         self._delay(request)
         spans = (Span("activate", began, activated), *rollout.spans)
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
@@ -112,6 +116,11 @@ class RolloutWorker:
         if self.config.trainer.ema_decay is not None:
             return self.receiver.activate(EMA, request.version)
         return self.receiver.activate("policy", request.version, slot=EVALUATION_SLOT)
+
+    def _profiled(self, request: RolloutRequest) -> AbstractContextManager[None]:
+        if request.kind == EVALUATION:
+            return nullcontext()
+        return self._profiler.around(request.step, f"-ticket-{request.ordinal:06d}")
 
     def _delay(self, request: RolloutRequest) -> None:
         """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.batch import Group
 from async_flowrl.training.passes import Parts, Passes
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
@@ -30,6 +31,7 @@ class Update:
         self._plan = StepPlan(rows=0)
         self._tally = Tally()
         self._before: list[Span] = []
+        self._profiler = StepProfiler(parts.config, f"trainer-{parts.gang.rank}")
 
     def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
@@ -49,6 +51,8 @@ class Update:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
         self._step, self._plan, self._tally = step, plan, Tally()
         self._tally.spans, self._before = self._before, []
+        if plan.update == 0:
+            self._profiler.start(step)
         self._parts.parameters.gradients.zero_()
 
     def accumulate(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> None:
@@ -70,10 +74,17 @@ class Update:
         """
         if self._step is None:
             raise RuntimeError("finish was called before begin")
-        parts, plan, step, tally = self._parts, self._plan, self._step, self._tally
-        self._step = None
-        if plan.update == parts.config.trainer.updates_per_batch - 1:
+        step, self._step = self._step, None
+        last = self._plan.update == self._parts.config.trainer.updates_per_batch - 1
+        if last:
             self._passes.forget_proximal()
+        stats = self._optimize(step)
+        if last:
+            self._profiler.stop()
+        return stats
+
+    def _optimize(self, step: int) -> UpdateStats:
+        parts, plan, tally = self._parts, self._plan, self._tally
         rate = learning_rate(parts.config.trainer, step, parts.config.total_steps)
         if not tally.groups:
             return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(tally.spans))

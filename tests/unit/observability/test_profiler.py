@@ -1,0 +1,54 @@
+"""Profiler traces of chosen steps, by both kinds of workers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.observability.profiler import StepProfiler
+from async_flowrl.prepare import prepare
+from async_flowrl.recipe import sampling
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.tickets import TRAIN, Ticket
+from async_flowrl.training.plan import GroupMeta, StepPlan
+from async_flowrl.training.worker import TrainerWorker
+
+
+def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    given = ["prompts_per_step=1", "group_size=2", "trainer.micro_batch_size=2", "profile.steps=[1]"]
+    prepared = prepare(typed(compose_overrides("sync", [*given, f"output_dir={tmp_path}"])))
+    config = prepared.config
+    rollout = RolloutWorker(config, prepared.model, 0, "rollout-0")
+    trainer = TrainerWorker(config, prepared.model, 0, "trainer-0")
+    rollout.load()
+    trainer.load()
+    for step in (0, 1):
+        trainer.stage(step)
+        trainer.seal(step)
+        rollout.receive(*trainer.payload(step))
+        _, _, trajectory = rollout.generate(prepared.recipe.request(Ticket(TRAIN, step, step, 0, 0, step)))
+        assert trajectory is not None
+        meta = GroupMeta(0, 1, step, 0, (1.0, -1.0), (0, 1), (0, 1), " ", sampling(config))
+        trainer.begin(step, StepPlan(rows=2 * len(trajectory.train_steps)))
+        trainer.accumulate([meta], trajectory)
+        trainer.finish()
+    written = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert written == ["rollout-0-step-000001-ticket-000001.json", "trainer-0-step-000001.json"]
+    names = {event["name"] for event in json.loads((tmp_path / "profile" / written[1]).read_text())["traceEvents"]}
+    assert any("AddmmBackward" in name for name in names)
+
+
+def test_a_block_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    config = typed(compose_overrides("sync", ["profile.steps=[3]", f"output_dir={tmp_path}"]))
+    profiler = StepProfiler(config, "rollout-0")
+    with pytest.raises(KeyError), profiler.around(3):
+        raise KeyError
+    with profiler.around(4):
+        torch.ones(2).sum()
+    assert not (tmp_path / "profile").exists()
+    with profiler.around(3):
+        torch.ones(2).sum()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rollout-0-step-000003.json"]
