@@ -1,4 +1,4 @@
-"""Every algorithm through the whole pipeline, one step off: the policy follows its reward, and flees it when negated."""
+"""Every algorithm through the whole pipeline: the policy follows its reward, and flees it when negated."""
 
 from pathlib import Path
 
