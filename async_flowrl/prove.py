@@ -1,4 +1,4 @@
-"""python -m async_flowrl.prove: the same short run undisturbed, delayed, and killed twice; three equal digests or exit 1."""
+"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed twice; equal digests or exit 1."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """What travels between the controller, the rollout pool, the reward pool and the trainer. All frozen, all picklable.
 
-Arrays that pass through the object store are numpy (never torch: see docs/architecture.md); images are uint8 [n, H, W, 3].
+Arrays that pass through the object store are numpy, never torch; images are uint8 [n, H, W, 3].
 """
 
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """The kilobytes of a finished ticket that pass through the controller. Version and digest are those at its start."""
+    """What of a finished ticket passes through the controller. Version and digest are those at its start."""
 
     ordinal: int
     version: int

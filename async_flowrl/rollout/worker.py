@@ -1,8 +1,8 @@
 """One rollout worker: an engine and the receiving end of the weights. A plain class; a Ray actor hosts it.
 
-`generate` runs on the main lane, everything about weights on the "sync" lane beside it. A delivery never touches the live
-weights: `generate` activates the version its request names, between two tickets, and reports the version and digest it
-began with.
+`generate` runs on the main lane, everything about weights on the "sync" lane beside it. A delivery never touches the
+live weights: `generate` activates the version its request names, between two tickets, and reports the version and
+digest it began with.
 """
 
 import random
