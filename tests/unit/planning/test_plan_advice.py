@@ -1,5 +1,6 @@
 """What the planner recommends, and what it learns from a run."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,18 @@ def test_predicted_against_actual(tmp_path: Path) -> None:
     assert found is not None
     assert abs(found["deviation"]) < 0.05
     assert found["sentence"].startswith(f"predicted {found['predicted']['step_seconds']:.3g} s per step")
+
+
+def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -> None:
+    """The virtual clock lives in that thread; the controller's loop goes on meanwhile."""
+    config = toy_config(0, steps=16)
+    directory = recorded(tmp_path / "run", virtual(config), config)
+
+    async def controller() -> Any:
+        return await asyncio.to_thread(plan.predicted_against_actual, directory)
+
+    found = asyncio.run(controller())
+    assert abs(found["deviation"]) < 0.05
 
 
 def test_a_run_too_short_to_tell(tmp_path: Path) -> None:
