@@ -1,0 +1,1 @@
+"""Deliveries between real processes, paired with the raw primitive in one run."""

@@ -1,0 +1,179 @@
+"""What is measured: deliveries beside the raw primitive, stalls, the event loop's lag, and life after a SIGKILL."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from checkpoint_engine.benchmark.receiving import LIMIT, Bare, Process, ask, memcpy, tensors_of
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.delivery import Delivery
+from checkpoint_engine.object_store import SharedMemoryStore
+from checkpoint_engine.outcome import DeliveryOptions
+from checkpoint_engine.processes import ProcessSender, member_for
+from checkpoint_engine.publisher import Publisher
+from checkpoint_engine.transports import OBJECT_STORE
+
+TICK = 0.002
+"""Seconds between two looks at the event loop's lag."""
+COPIES_AT_SENDER, COPIES_AT_RECEIVER = 8, 5
+"""Payload-sized buffers per process, at most, scratch included."""
+
+
+@dataclass
+class Rig:
+    """A publisher here and receivers in other processes. `lost` are those given up."""
+
+    transport: str
+    megabytes: float
+    receivers: int
+    processes: list[Process] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    acks: list[tuple[str, int, float]] = field(default_factory=list)
+    """Name, version, when: by time.perf_counter."""
+
+    async def open(self) -> None:
+        self.tensors = tensors_of(self.megabytes)
+        self.publisher = Publisher(self.tensors, retain=1)
+        self.scratch = self.publisher.layout.empty().zero_()
+        self.source = self.publisher.layout.empty().zero_()
+        self.sender = ProcessSender(self.publisher, member=member_for(self.transport))
+        broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=self.transport)
+        options = DeliveryOptions(retain=1)
+        self.delivery = Delivery(self.sender, replace=self._replace, options=options, broadcast=broadcast)
+        self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version, time.perf_counter())))
+        self.processes += [Process(f"r{i}", self.transport, self.megabytes) for i in range(self.receivers)]
+        await asyncio.to_thread(ask, self.processes, "ready")
+        for process in self.processes:
+            await self.delivery.join(process.end)
+
+    async def _replace(self, name: str, error: BaseException) -> None:
+        self.lost.append(name)
+
+    async def close(self) -> None:
+        await self.delivery.close()
+        self.sender.close()
+        for process in self.processes:
+            process.close()
+
+
+@contextlib.asynccontextmanager
+async def rig(transport: str, megabytes: float, receivers: int) -> AsyncIterator[Rig]:
+    made = Rig(transport, megabytes, receivers)
+    try:
+        await made.open()
+        yield made
+    finally:
+        await made.close()
+
+
+class Primitive:
+    """The raw way of a transport to get the same bytes to the same processes, among the same processes."""
+
+    def __init__(self, made: Rig) -> None:
+        self._made, self._store = made, SharedMemoryStore()
+        self._bare: Bare | None = None
+        if made.transport == OBJECT_STORE:
+            return
+        self._server = TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+        world = len(made.processes) + 1
+        for rank, process in enumerate(made.processes, start=1):
+            process.order("open", self._server.port, rank, world)
+        self._bare = Bare(self._server.port, 0, world, self._server)
+        for process in made.processes:
+            process.answer()
+
+    def run(self) -> float:
+        """Seconds until the last receiver has its bytes."""
+        began = time.perf_counter()
+        if self._bare is None:
+            reference = self._store.put(self._made.source.numpy())
+            ask(self._made.processes, "get", reference)
+            taken = time.perf_counter() - began
+            self._store.delete(reference)
+            return taken
+        for process in self._made.processes:
+            process.order("broadcast")
+        self._bare.broadcast(self._made.source)
+        for process in self._made.processes:
+            process.answer()
+        return time.perf_counter() - began
+
+
+async def measure(transport: str, megabytes: float, receivers: int, *, repeats: int) -> dict[str, Any]:
+    """One cell: medians over `repeats` publishes, each paired with the raw primitive right after it."""
+    async with rig(transport, megabytes, receivers) as made:
+        primitive = await asyncio.to_thread(Primitive, made)
+        rows = []
+        for version in range(repeats + 2):
+            row = await _publish(made, version)
+            row["primitive_seconds"] = await asyncio.to_thread(primitive.run)
+            row["memcpy_seconds"] = memcpy(made.scratch, made.source)
+            row["activate_seconds"] = max(await asyncio.to_thread(ask, made.processes, "activate", version))
+            row["worker_memcpy_seconds"] = max(await asyncio.to_thread(ask, made.processes, "memcpy"))
+            rows.append(row)
+        measured = rows[2:]  # the first two touch their staging slots and meet
+        cell = {key: median(row[key] for row in measured) for key in measured[0]}
+        cell["loop_lag_seconds"] = max(row["loop_lag_seconds"] for row in measured)
+        return {
+            "transport": transport,
+            "megabytes": megabytes,
+            "receivers": receivers,
+            **cell,
+            "fraction_of_primitive": cell["primitive_seconds"] / cell["delivery_seconds"],
+            "trainer_stall_memcpys": cell["stall_seconds"] / cell["memcpy_seconds"],
+            "worker_stall_memcpys": cell["activate_seconds"] / cell["worker_memcpy_seconds"],
+            "stats": asdict(made.delivery.stats),
+        }
+
+
+async def _publish(made: Rig, version: int) -> dict[str, float]:
+    """Seconds of the stall (`publish`), of the delivery after it, and of the loop's greatest lag meanwhile."""
+    for tensor in made.tensors.values():
+        tensor.fill_(float(version))
+    lag = asyncio.create_task(_watch())
+    began = time.perf_counter()
+    await made.delivery.publish(version)
+    staged = time.perf_counter()
+    await made.delivery.drain()
+    done = time.perf_counter()
+    lag.cancel()
+    worst = (await asyncio.gather(lag))[0]
+    return {"stall_seconds": staged - began, "delivery_seconds": done - staged, "loop_lag_seconds": worst}
+
+
+async def _watch() -> float:
+    worst, expected = 0.0, time.perf_counter() + TICK
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(TICK)
+            worst = max(worst, time.perf_counter() - expected)
+            expected = time.perf_counter() + TICK
+    return worst
+
+
+async def after_kill(transport: str, *, megabytes: float = 50.0, receivers: int = 3) -> dict[str, Any]:
+    """Seconds from a SIGKILL in the middle of a delivery until the last survivor acknowledged that version."""
+    async with rig(transport, megabytes, receivers) as made:
+        for version in range(2):
+            await made.delivery.publish(version)
+            await made.delivery.drain()
+        await made.delivery.publish(2)
+        made.processes[0].kill()
+        killed = time.perf_counter()
+        await made.delivery.drain()
+        served = {name: when for name, version, when in made.acks if version == 2 and name != "r0"}
+        if len(served) != receivers - 1:
+            raise RuntimeError(f"{receivers - 1} survivors were to be served, {sorted(served)} were")
+        seconds = max(served.values()) - killed
+        return {"transport": transport, "megabytes": megabytes, "survivors": receivers - 1, "seconds": seconds}
+
+
+def memory_needed(megabytes: float, receivers: int) -> float:
+    """Gigabytes that a cell may take, all processes together."""
+    return megabytes * (COPIES_AT_SENDER + COPIES_AT_RECEIVER * receivers) / 1000 + 0.3 * receivers
