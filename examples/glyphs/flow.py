@@ -47,7 +47,7 @@ def prompt_ids(pipeline: Any, texts: Sequence[str]) -> Tensor:
 
 def embed(pipeline: Any, ids: Tensor) -> Tensor:
     """Prompt embeddings [n, L - prefix, D] as `encode_prompt` makes them, with gradients."""
-    states = pipeline.text_encoder.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    states: Tensor = pipeline.text_encoder.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     return states[:, pipeline.prompt_template_encode_start_idx :]
 
 
@@ -82,7 +82,7 @@ def train_flow(
         mixed = torch.lerp(x, noise, sigma[:, None, None])
         loss = functional.mse_loss(_velocity(transformer, mixed, sigma, text), noise - x)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 1.0)
         optimizer.step()
         schedule.step()
