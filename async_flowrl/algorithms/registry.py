@@ -1,7 +1,6 @@
 """From `algorithm.name` to a checked algorithm; refuses in one sentence what would not do what it says."""
 
 import importlib
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
 from async_flowrl.algorithms.policy_gradient import check_density, uses_density
 from async_flowrl.algorithms.sde import check_noise_level, cps_std, validate_schedule
-from async_flowrl.algorithms.window import check_window
+from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
 from async_flowrl.config import AlgorithmConfig
 from async_flowrl.naming import unknown_name
 
@@ -35,7 +34,7 @@ def build_algorithm(
     """The algorithm, checked against its configuration and the run's. ValueError in one sentence otherwise."""
     factory = _factory(config.name)
     own = config.name not in BUILT_IN
-    final = getattr(factory, "records", "transitions") == "final"
+    final = trains_on_final_images(config)
     _check_names(config)
     _check_numbers(config)
     check_advantage(config)
@@ -58,15 +57,16 @@ def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
     return config.correction or ("none" if max_staleness <= 1 else "mask")
 
 
-def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int, train_steps: Sequence[int]) -> None:
-    """ValueError for a schedule [T+1] that the algorithm cannot use; `train_steps` are all steps that may be trained.
+def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int) -> None:
+    """ValueError for a schedule [T+1] that the algorithm cannot use.
 
     Besides the shape of the schedule: cps steps whose std is below 0.05, where their Gaussian density is used.
     """
-    validate_schedule(sigmas, config.sde_type)
+    steps = possible_steps(config, len(sigmas) - 1)
+    validate_schedule(sigmas, config.sde_type if steps else "ode")
     correction = resolve_correction(config, max_staleness)
     if config.sde_type == "cps" and uses_density(config, correction, config.name == FlowDPPO.name):
-        for index in train_steps:
+        for index in steps:
             check_density(torch.tensor(cps_std(float(sigmas[index + 1]), config.noise_level)))
 
 
@@ -141,6 +141,11 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
     missing = [member for member in MEMBERS if not hasattr(algorithm, member)]
     if missing:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
+    final = trains_on_final_images(config)
+    if final != (algorithm.records == "final"):
+        raise ValueError(
+            f"{config.name} records {algorithm.records!r}, so algorithm.final_images must be {str(not final).lower()}"
+        )
     if hand_over == "stream" and not algorithm.group_local:
         raise ValueError(
             "algorithm.global_std needs hand_over=batch: the std of the whole batch is not known while it streams"

@@ -24,16 +24,16 @@ class Window:
     train_steps: tuple[int, ...]
 
 
-def draw_window(
-    config: AlgorithmConfig, *, num_inference_steps: int, seed: int, step: int, group: int, final: bool | None = None
-) -> Window:
-    """The window of one group; with `window_per=step` (or `global_std`, whose statistics span groups) of all groups.
+def trains_on_final_images(config: AlgorithmConfig) -> bool:
+    """Known from the configuration alone, so that nothing it names has to be imported."""
+    return config.final_images or config.name in FINAL_ALGORITHMS
 
-    `final` says whether the algorithm trains on final images; None looks the built-in names up.
-    """
+
+def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int, step: int, group: int) -> Window:
+    """The window of one group; with `window_per=step` (or `global_std`, whose statistics span groups) of all groups."""
     shared = config.window_per == "step" or config.global_std
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
-    if final if final is not None else config.name in FINAL_ALGORITHMS:
+    if trains_on_final_images(config):
         return Window((), _subset(range(num_inference_steps), rows_per_image(config, num_inference_steps), source))
     low, high = step_range(config, num_inference_steps)
     if config.window == "none":
@@ -60,6 +60,15 @@ def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
 def step_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
     """Half-open range of the steps that may get noise. Never the last one: its noise would stay in the image."""
     return config.sde_window_range or (0, num_inference_steps - 1)
+
+
+def possible_steps(config: AlgorithmConfig, num_inference_steps: int) -> list[int]:
+    """Every step that some window may train as a noisy one; none for algorithms that train on final images."""
+    if trains_on_final_images(config):
+        return []
+    if config.window == "list":
+        return sorted(config.window_list or [])
+    return list(range(*step_range(config, num_inference_steps)))
 
 
 def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -83,6 +83,8 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         # On the CPU first: a base too large for one device is moved shard by shard.
         policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+        sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
+        check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
         digest, count = base_digest(base), sum(parameter.numel() for parameter in base.values())
         add_lora(policy.transformer, config.lora, policy, config.seed)

@@ -2,14 +2,17 @@
 
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from algorithm_cases import build
 
+from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
+from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config import AlgorithmConfig
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -117,6 +120,10 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
             self.name = "half"
 
+    class OnImages(DiffusionNFT):
+        name = "on_images"
+
+    module.OnImages = OnImages  # type: ignore[attr-defined]
     module.Mine, module.NoBehaviour, module.Half = Mine, NoBehaviour, Half  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_algorithms", module)
     return module
@@ -125,6 +132,25 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
     assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and algorithm.needs_behaviour
+
+
+@pytest.mark.usefixtures("own")
+def test_own_algorithm_on_final_images() -> None:
+    """Said in the configuration, because the rollout's requests are made without importing anything."""
+    config = {"name": "own_algorithms:OnImages", "max_staleness": 2}
+    assert build(**config, final_images=True).records == "final"
+    window = draw_window(
+        AlgorithmConfig(name="own_algorithms:OnImages", final_images=True),
+        num_inference_steps=5,
+        seed=0,
+        step=0,
+        group=0,
+    )
+    assert window.noise_steps == ()
+    with pytest.raises(ValueError, match=r"records 'final', so algorithm\.final_images must be true"):
+        build(**config)
+    with pytest.raises(ValueError, match=r"records 'transitions', so algorithm\.final_images must be false"):
+        build(final_images=True)
 
 
 @pytest.mark.usefixtures("own")
@@ -149,18 +175,28 @@ SD3 = torch.tensor((1.0, 0.9601, 0.9133, 0.8577, 0.7904, 0.7073, 0.6022, 0.4649,
 )
 def test_schedules_with_sharp_cps_steps_are_refused_where_a_density_is_used(fields: dict[str, Any]) -> None:
     config = AlgorithmConfig(**{"sde_type": "cps", "noise_level": 0.8} | fields)
-    check_schedule(config, SD3, max_staleness=1, train_steps=range(8))
+    check_schedule(replace(config, sde_window_range=(0, 8)), SD3, max_staleness=1)
     with pytest.raises(ValueError, match=r"std 0\.0085"):
-        check_schedule(config, SD3, max_staleness=1, train_steps=range(9))
+        check_schedule(config, SD3, max_staleness=1)
+    with pytest.raises(ValueError, match=r"std 0\.0085"):
+        check_schedule(replace(config, window="list", window_list=[8, 1]), SD3, max_staleness=1)
 
 
 def test_sharp_cps_steps_are_trained_where_no_density_is_used() -> None:
     config = AlgorithmConfig(sde_type="cps", noise_level=0.8)
-    check_schedule(config, SD3, max_staleness=1, train_steps=range(9))
+    check_schedule(config, SD3, max_staleness=1)
     with pytest.raises(ValueError, match=r"std 0\.0085"):
-        check_schedule(config, SD3, max_staleness=2, train_steps=range(9))
+        check_schedule(config, SD3, max_staleness=2)
 
 
-def test_schedules_must_be_schedules() -> None:
+@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+def test_schedules_must_be_schedules(name: str) -> None:
     with pytest.raises(ValueError, match="strictly"):
-        check_schedule(AlgorithmConfig(), torch.tensor([1.0, 0.5, 0.5, 0.0]), max_staleness=0, train_steps=[0])
+        check_schedule(AlgorithmConfig(name=name), torch.tensor([1.0, 0.5, 0.5, 0.0]), max_staleness=0)
+
+
+def test_levels_near_one_matter_to_noisy_sde_steps_alone() -> None:
+    near = torch.tensor([1.0, 0.9995, 0.5, 0.0])
+    check_schedule(AlgorithmConfig(name="diffusion_nft"), near, max_staleness=0)
+    with pytest.raises(ValueError, match=r"0\.999"):
+        check_schedule(AlgorithmConfig(), near, max_staleness=0)
