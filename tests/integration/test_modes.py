@@ -7,7 +7,7 @@ import pytest
 from tests.integration.runs import Run, inverted, train
 
 STALENESS = {"sync": 0, "stream": 0, "one_step_off": 1, "fully_async": 3}
-DELAYS = [f"debug.delays.{stage}=0.1" for stage in ("generate", "score", "update", "publish")]
+DELAYS = ["debug.delays.generate=0.3", *(f"debug.delays.{stage}=0.1" for stage in ("score", "update", "publish"))]
 
 
 def overrides(mode: str) -> list[str]:
