@@ -55,6 +55,7 @@ class Publisher:
         self._free = [0, 1]
         self._staged: dict[int, _Staged] = {}
         self._sealed: dict[int, tuple[Header, Tensor]] = {}
+        self._sealing: set[int] = set()
         self._held: set[int] = set()
         self._frozen: Tensor | None = None
         self._changed = threading.Condition()
@@ -89,15 +90,26 @@ class Publisher:
     def seal(self, version: int) -> Header:
         """Copies a staged version to host memory, checks and digests it, frees its slot and retains it.
 
-        Raises VersionGone for a version that was never staged, WeightsMismatch, naming the tensor, when the staged
-        bytes are not those the tensors had while they were staged.
+        Two threads may seal one version. Raises VersionGone
+        for one that was never staged, WeightsMismatch, naming the tensor, when the staged bytes are not those the
+        tensors had while they were staged.
         """
         with self._changed:
+            self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
                 return self._sealed[version][0]
             staged = self._staged.pop(version, None)
-        if staged is None:
-            raise VersionGone(f"version {version} of stream {self.stream} was never staged")
+            if staged is None:
+                raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
+            self._sealing.add(version)
+        try:
+            return self._seal(version, staged)
+        finally:
+            with self._changed:
+                self._sealing.discard(version)
+                self._changed.notify_all()
+
+    def _seal(self, version: int, staged: _Staged) -> Header:
         try:
             host = self._to_host(staged)
         finally:

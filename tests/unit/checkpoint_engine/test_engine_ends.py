@@ -2,6 +2,7 @@ import dataclasses
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,6 +188,22 @@ def test_staging_waits_for_the_version_before_the_last_one() -> None:
         publisher.stage(1)
     publisher.seal(1)
     publisher.seal(2)
+
+
+def test_several_threads_may_seal_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, _ = ends(lora())
+    copy, copies = publisher._to_host, []
+
+    def slow(staged):
+        copies.append(staged)
+        time.sleep(0.05)
+        return copy(staged)
+
+    monkeypatch.setattr(publisher, "_to_host", slow)
+    publisher.stage(0)
+    with ThreadPoolExecutor(4) as pool:
+        headers = list(pool.map(publisher.seal, [0] * 4))
+    assert len(copies) == 1 and all(header is headers[0] for header in headers)
 
 
 def test_publisher_retains_the_newest_and_the_held() -> None:

@@ -154,7 +154,7 @@ def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> N
         sender.open(Epoch(1, "secret", host, port, world=3, seconds=0.3))
     threading.Timer(0.3, sender.abort).start()
     with pytest.raises(TransferFailed, match="rank 0: aborted"):
-        sender.open(Epoch(2, "secret", host, port, world=3, seconds=60.0))
+        sender.open(Epoch(2, "secret", host, port, world=3, seconds=5.0))
     header, _ = sealed(publisher, 0)
     with pytest.raises(TransferFailed, match="not a member of epoch 2"):
         sender.ready(2, header)
