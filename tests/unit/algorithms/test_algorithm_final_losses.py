@@ -75,7 +75,7 @@ def test_nft_value_and_gradient(settings: dict[str, Any]) -> None:
     )
     expected = nft_reference(batch, networks, settings)
     assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
-    assert float(output.loss.double().sum()) == pytest.approx(expected.item(), rel=1e-5)
+    assert output.loss.double().sum().item() == pytest.approx(expected.item(), rel=1e-5)
     parameters = list(networks["current"].parameters())
     got = torch.autograd.grad(output.loss.sum(), parameters)
     for value, wanted in zip(got, torch.autograd.grad(expected, parameters), strict=True):
