@@ -55,8 +55,12 @@ def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) 
     given = [f"output_dir={directory}", *PURE, *overrides, *variant.overrides]
     with subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         watch = CpuWatch(process.pid)
-        output, _ = process.communicate()
-        watch.stop()
+        try:
+            output, _ = process.communicate()
+        finally:
+            watch.stop()
+            if process.poll() is None:
+                process.terminate()
     if process.returncode != 0:
         raise RunFailed(f"{name} ended with code {process.returncode}:\n{output[-2000:]}")
     return read(variant.name, directory, watch)
