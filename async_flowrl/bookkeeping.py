@@ -40,7 +40,7 @@ class Bookkeeping:
 
     async def before_training(self, ctx: Context) -> None:
         """Checkpoint 0 exists before step 0; a fresh run is evaluated first, if asked."""
-        await self.checkpoints.save(ctx.table, ctx.table.step)
+        await self._save(ctx, ctx.table.step)
         if ctx.table.step == 0 and ctx.config.evaluate.before_training:
             await self.evaluations.start(ctx, 0)
         self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
@@ -57,15 +57,20 @@ class Bookkeeping:
         self.evaluations.check()
         version = step + 1
         if self.checkpoints.due(version):
-            await self.checkpoints.save(ctx.table, version)
+            await self._save(ctx, version)
         every = ctx.config.evaluate.every
         if version == ctx.config.total_steps or (every > 0 and version % every == 0):
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
         """Outstanding evaluations, and a checkpoint of where the run ended; their errors count too."""
-        await self.checkpoints.save(ctx.table, ctx.table.step)
+        await self._save(ctx, ctx.table.step)
         await self.evaluations.drain()
+
+    async def _save(self, ctx: Context, version: int) -> None:
+        """A checkpoint names the digest of the version it stands at, so that version is sealed first."""
+        await ctx.work.until(lambda: version in ctx.table.published)
+        await self.checkpoints.save(ctx.table, version)
 
     def abandon(self) -> None:
         """Ends what is still outstanding after the loop, by success or failure."""

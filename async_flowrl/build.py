@@ -108,6 +108,8 @@ def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest
     if stop() and summary["steps"] < summary["total_steps"]:
         sys.stdout.write(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto\n")
         return exits.RESUMABLE
+    if summary["plan"] is not None:
+        sys.stdout.write(f"{'plan':8} {summary['plan']['sentence']}\n")
     for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
         sys.stdout.write(f"{label:8} {path}\n")
     return exits.OK

@@ -16,6 +16,7 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.report import write_report
 from async_flowrl.observability.summary import Outcome, summarise, this_life
 from async_flowrl.observability.timeline import write_timeline
+from async_flowrl.plan import predicted_against_actual
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import State, TicketTable
 from async_flowrl.training.gang import TrainerGang
@@ -53,6 +54,7 @@ async def finish(
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        summary["plan"] = predicted_against_actual(Path(directory.root))
         directory.write_summary(summary)
         write_timeline(directory.events, directory.timeline)
         if config.monitor.report:
