@@ -203,8 +203,6 @@ class MonitorConfig:
     wandb: bool = False
     """Offline unless WANDB_API_KEY or a login is there."""
     wandb_project: str = "async_flowrl"
-    images_every: int = 20
-    """Steps between image grids in images/; 0 = none."""
     report: bool = True
 
 

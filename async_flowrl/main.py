@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -19,6 +20,7 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     try:
         guard_imports()
+        sys.argv[1:] = [home_expanded(argument) for argument in sys.argv[1:]]
         compose_checked(sys.argv[1:])
         entry()
     except (ConfigError, GuardError) as error:
@@ -27,6 +29,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("async_flowrl: interrupted\n")
         raise SystemExit(exits.INTERRUPTED) from None
+
+
+def home_expanded(argument: str) -> str:
+    """`key=~/path` with the home folder in it: shells leave it alone there, and Hydra's grammar refuses a bare `~`."""
+    key, equals, value = argument.partition("=")
+    return f"{key}={Path(value).expanduser()}" if equals and value.startswith("~") else argument
 
 
 def _task(composed: DictConfig) -> None:

@@ -14,7 +14,6 @@ PURE = (
     "evaluate.max_prompts=1",
     "monitor.progress=false",
     "monitor.report=false",
-    "monitor.images_every=0",
 )
 """Nothing but training: every mode pays the same for evaluations and reports, so they tell nothing apart."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.main import main
+from async_flowrl.main import home_expanded, main
 from tests.integration.runs import ROOT
 
 
@@ -184,3 +184,10 @@ def test_more_devices_than_an_existing_cluster_has(tmp_path: Path, existing_clus
     assert time.monotonic() - began < 60
     again = command("total_steps=0", f"runtime.address={existing_cluster}", f"output_dir={out}")
     assert "is not empty" not in again.stderr
+
+
+def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"
+    assert home_expanded("~reward.terms.color") == "~reward.terms.color"
+    assert home_expanded("--config-name") == "--config-name"
