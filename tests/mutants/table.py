@@ -8,7 +8,7 @@ LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.u
 PLAIN = "tests.unit.test_plain_loop:test_the_controller_trains_exactly_what_a_plain_loop_trains"
 REFEREE = "tests.unit.algorithms.test_algorithm_referee"
 STALE = {"mode": "one_step_off"}
-HANGS = ("Deadlock", "HorizonReached")
+HANGS = ("Deadlock", "HorizonReached", "Stalled")
 
 
 def one(name: str, target: str, old: str, new: str, caught_by: str, **more: object) -> Mutant:
