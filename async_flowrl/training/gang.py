@@ -87,16 +87,17 @@ class TrainerGang:
             # Asked after every group: the last ones are the ones that are missing.
             return all(ctx.table.ready(step, group) for group in reversed(groups))
 
-        if ready():
-            return
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        if not ready():
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            self._book_state(ctx, "wait_data")
+            await ctx.ready.until(ready)
+            self._waited += clock() - began
+        self._book_state(ctx, "busy")
+
+    def _book_state(self, ctx: Context, state: str) -> None:
         for worker in self.workers.workers:
-            ctx.observer.state(worker.name, "wait_data")
-        await ctx.ready.until(ready)
-        self._waited += clock() - began
-        for worker in self.workers.workers:
-            ctx.observer.state(worker.name, "busy")
+            ctx.observer.state(worker.name, state)
 
     def _hand_over(self, ctx: Context, step: int, groups: Sequence[int]) -> list[HandedGroup]:
         """Takes the groups through the table's door and gives them their advantages."""
