@@ -24,7 +24,7 @@ from async_flowrl.run_directory import RunDirectory
 from async_flowrl.saving import Resume, find_resume
 from async_flowrl.stopping import StopRequest, listening
 from async_flowrl.training.gang import TrainerGang
-from async_flowrl.transport import resolve_transport
+from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerFailed
 from separation.placement import ResourcesMissing
 

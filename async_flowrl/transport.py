@@ -4,30 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-
-OBJECT_STORE, AUTO = "object_store", "auto"
-
-
-def resolve_transport(configured: str, trainer_device: str) -> str:
-    """`auto` is nccl where the trainer is on a GPU and torch has NCCL, and the object store elsewhere."""
-    if configured != AUTO:
-        return configured
-    on_gpu = trainer_device.startswith("cuda") and torch.distributed.is_nccl_available()
-    return "nccl" if on_gpu else OBJECT_STORE
-
-
-def make_member(transport: str, device: torch.device) -> Member:
-    """This process's place in the groups of `transport`: gloo, nccl or pynccl."""
-    if transport == "gloo":
-        return Member(lambda: TorchLink("gloo"))
-    if transport == "nccl":
-        return Member(lambda: TorchLink("nccl"), device)
-    from checkpoint_engine.pynccl import PyncclLink
-
-    return Member(PyncclLink, device)
+from checkpoint_engine.transports import make_member
 
 
 class SendingEnd:

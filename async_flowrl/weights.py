@@ -14,7 +14,6 @@ from async_flowrl.context import Context
 from async_flowrl.damage import DamageWatch
 from async_flowrl.delivery_ends import RolloutEnd, TrainerEnd
 from async_flowrl.training.gang import TrainerGang
-from async_flowrl.transport import OBJECT_STORE
 from checkpoint_engine import (
     CANARY_VERSION,
     EVALUATION,
@@ -26,6 +25,7 @@ from checkpoint_engine import (
 )
 from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.outcome import Verdict, verdict
+from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, deadline
 
