@@ -11,18 +11,18 @@ from typing import Any
 from async_flowrl import exits
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
+from async_flowrl.controller.launch import ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
+from async_flowrl.controller.lives import Ledgers, Run, live
+from async_flowrl.controller.saving import Resume, find_resume
+from async_flowrl.controller.stopping import StopRequest, listening
 from async_flowrl.dry_run import describe_run
 from async_flowrl.finish import finish
-from async_flowrl.launch import ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
-from async_flowrl.lives import Ledgers, Run, live
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.prepare import Prepared, prepare
 from async_flowrl.run_directory import RunDirectory
-from async_flowrl.saving import Resume, find_resume
-from async_flowrl.stopping import StopRequest, listening
 from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerFailed

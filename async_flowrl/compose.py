@@ -114,7 +114,7 @@ def typed(composed: DictConfig) -> Config:
 
 def check_everything(config: Config) -> None:
     """Every check that needs no process: values, algorithm, batching, model, rewards, prompts, machine, output."""
-    from async_flowrl.launch import check_machine
+    from async_flowrl.controller.launch import check_machine
     from async_flowrl.prepare import prepare
 
     check(config)

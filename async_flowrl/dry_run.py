@@ -1,6 +1,6 @@
 """`dry_run=true`: what a configuration would start and move, in a few lines, without starting anything."""
 
-from async_flowrl.launch import pools
+from async_flowrl.controller.launch import pools
 from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import shape, ticket_size
 from async_flowrl.training.batch import trained_steps

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from async_flowrl.context import Context
-from async_flowrl.launch import ROLLOUT
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.launch import ROLLOUT
 from async_flowrl.observability.events import Event, EventLog, effective, read_events
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog

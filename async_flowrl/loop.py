@@ -10,9 +10,9 @@ may run ahead is one number, `max_staleness`; whether a step's groups are handed
 `hand_over`. Nothing else tells the modes apart.
 """
 
-from async_flowrl.context import Context
-from async_flowrl.dispatch import dispatch
-from async_flowrl.stalls import watch_for_stalls
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import dispatch
+from async_flowrl.controller.stalls import watch_for_stalls
 from separation.supervise import supervised
 
 

@@ -16,6 +16,8 @@ Conditioning = dict[str, npt.NDArray[Any]]
 """What a model family needs of one prompt, without a batch dimension, e.g. {"prompt_embeds": [L, D] float32}."""
 
 TRAIN, EVALUATION = "train", "evaluation"
+POLICY, EMA = "policy", "ema"
+"""The named streams of the checkpoint engine: the trained weights and their moving average."""
 
 
 @dataclass(frozen=True)

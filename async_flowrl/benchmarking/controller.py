@@ -21,7 +21,8 @@ import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config, DeadlinesConfig, RewardTerm
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -32,7 +33,6 @@ from async_flowrl.tickets import Shape, Ticket, TicketTable
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.plan import StepPlan, UpdateStats
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores
-from async_flowrl.weights import PublishedWeights
 from checkpoint_engine import CANARY_VERSION, Ack, Header, Publisher
 from separation.group import PoolSpec, WorkerGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
 from async_flowrl.loop import run
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.planning.virtual_time import run_virtual

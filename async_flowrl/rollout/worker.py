@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from async_flowrl.averaged import EMA
 from async_flowrl.config import Config
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -23,7 +22,17 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
 from async_flowrl.training.lora import add_lora, lora_layers
 from async_flowrl.transport import ReceivingEnd
-from async_flowrl.types import EVALUATION, ByteArray, Conditioning, RolloutReport, RolloutRequest, Span, Trajectory
+from async_flowrl.types import (
+    EMA,
+    EVALUATION,
+    POLICY,
+    ByteArray,
+    Conditioning,
+    RolloutReport,
+    RolloutRequest,
+    Span,
+    Trajectory,
+)
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Ack, Header, LoraModule, Receiver, base_digest, binding_probe
 from checkpoint_engine.collective import Epoch
@@ -52,7 +61,7 @@ class RolloutWorker:
         self.engine = DiffusersEngine(policy, batch_size=self.config.rollout.batch_size, device=device())
         self.receiver = Receiver(
             self.engine.lora_parameters(),
-            streams=("policy",) if self.config.trainer.ema_decay is None else ("policy", EMA),
+            streams=(POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA),
             capacity=self.config.max_staleness + 1,
             alpha=self.config.lora.alpha,
             rank=self.config.lora.rank,
@@ -90,7 +99,7 @@ class RolloutWorker:
 
     def prove(self, version: int) -> dict[str, Tensor]:
         """Activates `version` and returns what the live modules compute: the binding proof."""
-        self.receiver.activate("policy", version)
+        self.receiver.activate(POLICY, version)
         return binding_probe(self.lora())
 
     def lora(self) -> dict[str, LoraModule]:
@@ -112,10 +121,10 @@ class RolloutWorker:
     def _activate(self, request: RolloutRequest) -> str:
         """Puts the version the request names into the live modules; evaluation has a slot, or the EMA, of its own."""
         if request.kind != EVALUATION:
-            return self.receiver.activate("policy", request.version)
+            return self.receiver.activate(POLICY, request.version)
         if self.config.trainer.ema_decay is not None:
             return self.receiver.activate(EMA, request.version)
-        return self.receiver.activate("policy", request.version, slot=EVALUATION_SLOT)
+        return self.receiver.activate(POLICY, request.version, slot=EVALUATION_SLOT)
 
     def _profiled(self, request: RolloutRequest) -> AbstractContextManager[None]:
         if request.kind == EVALUATION:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.context import Context
-from async_flowrl.dispatch import make_again
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import make_again
 from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
 from async_flowrl.tickets import Ticket, describe

@@ -11,10 +11,8 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.lora import lora_layers, lora_modules
 from async_flowrl.training.versions import Versions
 from async_flowrl.transport import SendingEnd
-from async_flowrl.types import ByteArray
+from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
-
-POLICY, EMA = "policy", "ema"
 
 
 class Outgoing:

@@ -25,12 +25,12 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.fsdp import Gang, checkpoint_blocks, shard
 from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.outgoing import POLICY, Outgoing
+from async_flowrl.training.outgoing import Outgoing
 from async_flowrl.training.passes import Parts
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import ByteArray, Conditioning, FloatArray, Trajectory
+from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory
 from checkpoint_engine import Header, base_digest, weights_digest
 from checkpoint_engine.collective import Epoch
 from separation.rendezvous import join

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from async_flowrl.config import Config
-from async_flowrl.context import Context
-from async_flowrl.dispatch import TicketLost
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.tickets import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded

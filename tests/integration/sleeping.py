@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -20,7 +21,6 @@ from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import TicketTable
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Prompt, RolloutRequest, Scores
-from async_flowrl.weights import PublishedWeights
 from separation.cluster import cluster
 from separation.group import PoolSpec
 from tests.toy import ToyReward, ToyRollout, ToyTrainer, toy_config

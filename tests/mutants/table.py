@@ -2,8 +2,16 @@
 
 from tests.mutants.mutation import Mutant, Patch
 
-TICKETS, DISPATCH, WEIGHTS = "async_flowrl.tickets", "async_flowrl.dispatch", "async_flowrl.weights"
-GANG, EVALUATION, RECEIVER = "async_flowrl.training.gang", "async_flowrl.evaluation", "checkpoint_engine.receiver"
+TICKETS, DISPATCH, WEIGHTS = (
+    "async_flowrl.tickets",
+    "async_flowrl.controller.dispatch",
+    "async_flowrl.controller.weights",
+)
+GANG, EVALUATION, RECEIVER = (
+    "async_flowrl.training.gang",
+    "async_flowrl.controller.evaluation",
+    "checkpoint_engine.receiver",
+)
 LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
 PLAIN = "tests.unit.test_plain_loop:test_the_controller_trains_exactly_what_a_plain_loop_trains"
 REFEREE = "tests.unit.algorithms.test_algorithm_referee"

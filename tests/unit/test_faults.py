@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.admission import StartError
-from async_flowrl.context import Context
-from async_flowrl.dispatch import LOSSES, TicketLost
+from async_flowrl.controller.admission import StartError
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import LOSSES, TicketLost
 from async_flowrl.rewards.composite import checked
 from async_flowrl.tickets import State
 from async_flowrl.types import Prompt, Scores

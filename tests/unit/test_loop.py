@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
 from async_flowrl.tickets import EVALUATION
 from tests.toy import ToyRun, toy_config, virtual
 from tests.toy_pool import Timing, VirtualGroup

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_flowrl.stalls import Stalled, limit
+from async_flowrl.controller.stalls import Stalled, limit
 from async_flowrl.tickets import Ticket, TicketTable
 from tests.toy import ListObserver, Timing, toy_config, virtual
 

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from async_flowrl.admission import check_base, load_rollout
-from async_flowrl.context import Context
+from async_flowrl.controller.admission import check_base, load_rollout
+from async_flowrl.controller.context import Context
 from async_flowrl.tickets import Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed

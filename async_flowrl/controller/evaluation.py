@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_flowrl.context import Context
-from async_flowrl.dispatch import make_again
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import make_again
 from async_flowrl.tickets import State, Ticket
 from async_flowrl.types import ByteArray, Prompt, Scores
 from separation.group import RefLost

@@ -9,10 +9,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_flowrl.admission import StartError, load_rollout
-from async_flowrl.bookkeeping import Bookkeeping
-from async_flowrl.context import Context
-from async_flowrl.launch import REWARD, ROLLOUT, TRAINER, load_trainer, send_negatives
+from async_flowrl.controller.admission import StartError, load_rollout
+from async_flowrl.controller.bookkeeping import Bookkeeping
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.launch import REWARD, ROLLOUT, TRAINER, load_trainer, send_negatives
+from async_flowrl.controller.saving import Checkpoints, Resume, newest
+from async_flowrl.controller.stopping import StopRequest
+from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run as run_loop
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -21,11 +24,8 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import shape
 from async_flowrl.run_directory import RunDirectory
-from async_flowrl.saving import Checkpoints, Resume, newest
-from async_flowrl.stopping import StopRequest
 from async_flowrl.tickets import Ticket, TicketTable
 from async_flowrl.training.gang import TrainerGang
-from async_flowrl.weights import PublishedWeights
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import deadline
 

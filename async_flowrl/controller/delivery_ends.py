@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
+from async_flowrl.types import POLICY
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.collective import Epoch
 from separation.group import Worker, WorkerGroup
 
-POLICY = "policy"
 LANE, CONTROL = "sync", "control"
 """Lanes of a rollout worker: deliveries, and what must get through while one is under way."""
 

@@ -9,11 +9,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from async_flowrl.averaged import EMA, AveragedWeights
-from async_flowrl.context import Context
-from async_flowrl.damage import DamageWatch
-from async_flowrl.delivery_ends import RolloutEnd, TrainerEnd
+from async_flowrl.controller.averaged import AveragedWeights
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.damage import DamageWatch
+from async_flowrl.controller.delivery_ends import RolloutEnd, TrainerEnd
 from async_flowrl.training.gang import TrainerGang
+from async_flowrl.types import EMA
 from checkpoint_engine import (
     CANARY_VERSION,
     EVALUATION,

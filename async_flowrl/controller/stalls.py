@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, field
 
 from async_flowrl.config import DeadlinesConfig
-from async_flowrl.context import Context
+from async_flowrl.controller.context import Context
 from async_flowrl.tickets import Ticket, describe
 from separation.supervise import StallReport, StallRow
 

@@ -3,10 +3,9 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from async_flowrl.types import EMA
 from checkpoint_engine import Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
 from separation.group import Worker, WorkerGroup
-
-EMA = "ema"
 
 
 class AverageEnd:

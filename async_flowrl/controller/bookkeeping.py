@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import warnings
 from async_flowrl.algorithms.registry import resolve_correction
-from async_flowrl.context import Context
-from async_flowrl.evaluation import EvaluationResult, Evaluations
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
+from async_flowrl.controller.saving import Checkpoints
 from async_flowrl.observability.images import write_grid
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.run_directory import RunDirectory
-from async_flowrl.saving import Checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.admission import check_base, load_rollout
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
+from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.gang import TrainerGang
 from separation.cluster import cluster

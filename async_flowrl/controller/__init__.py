@@ -1,0 +1,1 @@
+"""The controller: one process that dispatches tickets, hands out weights, evaluates, saves and recovers."""
