@@ -18,7 +18,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "mode": tuple(MODES),
     "hand_over": ("batch", "stream"),
     "placement": ("separate", "colocated"),
-    "rollout.engine": ("diffusers",),
+    "rollout.engine": ("diffusers", "vllm_omni"),
     "model.dtype": ("float32", "bfloat16"),
     "reward.on_error": ("fail", "skip"),
     "checkpoint_engine.transport": ("object_store", "gloo", "nccl", "pynccl", "auto"),
@@ -80,6 +80,7 @@ def check(config: Config) -> None:
     _check_mode(config)
     _check_sizes(config)
     _check_placement(config)
+    _check_engine(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -147,6 +148,27 @@ def _check_placement(config: Config) -> None:
         raise ConfigError(
             "placement=colocated puts one rollout worker beside each trainer rank, got "
             f"rollout.num_workers={config.rollout.num_workers} and trainer.num_workers={config.trainer.num_workers}"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    if config.rollout.engine != "vllm_omni":
+        return
+    if config.runtime.backend != "ray":
+        raise ConfigError(
+            "rollout.engine=vllm_omni claims its process's torch.distributed world, so it needs runtime.backend=ray, "
+            f"got {config.runtime.backend}"
+        )
+    if config.placement != "separate":
+        raise ConfigError(
+            "rollout.engine=vllm_omni keeps its device's memory for itself, so it needs placement=separate, "
+            f"got {config.placement}"
+        )
+    gpus = config.rollout.gpus_per_worker
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(
+            "rollout.gpus_per_worker is the tensor parallel size of rollout.engine=vllm_omni, so above 1 it must be a "
+            f"whole number, got {gpus:g}"
         )
 
 

@@ -1,12 +1,16 @@
 """What a rollout engine is: a plain object that turns requests into images and trajectories."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory
+from checkpoint_engine import Activation, Header
+
+Export = Callable[[], tuple[Header, ByteArray]]
+"""Header and bytes of a version that the worker's receiver holds."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Rollout:
 
 
 class RolloutEngine(Protocol):
-    """Runs without Ray and without knowing about versions: whoever calls it has put the right weights in place."""
+    """Runs without Ray. Its caller receives the weights, verifies them and says which version is to be used."""
 
     def encode(self, texts: Sequence[str]) -> list[Conditioning]:
         """Embeddings of prompts, for the trainer (negative prompts, once per run)."""
@@ -33,6 +37,13 @@ class RolloutEngine(Protocol):
         """The live adapter tensors by layout name, for the receiver to turn into views of its flat buffer."""
         ...
 
-    def lora_modules(self) -> Mapping[str, nn.Module]:
-        """The live LoRA layers by module name, for the binding proof."""
+    def adopt(self, active: Activation, export: Export) -> None:
+        """The receiver has just put `active` into `lora_parameters`; from here on the network must compute with it.
+
+        An engine whose network doesn't compute with those tensors themselves takes the bytes from `export`.
+        """
+        ...
+
+    def probe(self) -> Mapping[str, Tensor]:
+        """`checkpoint_engine.binding_probe` of the live layers by module name, with the version adopted last."""
         ...

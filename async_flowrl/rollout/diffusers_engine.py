@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.policies.base import Policy
-from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.seeds import generator
-from async_flowrl.training.lora import lora_modules, lora_parameters
+from async_flowrl.training.lora import lora_layers, lora_modules, lora_parameters
 from async_flowrl.types import TRAIN, ByteArray, Conditioning, RolloutRequest, Span, Trajectory
+from checkpoint_engine import Activation, LoraModule, binding_probe
 
 _CACHED_PROMPTS = 1024
 """Embeddings kept, least recently used out first; a negative prompt is used all the time and so stays."""
@@ -60,8 +61,12 @@ class DiffusersEngine:
     def lora_parameters(self) -> Mapping[str, Tensor]:
         return lora_parameters(self.policy.transformer)
 
-    def lora_modules(self) -> Mapping[str, nn.Module]:
-        return lora_modules(self.policy.transformer)
+    def adopt(self, active: Activation, export: Export) -> None:
+        """Nothing to do: the receiver's live tensors are the network's own."""
+
+    def probe(self) -> Mapping[str, Tensor]:
+        layers = lora_layers(lora_modules(self.policy.transformer))
+        return binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
 
     # no_grad, not inference_mode: the trainer replays with the same kernels, and views of the adapter stay ordinary.
     @torch.no_grad()

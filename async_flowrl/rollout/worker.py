@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,10 @@ from torch import Tensor
 from async_flowrl.config import Config
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.loading import ONE_AT_A_TIME
-from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import RolloutEngine
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.registry import load_engine
 from async_flowrl.seeds import derive
-from async_flowrl.training.lora import add_lora, lora_layers
 from async_flowrl.transport import ReceivingEnd
 from async_flowrl.types import (
     EMA,
@@ -34,7 +34,7 @@ from async_flowrl.types import (
     Trajectory,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Ack, Header, LoraModule, Receiver, base_digest, binding_probe
+from checkpoint_engine import RING, Ack, Activation, Header, Receiver
 from checkpoint_engine.collective import Epoch
 
 
@@ -54,11 +54,7 @@ class RolloutWorker:
             return self._load()
 
     def _load(self) -> dict[str, str]:
-        policy = load_policy(self.model, dtype=self.config.model.dtype, device=device(), parts="all")
-        digest = base_digest(dict(policy.transformer.named_parameters()))
-        add_lora(policy.transformer, self.config.lora, policy, self.config.seed)
-        policy.transformer.requires_grad_(False).eval()
-        self.engine = DiffusersEngine(policy, batch_size=self.config.rollout.batch_size, device=device())
+        self.engine, digest = load_engine(self.config, self.model, device())
         self.receiver = Receiver(
             self.engine.lora_parameters(),
             streams=(POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA),
@@ -99,12 +95,8 @@ class RolloutWorker:
 
     def prove(self, version: int) -> dict[str, Tensor]:
         """Activates `version` and returns what the live modules compute: the binding proof."""
-        self.receiver.activate(POLICY, version)
-        return binding_probe(self.lora())
-
-    def lora(self) -> dict[str, LoraModule]:
-        """The live layers for the binding proof."""
-        return {name: LoraModule(*parts) for name, parts in lora_layers(self.engine.lora_modules()).items()}
+        self._adopt(POLICY, version)
+        return dict(self.engine.probe())
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
         """One ticket. Raises what the receiver raises if the version it names is not held here."""
@@ -121,10 +113,16 @@ class RolloutWorker:
     def _activate(self, request: RolloutRequest) -> str:
         """Puts the version the request names into the live modules; evaluation has a slot, or the EMA, of its own."""
         if request.kind != EVALUATION:
-            return self.receiver.activate(POLICY, request.version)
+            return self._adopt(POLICY, request.version)
         if self.config.trainer.ema_decay is not None:
-            return self.receiver.activate(EMA, request.version)
-        return self.receiver.activate(POLICY, request.version, slot=EVALUATION_SLOT)
+            return self._adopt(EMA, request.version)
+        return self._adopt(POLICY, request.version, slot=EVALUATION_SLOT)
+
+    def _adopt(self, stream: str, version: int, slot: str = RING) -> str:
+        digest = self.receiver.activate(stream, version, slot=slot)
+        export = partial(self.receiver.export, stream, version, slot=slot)
+        self.engine.adopt(Activation(stream, version, digest), export)
+        return digest
 
     def _profiled(self, request: RolloutRequest) -> AbstractContextManager[None]:
         if request.kind == EVALUATION:

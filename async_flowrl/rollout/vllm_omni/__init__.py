@@ -1,0 +1,1 @@
+"""The vllm-omni rollout engine. Everything that imports vllm is imported only when the engine starts."""

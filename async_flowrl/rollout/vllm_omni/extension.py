@@ -1,0 +1,49 @@
+"""What vllm-omni's workers can do beside generating: our remote calls, mixed into its worker class."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from async_flowrl.rollout.vllm_omni.adapters import Adapters, AdapterSpec
+from async_flowrl.rollout.vllm_omni.names import unpacked
+from async_flowrl.types import Conditioning
+from checkpoint_engine import Activation, Header, base_digest, binding_probe
+from checkpoint_engine.digest import ByteArray
+
+
+class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[misc]
+    """Each method runs on every rank, between two requests. Names carry a prefix: the class is mixed with vllm's."""
+
+    def rollout_open(
+        self, spec: AdapterSpec, shapes: dict[str, tuple[int, ...]], dtype: str, batch_size: int | None
+    ) -> str:
+        """Prepares the pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
+        network = self.model_runner.pipeline.transformer
+        live = {name: parameter.detach() for name, parameter in network.named_parameters()}
+        digest = base_digest(unpacked(live, shapes, network.packed_modules_mapping, _gather))
+        self._rollout_adapters = Adapters(self.lora_manager, spec)
+        self.model_runner.pipeline.open_rollout(self._rollout_adapters, dtype=dtype, batch_size=batch_size)
+        return digest
+
+    def rollout_holds(self, adapter: int) -> bool:
+        return self._rollout_adapters.holds(adapter)
+
+    def rollout_receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
+        return self._rollout_adapters.receive(header, buffer, adapter)
+
+    def rollout_probe(self, adapter: int) -> dict[str, Tensor]:
+        return binding_probe(self._rollout_adapters.layers(adapter))
+
+    def rollout_encode(self, texts: list[str]) -> dict[str, Conditioning]:
+        encoded = self.model_runner.pipeline.engine.encode(texts)
+        return dict(zip(texts, encoded, strict=True))
+
+
+def _gather(tensor: Tensor, dimension: int) -> Tensor:
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    gathered: Any = tensor_model_parallel_all_gather(tensor, dimension)
+    whole: torch.Tensor = gathered
+    return whole

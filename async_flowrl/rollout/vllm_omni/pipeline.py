@@ -1,0 +1,61 @@
+"""The pipeline that vllm-omni runs for us: a whole ticket per request, through the reference engine's own loop."""
+
+from typing import Any
+
+import torch
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
+
+from async_flowrl.policies.registry import DTYPES
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.vllm_omni.adapters import Adapters
+from async_flowrl.rollout.vllm_omni.policy import policy_around
+from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT
+from async_flowrl.types import RolloutRequest
+
+
+class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
+    """vllm-omni's Qwen-Image; denoising steps, noise and log-probs are `DiffusersEngine`'s and so the trainer's."""
+
+    def open_rollout(self, adapters: Adapters, *, dtype: str, batch_size: int | None) -> None:
+        self.adapters = adapters
+        self.engine = DiffusersEngine(policy_around(self, DTYPES[dtype]), batch_size=batch_size, device=self.device)
+
+    def encode_prompt(self, *prompt: Any, device: Any = None, **options: Any) -> Any:
+        """As the diffusers pipeline's, which is told the device; here the text encoder's is known."""
+        return super().encode_prompt(*prompt, **options)
+
+    def forward(self, req: Any) -> list[Any]:
+        """One output for one request, a whole ticket; the engine's own warm-up request takes its own way.
+
+        Raises ValueError for any other composition of a batch: the trajectory would not be the ticket's.
+        """
+        if req.is_dummy_run():
+            outputs: list[Any] = super().forward(req)
+            return outputs
+        request = whole_ticket(req)
+        rollout = self.engine.generate(request)
+        # The images are bytes already and travel beside the trajectory; nothing is left for vllm-omni to convert.
+        payload = {"image": torch.empty(0, 3, request.sampling.resolution, request.sampling.resolution)}
+        stamped = {"active": self.adapters.active(), "rollout": rollout}
+        return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
+
+    def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+        """vllm-omni's hook for adapters that are no files."""
+        return self.adapters.load(lora_request.lora_int_id, dtype)
+
+
+def whole_ticket(batch: Any) -> RolloutRequest:
+    """The one ticket that a batch consists of; ValueError otherwise."""
+    if batch.num_reqs != 1:
+        raise ValueError(f"one engine batch is one whole ticket, got {batch.num_reqs} requests: {batch.request_ids}")
+    parameters = batch.sampling_params
+    request = (parameters.extra_args or {}).get(REQUEST)
+    if not isinstance(request, RolloutRequest):
+        raise ValueError(f"engine request {batch.request_id} carries no ticket")
+    if parameters.num_outputs_per_prompt != len(request.images):
+        raise ValueError(
+            f"one engine batch is one whole ticket: request {batch.request_id} asks for "
+            f"{parameters.num_outputs_per_prompt} images, ticket {request.ordinal} has {len(request.images)}"
+        )
+    return request
