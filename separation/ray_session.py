@@ -90,6 +90,8 @@ class RaySession:
         if address is None:
             cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
             options = {"address": "local", "num_cpus": cpus, "resources": custom, "include_dashboard": False}
+            # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             **options,
             log_to_driver=False,

@@ -150,7 +150,7 @@ def test_what_does_not_get_free_is_refused_with_a_table_and_given_back(rays: Ben
 
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from separation.cluster import cluster
@@ -162,6 +162,7 @@ async def main():
     async with cluster(pools, start_deadline=120, placement="colocated") as groups:
         job = asyncio.create_task(groups["rollout"].workers[0].call("sleep", 600.0))
         print(await groups["trainer"].workers[0].call("hello"), flush=True)
+        print(await groups["trainer"].workers[0].call("os:getpriority", 0, 0) - os.getpriority(0, 0), flush=True)
         if sys.argv[2] == "raise":
             raise ValueError("the body failed")
         await job
@@ -200,6 +201,7 @@ def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     )
     assert driver.stdout is not None
     assert "hello from trainer-0" in driver.stdout.readline()
+    assert driver.stdout.readline() == "0\n", "workers are as nice as the driver, not more"
     assert len(marked_processes(mark)) > 3 or ending == "raise", "the mark must be inherited for this test to mean much"
     if ending != "raise":
         driver.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
