@@ -46,6 +46,7 @@ AT_LEAST: Mapping[str, float] = {
     "evaluate.images_per_prompt": 1,
     "evaluate.max_prompts": 1,
     "lora.rank": 1,
+    "debug.delays.slow_worker": 1,
 }
 
 ABOVE_ZERO = (

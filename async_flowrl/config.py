@@ -235,6 +235,8 @@ class DelaysConfig:
     publish: float = 0.0
     constant: bool = False
     """Exactly the value, every time, instead of a random one."""
+    slow_worker: float = 1.0
+    """The first rollout worker takes so many times as long, at least 1."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ class RolloutWorker:
     """Holds max_staleness + 1 versions and one for evaluation; serves only versions it has verified."""
 
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
-        self.config, self.model, self.name = config, model, name
+        self.config, self.model, self.index, self.name = config, model, index, name
         self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
@@ -105,8 +105,7 @@ class RolloutWorker:
         activated = time.time()
         with self._profiled(request):
             rollout = self.engine.generate(request)
-        self._delay(request)
-        spans = (Span("activate", began, activated), *rollout.spans)
+        spans = (Span("activate", began, activated), *rollout.spans, *self._delay(request, time.time() - began))
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
         return report, rollout.images, rollout.trajectory
 
@@ -129,12 +128,19 @@ class RolloutWorker:
             return nullcontext()
         return self._profiler.around(request.step, f"-ticket-{request.ordinal:06d}")
 
-    def _delay(self, request: RolloutRequest) -> None:
-        """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree."""
-        delays = self.config.debug.delays
+    def _delay(self, request: RolloutRequest, took: float) -> tuple[Span, ...]:
+        """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree.
+
+        What makes a slow worker slow counts as work of its own.
+        """
+        delays, began = self.config.debug.delays, time.time()
+        if self.index == 0 and delays.slow_worker > 1:
+            time.sleep(took * (delays.slow_worker - 1.0))
+        slowed = time.time()
         if delays.generate:
             draw = random.Random(derive(self.config.seed, "delay", self.name, request.ordinal)).random()
             time.sleep(delays.generate * (1.0 if delays.constant else draw))
+        return (Span("slow", began, slowed),) if delays.slow_worker > 1 and self.index == 0 else ()
 
 
 def device() -> str:

@@ -1,17 +1,19 @@
 """What a rollout worker says of its weights, while newer ones arrive."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from async_flowrl.config import Config
-from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import EVALUATION, TRAIN, RolloutRequest
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import Header, Receiver
+from checkpoint_engine import Activation, Header, Receiver
 from tests.tiny import request
 
 
@@ -21,6 +23,13 @@ class Engine:
     def __init__(self, weight: torch.Tensor, meanwhile: Callable[[], None]) -> None:
         self.weight, self.meanwhile = weight, meanwhile
         self.seen: list[tuple[float, float]] = []
+        self.adopted: list[Activation] = []
+
+    def adopt(self, active: Activation, export: Export) -> None:
+        header, data = export()
+        assert Activation(header.stream, header.version, header.digest) == active
+        assert float(torch.from_numpy(data).view(torch.float32)[0]) == float(self.weight[0])
+        self.adopted.append(active)
 
     def generate(self, request: RolloutRequest) -> Rollout:
         before = float(self.weight[0])
@@ -77,3 +86,29 @@ def test_evaluation_has_its_own_slot_and_leaves_nothing_behind() -> None:
     assert made(worker, 40, EVALUATION).digest == digests[40]
     assert made(worker, 1).digest == digests[1]
     assert engine.seen == [(40.0, 40.0), (1.0, 1.0)]
+
+
+def test_the_engine_is_told_the_version_of_every_ticket() -> None:
+    """With the bytes it would need to make the version its own."""
+    worker, engine, digests = worker_with(2)
+    for version in (0, 2, 2):
+        made(worker, version)
+    assert engine.adopted == [Activation("policy", version, digests[version]) for version in (0, 2, 2)]
+
+
+def test_a_slow_worker_takes_its_factor_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    config = Config(max_staleness=0)
+    config.debug.delays.slow_worker = 3.0
+    for index, delays in ((0, 1), (1, 0)):
+        worker, engine, _ = worker_with(0)
+        worker.config, worker.index = config, index
+        engine.meanwhile = lambda: None
+        began = time.time()
+        report = made(worker, 0)
+        taken = time.time() - began
+        assert len(slept) == delays
+        assert all(0.0 < seconds <= 2.0 * taken for seconds in slept)
+        assert [span.name for span in report.spans].count("slow") == delays
+        slept.clear()
