@@ -77,6 +77,14 @@ class AlgorithmConfig:
     """group | step: whether each group or the whole step draws its window."""
     window_interval: int = 25
     """sliding: updates before the window moves by one."""
+    window_decay: str = "none"
+    """sliding: how the interval shrinks at later places: none, linear or exponential (MixGRPO's variants)."""
+    window_interval_min: int = 1
+    """linear decay: the interval that would be reached at the last step that may be noisy."""
+    window_decay_start: int = 13
+    """exponential decay: step index of the window's start up to which the interval stays whole."""
+    window_decay_rate: float = 0.1
+    """exponential decay: rate per step index beyond it."""
     window_list: list[int] | None = None
     timestep_fraction: float = 1.0
     """fraction: share of the noisy steps that is trained, drawn at random."""
@@ -86,7 +94,8 @@ class AlgorithmConfig:
     """mean: bounds the ratio of mean log-probs (published recipes); nats: the true log-ratio, at any resolution."""
     kl_coef: float = 0.0
     kl_form: str = "code"
-    """code: without sqrt(h), as the published coefficients assume. exact: the Gaussian KL per latent element."""
+    """code: without sqrt(h), as the published coefficients assume. exact: the Gaussian KL per latent element.
+    proximal: half the squared log-ratio to the weights at the start of the batch (MixGRPO), without a reference."""
     adv_clip_max: float = 5.0
     global_std: bool = False
     """Divide by the reward std of the whole batch instead of the group's. Needs batch hand-over."""

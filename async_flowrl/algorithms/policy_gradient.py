@@ -42,7 +42,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         super().__init__(config)
         self.correction = correction
         self.needs_behaviour = correction in ("mask", "tis")
-        self.needs_reference = config.kl_coef > 0.0
+        self.needs_reference = config.kl_coef > 0.0 and config.kl_form != "proximal"
         self.vanishes_at_zero = config.kl_coef == 0.0
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
         """False only for the cps log-prob of the field, which is not a log-density."""
@@ -85,8 +85,7 @@ class PolicyGradient(GroupAdvantages, ABC):
             loss, kept = loss * factor, kept & (factor != 0)
             metrics |= more
         metrics["kept"] = kept.double()
-        if reference is not None:
-            kl = self._kl(batch, current, reference)
+        if (kl := self._kl(batch, current, anchor, reference)) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
@@ -146,8 +145,17 @@ class PolicyGradient(GroupAdvantages, ABC):
             return importance_weight(weight_log, self.config.tis_cap), metrics
         return torch.ones_like(raw), metrics
 
-    def _kl(self, batch: MicroBatch, current: Prediction, reference: Prediction) -> Tensor:
-        """[B] float64 per latent element. exact: Gaussian KL. code: the codebases', whose std lacks sqrt(h)."""
+    def _kl(
+        self, batch: MicroBatch, current: Prediction, anchor: Prediction, reference: Prediction | None
+    ) -> Tensor | None:
+        """[B] float64 per latent element. exact: Gaussian KL. code: the codebases', whose std lacks sqrt(h).
+
+        proximal: (l - l_proximal)² / 2, what MixGRPO's code calls KL; 0 at the first optimizer step of a batch.
+        """
+        if self.config.kl_coef > 0.0 and self.config.kl_form == "proximal":
+            return (current["log_prob"] - anchor["log_prob"]).square() / 2.0
+        if reference is None:
+            return None
         exact = divergence(current["mean"], reference["mean"], current["std"])
         # The codebases' std of a cps step is the full one, so both forms agree there.
         if self.config.kl_form == "exact" or self.config.sde_type == "cps":
@@ -172,4 +180,5 @@ def detached(prediction: Prediction) -> Prediction:
 
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:
     """Whether anything needs a true log-density: KL, importance weights, a divergence mask, or a clip in nats."""
-    return config.kl_coef > 0.0 or correction in ("mask", "tis") or config.clip_unit == "nats" or needs_proximal_mean
+    kl = config.kl_coef > 0.0 and config.kl_form != "proximal"
+    return kl or correction in ("mask", "tis") or config.clip_unit == "nats" or needs_proximal_mean

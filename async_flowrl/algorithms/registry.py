@@ -44,6 +44,7 @@ def build_algorithm(
     elif num_inference_steps < 1:
         raise ValueError(f"rollout.num_inference_steps must be at least 1, got {num_inference_steps}")
     _check_combination(config, final=final)
+    _check_penalty(config, final=final, updates_per_batch=updates_per_batch)
     if hand_over == "stream" and updates_per_batch > 1:
         raise ValueError(f"trainer.updates_per_batch must be 1 with hand_over=stream, got {updates_per_batch}")
     correction = "none" if final else resolve_correction(config, max_staleness)
@@ -90,7 +91,7 @@ def _factory(name: str) -> Any:
 def _check_names(config: AlgorithmConfig) -> None:
     choices = {
         "clip_unit": (config.clip_unit, ("mean", "nats")),
-        "kl_form": (config.kl_form, ("code", "exact")),
+        "kl_form": (config.kl_form, ("code", "exact", "proximal")),
         "advantage_mode": (config.advantage_mode, tuple(ADVANTAGE_MODES)),
         "old_policy_decay": (config.old_policy_decay, tuple(OLD_POLICY_DECAYS)),
         "correction": (config.correction or "none", CORRECTIONS),
@@ -133,8 +134,24 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
         raise ValueError(
             f"{config.name} trains on final images, so algorithm.correction={config.correction} has no meaning"
         )
+    if config.options and config.name in BUILT_IN:
+        raise ValueError(
+            f"algorithm.options are for algorithms of your own, got {dict(config.options)} for {config.name}"
+        )
     if config.old_policy_decay != "copy" and config.name != DiffusionNFT.name:
         raise ValueError(f"algorithm.old_policy_decay={config.old_policy_decay} needs diffusion_nft, got {config.name}")
+
+
+def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:
+    if config.kl_form != "proximal" or config.kl_coef == 0.0:
+        return
+    if final:
+        raise ValueError(f"{config.name} has no log-probs, so algorithm.kl_form=proximal has no meaning")
+    if updates_per_batch == 1:
+        raise ValueError(
+            "algorithm.kl_form=proximal is 0 at the first optimizer step of a batch, so it needs "
+            "trainer.updates_per_batch of at least 2, got 1"
+        )
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:

@@ -1,13 +1,17 @@
 """Which denoising steps get noise and which are trained: a pure function of (configuration, seed, step, group)."""
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from async_flowrl.config import AlgorithmConfig
 from async_flowrl.naming import unknown_name
 from async_flowrl.seeds import derive
 
 WINDOWS = ("none", "random", "sliding", "list", "fraction")
+DECAYS = ("none", "linear", "exponential")
 FINAL_ALGORITHMS = ("diffusion_nft", "dpo")
 """Built-in algorithms that train on final images: their rollouts are deterministic after the initial noise."""
 
@@ -46,10 +50,33 @@ def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int,
         steps = _subset(config.window_list or [], trained_steps(config, num_inference_steps), source)
         return Window(steps, steps)
     size = trained_steps(config, num_inference_steps)
-    places = high - low - size + 1
-    offset = (step // config.window_interval) % places if config.window == "sliding" else source % places
-    steps = tuple(range(low + offset, low + offset + size))
+    places = range(low, high - size + 1)
+    start = _sliding_start(config, places, step) if config.window == "sliding" else places[source % len(places)]
+    steps = tuple(range(start, start + size))
     return Window(steps, steps)
+
+
+def window_interval(config: AlgorithmConfig, start: int, *, low: int, last: int) -> int:
+    """Updates for which a sliding window stays at `start`: constant, or one of MixGRPO's decays (arXiv 2507.21802).
+
+    linear: interval (1 - p) + interval_min p, rounded down, p = (start - low) / (last - low) with the first and last
+    step that may be noisy; exponential: interval exp(-rate max(0, start - decay_start)), rounded up.
+    """
+    longest, least = config.window_interval, config.window_interval_min
+    if config.window_decay == "linear":
+        share = (start - low) / max(1, last - low)
+        return max(least, int(longest * (1.0 - share) + least * share))
+    if config.window_decay == "exponential":
+        beyond = max(0, start - config.window_decay_start)
+        return max(1, math.ceil(longest * math.exp(-config.window_decay_rate * beyond)))
+    return longest
+
+
+def _sliding_start(config: AlgorithmConfig, places: range, step: int) -> int:
+    """After the last of its places the window starts again at the first."""
+    last = places[-1] + (config.sde_window_size or 1) - 1
+    ends = list(accumulate(window_interval(config, start, low=places[0], last=last) for start in places))
+    return places[bisect_right(ends, step % ends[-1])]
 
 
 def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
@@ -111,8 +138,8 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
         )
     if config.window in ("random", "sliding"):
         _check_size(config, high - low)
-    if config.window == "sliding" and config.window_interval < 1:
-        raise ValueError(f"algorithm.window_interval must be at least 1, got {config.window_interval}")
+    if config.window == "sliding":
+        _check_sliding(config)
     if config.window == "list":
         _check_list(config, num_inference_steps)
 
@@ -123,6 +150,21 @@ def _check_size(config: AlgorithmConfig, available: int) -> None:
             f"algorithm.sde_window_size must be in 1..{available} for window={config.window}, "
             f"got {config.sde_window_size}"
         )
+
+
+def _check_sliding(config: AlgorithmConfig) -> None:
+    if config.window_decay not in DECAYS:
+        raise ValueError(unknown_name("algorithm.window_decay", config.window_decay, DECAYS))
+    for field in ("window_interval", "window_interval_min"):
+        if getattr(config, field) < 1:
+            raise ValueError(f"algorithm.{field} must be at least 1, got {getattr(config, field)}")
+    if config.window_interval_min > config.window_interval:
+        raise ValueError(
+            f"algorithm.window_interval_min must be at most window_interval={config.window_interval}, "
+            f"got {config.window_interval_min}"
+        )
+    if not 0.0 <= config.window_decay_rate < math.inf:
+        raise ValueError(f"algorithm.window_decay_rate must be a number >= 0, got {config.window_decay_rate}")
 
 
 def _check_list(config: AlgorithmConfig, num_inference_steps: int) -> None:

@@ -87,6 +87,9 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
         ({"updates_per_batch": 2, "hand_over": "stream"}, "updates_per_batch must be 1 with hand_over=stream"),
         ({"window": "random"}, "sde_window_size"),
+        ({"options": {"strength": 1}}, "options are for algorithms of your own, got {'strength': 1} for flow_grpo"),
+        ({"kl_coef": 0.1, "kl_form": "proximal"}, "needs trainer.updates_per_batch of at least 2, got 1"),
+        ({"name": "dpo", "kl_coef": 0.1, "kl_form": "proximal"}, "dpo has no log-probs"),
         ({"normalise": "mean"}, "normalise must be one of none, std"),
     ],
 )

@@ -1,5 +1,6 @@
 """Windows: supports, frequencies, purity, and what is refused."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -58,6 +59,43 @@ def test_sliding_window_moves_by_one_and_rolls_over() -> None:
     assert draw(config, step=125).train_steps == (5, 6, 7, 8)
 
 
+def mix_grpo_starts(decay: str, *, updates: int, steps: int, longest: int, least: int) -> list[int]:
+    """The published loop, update by update: an iteration counter that is compared with a shrinking limit."""
+    starts, place, inside = [], 0, 0
+    for _ in range(updates):
+        starts.append(place)
+        inside += 1
+        limit: float = max(least, int(longest * (1 - place / (steps - 2)) + least * place / (steps - 2)))
+        if decay == "exponential":
+            limit = math.ceil(longest * math.exp(-0.1 * max(0, place - 13)))
+        if inside >= limit:
+            inside, place = 0, place + 1
+        if place > steps - 1 - 4:
+            place = 0
+    return starts
+
+
+@pytest.mark.parametrize(("decay", "longest", "least"), [("linear", 10, 1), ("linear", 9, 4), ("exponential", 5, 1)])
+def test_the_interval_of_a_sliding_window_decays_as_published(decay: str, longest: int, least: int) -> None:
+    config = AlgorithmConfig(
+        window="sliding", sde_window_size=4, window_decay=decay, window_interval=longest, window_interval_min=least
+    )
+    ours = [
+        draw_window(config, num_inference_steps=25, seed=0, step=step, group=0).train_steps[0] for step in range(400)
+    ]
+    assert ours == mix_grpo_starts(decay, updates=400, steps=25, longest=longest, least=least)
+    constant = replace(config, window_decay="none")
+    assert ours != [
+        draw_window(constant, num_inference_steps=25, seed=0, step=step, group=0).train_steps[0] for step in range(400)
+    ]
+
+
+def test_a_window_as_wide_as_its_range_stays_where_it_is() -> None:
+    for decay in ("none", "linear", "exponential"):
+        config = AlgorithmConfig(window="sliding", sde_window_size=1, sde_window_range=(3, 4), window_decay=decay)
+        assert {draw(config, step=step).train_steps for step in range(60)} == {(3,)}
+
+
 def test_list_windows_choose_from_the_list() -> None:
     config = AlgorithmConfig(window="list", window_list=[5, 1, 3])
     assert draw(config) == Window((1, 3, 5), (1, 3, 5))
@@ -108,6 +146,7 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
         window_list=data.draw(st.lists(st.integers(0, steps - 2), min_size=1, unique=True)),
         timestep_fraction=data.draw(st.floats(0.01, 1.0)),
         window_interval=data.draw(st.integers(1, 30)),
+        window_decay=data.draw(st.sampled_from(["none", "linear", "exponential"])),
     )
     check_window(config, steps)
     window = draw_window(
@@ -141,6 +180,10 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
         ({"window": "list", "window_list": [1, 2], "sde_window_size": 3}, r"1\.\.2"),
         ({"window": "fraction", "timestep_fraction": 0.0}, r"in \(0, 1\]"),
         ({"window": "sliding", "sde_window_size": 2, "window_interval": 0}, "at least 1"),
+        ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 0}, "interval_min must be at least 1"),
+        ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 26}, "at most window_interval=25, got 26"),
+        ({"window": "sliding", "sde_window_size": 2, "window_decay": "linaer"}, "did you mean 'linear'"),
+        ({"window": "sliding", "sde_window_size": 2, "window_decay_rate": -0.1}, "decay_rate must be a number >= 0"),
     ],
 )
 def test_bad_windows_are_refused(fields: dict[str, object], message: str) -> None:
