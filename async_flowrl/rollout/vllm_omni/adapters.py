@@ -49,7 +49,13 @@ class Adapters:
         self._known = {number: held for number, held in self._known.items() if self.holds(number)}
         self._known[adapter] = Activation(header.stream, header.version, digest)
         name = f"{header.stream}-{header.version}"
-        self._manager.set_active_adapter(LoRARequest(name, adapter, adapter_path(adapter)), 1.0)
+        try:
+            self._manager.set_active_adapter(LoRARequest(name, adapter, adapter_path(adapter)), 1.0)
+        except BaseException:
+            # The manager keeps an adapter whose binding failed, and would answer that it holds it.
+            self._manager.remove_adapter(adapter)
+            del self._known[adapter]
+            raise
         return self._known[adapter]
 
     def load(self, adapter: int, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -1,0 +1,268 @@
+"""The real vllm-omni on a CPU, in float32, against diffusers: images, trajectories, adapters, failures."""
+
+import gc
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-vllm-omni` sets an environment up")
+
+from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
+
+from async_flowrl.algorithms import sde
+from async_flowrl.rollout.vllm_omni import adapters, names
+from async_flowrl.rollout.vllm_omni.adapters import Adapters
+from async_flowrl.rollout.vllm_omni.pipeline import whole_ticket
+from async_flowrl.rollout.vllm_omni.replies import VllmOmniError
+from async_flowrl.rollout.vllm_omni.requests import REQUEST
+from async_flowrl.training.lora import lora_layers, lora_modules, reference_mode
+from async_flowrl.types import EVALUATION, Prompt
+from checkpoint_engine import Activation, LoraModule, base_digest, binding_probe, check_binding
+from tests.tiny import request, sampling, tensors, tiny_policy
+from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
+
+LONG = Prompt(1, "a very long prompt about a blue square, a red circle and much more", negative="grey")
+
+
+def test_it_is_vllm_omnis_network_that_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per denoising step, for the whole ticket."""
+    rows: list[int] = []
+    forward = QwenImageTransformer2DModel.forward
+
+    def counted(self: Any, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        rows.append(len(hidden_states))
+        return forward(self, hidden_states, *arguments, **named)
+
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", counted)
+    rig.made(request(4), 1)
+    assert rows == [4] * 6
+
+
+def test_the_base_weights_are_the_trainers(rig: Rig) -> None:
+    """Through vllm-omni's packed projections and other names."""
+    assert rig.base_digest == base_digest(dict(tiny_policy(parts="transformer").transformer.named_parameters()))
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_without_noise_the_latents_and_images_are_those_of_diffusers(rig: Rig, cfg: float) -> None:
+    asked = request(4, how=sampling(cfg=cfg), noise_steps=(), prompt=LONG)
+    made, expected = rig.made(asked, 1), rig.expected(asked, 1)
+    assert gap(made, expected) < TOLERANCE
+    assert int(np.abs(made.images.astype(int) - expected.images.astype(int)).max()) <= 1
+
+
+@pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("sde", 4.0), ("cps", 1.0), ("dance_sde", 1.0)])
+def test_the_same_seeds_give_the_same_trajectory_and_log_probs(rig: Rig, sde_type: str, cfg: float) -> None:
+    level = 0.8 if sde_type == "cps" else 1.0
+    asked = request(4, how=sampling(cfg=cfg, sde_type=sde_type, noise_level=level), noise_steps=(1, 2, 3), prompt=LONG)
+    made, expected = rig.made(asked, 2), rig.expected(asked, 2)
+    assert trajectory_of(made).log_probs.shape == (4, 3)
+    assert gap(made, expected) < TOLERANCE
+    assert np.abs(trajectory_of(made).conditioning["prompt_embeds"]).sum() > 0
+    for name, value in trajectory_of(expected).conditioning.items():
+        assert np.abs(trajectory_of(made).conditioning[name] - value).max() < TOLERANCE
+
+
+def test_the_trainer_finds_the_log_probs_it_is_told(rig: Rig) -> None:
+    """Closed loop: recomputed from the recorded latents by the trainer's own network."""
+    found = trajectory_of(rig.made(request(4), 3))
+    rig.hold(3)
+    latents, sigmas = torch.from_numpy(found.latents), torch.from_numpy(found.sigmas)
+    for column, step in enumerate(found.train_steps):
+        x, following = (latents[:, found.points.index(at)] for at in (step, step + 1))
+        sigma, after = (sigmas[at].expand(len(x)) for at in (step, step + 1))
+        with torch.no_grad():
+            velocity = rig.policy.velocity(x, sigma, tensors(found.conditioning), None, sampling())
+        transition = sde.transition(
+            x, velocity, sigma, after, sigma_after_first=sigmas[1], sde_type="sde", noise_level=1.0
+        )
+        again = sde.log_prob(following, transition, "sde").numpy()
+        assert np.abs(again - found.log_probs[:, column]).max() < 1e-6
+
+
+def test_an_image_of_a_ticket_is_the_image_alone(rig: Rig) -> None:
+    whole = request(4)
+    together = rig.made(whole, 1)
+    for index in range(4):
+        alone = replace(
+            whole,
+            images=(index,),
+            initial_seeds=whole.initial_seeds[index : index + 1],
+            noise_seeds=whole.noise_seeds[index : index + 1],
+        )
+        single = trajectory_of(rig.made(alone, 1))
+        assert np.abs(single.latents[0] - trajectory_of(together).latents[index]).max() < TOLERANCE
+
+
+def test_evaluation_has_no_trajectory(rig: Rig) -> None:
+    made = rig.made(request(2, kind=EVALUATION), 1)
+    assert made.trajectory is None and made.images.shape == (2, 32, 32, 3)
+
+
+def test_prompts_are_encoded_to_the_reference_bits(rig: Rig) -> None:
+    texts = ["red red red red", " ", LONG.text]
+    for mine, reference in zip(rig.engine.encode(texts), rig.policy.encode(texts), strict=True):
+        assert np.array_equal(mine["prompt_embeds"], reference["prompt_embeds"])
+
+
+def test_every_version_is_an_adapter_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back to a version that is still there delivers nothing and gives the same bits."""
+    received: list[int] = []
+    receive = Adapters.receive
+
+    def counted(self: Adapters, header: Any, buffer: Any, adapter: int) -> Activation:
+        received.append(header.version)
+        return receive(self, header, buffer, adapter)
+
+    monkeypatch.setattr(Adapters, "receive", counted)
+    first, second = rig.made(request(2), 11), rig.made(request(2), 12)
+    assert received == [11, 12]
+    assert same(first, rig.made(request(2), 11)) and received == [11, 12]
+    assert gap(first, second) > 1e-2
+    with reference_mode(rig.policy.transformer):
+        base = rig.reference.generate(request(2))
+    assert gap(first, base) > 1e-2, "the adapter changes nothing"
+
+
+def test_a_version_pushed_out_is_delivered_again(rig: Rig) -> None:
+    first = rig.made(request(2), 21)
+    for version in range(22, 28):
+        rig.made(request(2), version)
+    assert same(first, rig.made(request(2), 21))
+
+
+def test_the_binding_proof_holds_and_sees_a_foreign_tensor(rig: Rig) -> None:
+    header, data = rig.payload(31)
+    rig.engine.adopt(rig.activation(header), lambda: (header, data))
+    rig.hold(31)
+    layers = lora_layers(lora_modules(rig.policy.transformer))
+    trainer = binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
+    check_binding(trainer, rig.engine.probe())
+    live = live_layer("transformer_blocks.0.attn.to_qkv")
+    kept = live.lora_b_stacked[1].clone()
+    live.lora_b_stacked[1].copy_(live.lora_b_stacked[0])
+    try:
+        with pytest.raises(VllmOmniError, match=r"transformer_blocks\.0\.attn\.to_k in vllm-omni's network"):
+            rig.engine.probe()
+    finally:
+        live.lora_b_stacked[1].copy_(kept)
+    check_binding(trainer, rig.engine.probe())
+
+
+def live_layer(name: str) -> Any:
+    (found,) = [kept for kept in gc.get_objects() if isinstance(kept, Adapters)]
+    return found._manager._lora_modules[f"transformer.{name}"]
+
+
+def test_without_the_name_map_the_delivery_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' `attn.to_out.0` is `attn.to_out` there; unmapped it would be left out of every image."""
+    monkeypatch.setattr(names, "engine_name", lambda name: name)
+    monkeypatch.setattr(adapters, "engine_name", lambda name: name)
+    with pytest.raises(VllmOmniError, match=r"binding is incomplete.*to_out\.0"):
+        rig.made(request(2), 41)
+    monkeypatch.undo()
+    assert gap(rig.made(request(2), 41), rig.expected(request(2), 41)) < TOLERANCE
+
+
+def test_damaged_or_wrongly_scaled_deliveries_are_refused(rig: Rig) -> None:
+    good = rig.made(request(2), 51)
+    header, data = rig.payload(52)
+    damaged = data.copy()
+    damaged[100] ^= 1
+    with pytest.raises(VllmOmniError, match=r"wrong bytes in transformer_blocks"):
+        rig.engine.adopt(rig.activation(header), lambda: (header, damaged))
+    scaled, data = rig.payload(53, alpha=32.0)
+    with pytest.raises(VllmOmniError, match=r"LoRA alpha 32\.0, expected 16\.0"):
+        rig.engine.adopt(rig.activation(scaled), lambda: (scaled, data))
+    with pytest.raises(VllmOmniError, match="no version was adopted"):
+        rig.engine.generate(request(2))
+    assert same(good, rig.made(request(2), 51))
+
+
+def test_an_update_in_the_middle_of_a_ticket_stays_out_of_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 reaches the worker, and even the engine, while a ticket of version 0 is denoised."""
+    for version in (0, 1):
+        rig.deliver(version)
+    undisturbed = rig.worker.generate(replace(request(4), version=0))
+    inside, delivered = threading.Event(), threading.Event()
+    forward = QwenImageTransformer2DModel.forward
+
+    def slow(self: Any, *arguments: Any, **named: Any) -> Any:
+        inside.set()
+        assert delivered.wait(60)
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", slow)
+    results: list[Any] = []
+    ticket = threading.Thread(target=lambda: results.append(rig.worker.generate(replace(request(4), version=0))))
+    ticket.start()
+    assert inside.wait(60)
+    newest = rig.deliver(2)
+    late = threading.Thread(target=lambda: rig.engine._client.call("rollout_receive", Activation, *rig.payload(61), 61))
+    late.start()
+    delivered.set()
+    ticket.join(60)
+    late.join(60)
+    monkeypatch.undo()
+    ((report, images, trajectory),) = results
+    assert (report.version, report.digest) == (0, undisturbed[0].digest) and report.digest != newest.digest
+    assert np.array_equal(images, undisturbed[1]) and np.array_equal(trajectory.latents, undisturbed[2].latents)
+    after = rig.worker.generate(replace(request(4), version=2))
+    assert after[0].digest == newest.digest and not np.array_equal(after[1], images)
+
+
+def test_an_answer_of_another_version_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stamp is the worker's own: what its network carried, not what it was asked for."""
+    rig.made(request(2), 71)
+    monkeypatch.setattr(Adapters, "active", lambda self: Activation("policy", 70, "0" * 64))
+    with pytest.raises(VllmOmniError, match=r"needs Activation.*version=71.*ran it on Activation.*version=70"):
+        rig.engine.generate(request(2))
+
+
+def test_a_failed_remote_call_raises(rig: Rig) -> None:
+    with pytest.raises(VllmOmniError, match=r"vllm-omni failed in rollout_probe: .*not the one that was received last"):
+        rig.engine._client.call("rollout_probe", dict, 12345)
+    with pytest.raises(VllmOmniError, match="vllm-omni failed in no_such_method"):
+        rig.engine._client.call("no_such_method", str)
+    with pytest.raises(VllmOmniError, match="answered rollout_holds with bool, expected str"):
+        rig.engine._client.call("rollout_holds", str, 1)
+    assert rig.made(request(2), 1).images.shape == (2, 32, 32, 3)
+
+
+def test_one_engine_batch_is_one_whole_ticket(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(4)
+    rig.made(asked, 1)
+    parameters = rig.engine._sampling(asked, rig.engine._adopted())
+    parameters.num_outputs_per_prompt = 3
+    with pytest.raises(RuntimeError, match=r"one engine batch is one whole ticket: .*3 images, ticket 0 has 4"):
+        rig.engine._client.generate("red", parameters, "too-few")
+    bare = rig.engine._sampling(asked, rig.engine._adopted())
+    bare.extra_args = {}
+    with pytest.raises(RuntimeError, match="carries no ticket"):
+        rig.engine._client.generate("red", bare, "no-ticket")
+    two = SimpleNamespace(num_reqs=2, request_ids=["a", "b"])
+    with pytest.raises(ValueError, match=r"one whole ticket, got 2 requests: \['a', 'b'\]"):
+        whole_ticket(two)
+    assert parameters.extra_args[REQUEST] is asked
+
+
+def test_tickets_asked_for_at_once_stay_apart(rig: Rig) -> None:
+    """However many requests wait in the engine, it never puts two into one batch."""
+    asked = [replace(request(3), ordinal=ordinal) for ordinal in range(4)]
+    alone = [rig.made(ticket, 1) for ticket in asked]
+    together: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda t=ticket: together.update({t.ordinal: rig.engine.generate(t)}))
+        for ticket in asked
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(together) == [0, 1, 2, 3]
+    assert all(same(alone[ordinal], together[ordinal]) for ordinal in together)
