@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from async_flowrl import exits
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
-from async_flowrl.controller.launch import ROLLOUT, TRAINER, load_pools, open_cluster, send_negatives
-from async_flowrl.controller.lives import Ledgers, Run, live
+from async_flowrl.controller.launch import ROLLOUT, TRAINER, encode_negatives, load_pools, open_cluster, send_negatives
+from async_flowrl.controller.lives import Ledgers, Run, live, restore
 from async_flowrl.controller.saving import Resume, find_resume
 from async_flowrl.controller.stopping import StopRequest, listening
 from async_flowrl.dry_run import describe_run
@@ -69,13 +70,13 @@ async def train(prepared: Prepared, directory: RunDirectory) -> int:
         async with open_cluster(prepared, directory.logs) as groups:
             gang = TrainerGang(groups[TRAINER], prepared.algorithm)
             info = await load_pools(config, groups, gang)
-            await send_negatives(prepared, groups[ROLLOUT].workers[0], gang)
-            if resume.path is not None:
-                await gang.all("restore", str(resume.path))
+            negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
+            await send_negatives(gang, negatives)
+            await restore(gang, directory, resume)
             ledgers = open_ledgers(prepared, directory, resume)
             try:
                 transport = resolve_transport(config.checkpoint_engine.transport, info["device"])
-                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"], transport)
+                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"], transport, negatives)
                 ctx = await live(run, resume)
                 summary = await finish(
                     ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
@@ -86,13 +87,15 @@ async def train(prepared: Prepared, directory: RunDirectory) -> int:
     return conclude(summary, directory, stop)
 
 
-def open_ledgers(prepared: Prepared, directory: RunDirectory, resume: Resume) -> Ledgers:
+def open_ledgers(
+    prepared: Prepared, directory: RunDirectory, resume: Resume, *, clock: Callable[[], float] = time.monotonic
+) -> Ledgers:
     """Event log, metrics and monitor; a resumed run first takes back what its checkpoint does not contain."""
     config = prepared.config
-    offset = time.time() - time.monotonic()
-    pools = PoolLedger(time.monotonic)
+    offset = time.time() - clock()
+    pools = PoolLedger(clock)
     continued = resume.path is not None or directory.events.exists()
-    events = EventLog(directory.events, lambda: time.monotonic() + offset, ledger=pools)
+    events = EventLog(directory.events, lambda: clock() + offset, ledger=pools)
     metrics = MetricsLog(directory.metrics)
     metrics.truncate(resume.version)
     if continued:

@@ -112,6 +112,8 @@ async def toy_run(
     """Builds the context as build.py does, with virtual groups, and runs the real loop."""
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
+    for worker in groups["rollout"].workers:
+        worker.target.load()
     steps = ToySteps(observer)
     ctx = toy_context(config, groups, observer, steps)
     beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
@@ -152,7 +154,7 @@ def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: Li
     algorithm = build_algorithm(
         config.algorithm,
         max_staleness=config.max_staleness,
-        updates_per_batch=1,
+        updates_per_batch=config.trainer.updates_per_batch,
         hand_over=config.hand_over,
         num_inference_steps=2,
     )

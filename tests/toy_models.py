@@ -1,7 +1,12 @@
 """Rollout, reward and trainer of a few numbers each, with the real sending and receiving ends."""
 
-from collections.abc import Mapping
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -9,6 +14,7 @@ import torch
 from async_flowrl.config import Config
 from async_flowrl.rewards.composite import checked
 from async_flowrl.seeds import generator
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
@@ -28,6 +34,36 @@ from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 SIZE = 8
 
 
+class Torn(BaseException):
+    """The process that was writing is gone."""
+
+
+@contextmanager
+def failing_disk(spoil: str | None, *, at: int) -> Iterator[None]:
+    """The `at`-th fsync or rename is the last thing that happens ("torn"), or finds the disk full ("full")."""
+    if spoil is None:
+        yield
+        return
+    left = at
+
+    def spoilt(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Torn if spoil == "torn" else OSError(errno.ENOSPC, "No space left on device")
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    with ExitStack() as patches:
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace")):
+            patches.enter_context(mock.patch.object(owner, name, spoilt(getattr(owner, name))))
+        yield
+    if spoil == "torn":
+        raise Torn
+
+
 def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """One LoRA layer "layer": A random, B zero, as at the start of a real run."""
     return {
@@ -43,15 +79,21 @@ def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
 class ToyRollout:
     """Images are one byte per pixel of a number computed from the live weights and the image's noise."""
 
+    receiver: Receiver
+
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.name = config, name
         self.tensors = toy_tensors(config.seed)
-        self.receiver = Receiver(self.tensors, capacity=config.max_staleness + 1, alpha=4.0, rank=2)
         self.watermarks: list[tuple[int, str, str]] = []
         """(version asked for, digest reported, digest of the live bytes at the end) of every ticket."""
 
     def load(self) -> dict[str, str]:
+        """As with a real worker, nothing works before."""
+        self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=4.0, rank=2)
         return {"base_digest": "toy"}
+
+    def reset(self) -> None:
+        self.receiver.clear()
 
     def receive(self, header: Header, buffer: Any, slot: str = RING) -> Ack:
         return self.receiver.receive(header, buffer, slot)
@@ -91,15 +133,27 @@ class ToyReward:
 
 
 class ToyTrainer:
-    """One gradient step per batch on a made-up loss in which every trajectory and advantage counts."""
+    """Steps with momentum on a made-up loss in which every trajectory and advantage counts; real checkpoints."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
-        self.config = config
+        self.config, self.index = config, index
         self.tensors = toy_tensors(config.seed)
+        self.momentum = torch.zeros(SIZE, 2)
+        self.anchors: list[int] = []
+        """Groups of the batch under way whose predictions by its first weights were taken."""
+        self.spoil: str | None = None
+        """"torn" or "full": what goes wrong with the next checkpoint, somewhere inside its writing."""
+        self._snapshot: Checkpoint | None = None
         self.publisher = Publisher(self.tensors, alpha=4.0, rank=2, retain=config.max_staleness + 1)
         self.retained = {0: self._copy()}
         self.trained: list[tuple[int, int, int]] = []
         """(step, group, version) of every group trained, in order."""
+
+    def load(self) -> dict[str, Any]:
+        return {"base_digest": "toy", "device": "cpu"}
+
+    def proximal(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
+        self.anchors.append(metas[0].group)
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self.step, self.plan = step, plan
@@ -116,10 +170,13 @@ class ToyTrainer:
 
     def finish(self) -> UpdateStats:
         if self.count:
-            self.tensors["layer.lora_B.weight"] += 0.1 * self.gradient / (1e-6 + self.gradient.norm())
-        self.retained[self.step + 1] = self._copy()
-        for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
-            del self.retained[old]
+            self.momentum = 0.5 * self.momentum + self.gradient / (1e-6 + self.gradient.norm())
+            self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
+        if self.plan.update == self.config.trainer.updates_per_batch - 1:
+            self.anchors.clear()
+            self.retained[self.step + 1] = self._copy()
+            for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
+                del self.retained[old]
         return UpdateStats(self.step, self.plan.update, self.count == 0, {"loss": 0.0})
 
     def canary(self) -> dict[str, torch.Tensor]:
@@ -141,6 +198,33 @@ class ToyTrainer:
 
     def release(self, version: int, stream: str) -> None:
         self.publisher.release(version)
+
+    def snapshot(self) -> int:
+        version = max(self.retained)
+        retained = {f"{v}/{name}": t for v, tensors in self.retained.items() for name, t in tensors.items()}
+        parts = {"weights": self._copy(), "optimizer": {"momentum": self.momentum.clone()}, "retained": retained}
+        self._snapshot = Checkpoint(parts, {"version": version, "weights_digest": self.weights_digest()}, {})
+        return version
+
+    def save(self, directory: str, controller: Mapping[str, Any]) -> str:
+        found, spoil, self.spoil = self._snapshot, self.spoil, None
+        assert found is not None and controller["version"] == found.trainer["version"]
+        version, keep = int(controller["version"]), self.config.save.keep
+        whole = Checkpoint(found.tensors, found.trainer, controller)
+        # Eight operations lead to the rename; those after it a death may hit, but there is no more to be written.
+        with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
+            return str(write_checkpoint(Path(directory), version, whole, keep=keep))
+
+    def restore(self, path: str) -> int:
+        found = read_checkpoint(Path(path))
+        self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
+        self.momentum = found.tensors["optimizer"]["momentum"].clone()
+        self.retained = {}
+        for key, tensor in found.tensors["retained"].items():
+            version, name = key.split("/")
+            self.retained.setdefault(int(version), {})[name] = tensor.clone()
+        self.publisher.clear()
+        return int(found.trainer["version"])
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}

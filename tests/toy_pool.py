@@ -12,6 +12,7 @@ import numpy as np
 
 from async_flowrl.types import EVALUATION
 from separation.group import PoolSpec, RefLost, WorkerDied, WorkerFailed
+from tests.toy_models import Torn
 
 SLOW = 100.0
 REBUILD = 2.0
@@ -27,6 +28,7 @@ class Timing:
     score: float = 0.1
     update: float = 1.0
     transfer: float = 0.05
+    save: float = 0.5
     spread: float = 0.0
     """Relative spread: each duration is multiplied by a draw from 1 - spread .. 1 + spread."""
     slow: Mapping[str, float] = field(default_factory=dict)
@@ -35,7 +37,13 @@ class Timing:
     """Factor per prompt text, for generation."""
 
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-        known = {"generate": self.generate, "score": self.score, "accumulate": self.update, "receive": self.transfer}
+        known = {
+            "generate": self.generate,
+            "score": self.score,
+            "accumulate": self.update,
+            "receive": self.transfer,
+            "save": self.save,
+        }
         draw = random.Random(f"{self.seed}/{worker}/{method}/{call}").uniform(1 - self.spread, 1 + self.spread)
         prompt = self.slow_prompts.get(args[0].prompt.text, 1.0) if method == "generate" else 1.0
         return known.get(method, 0.0) * draw * self.slow.get(worker, 1.0) * prompt
@@ -44,7 +52,7 @@ class Timing:
 Fault = Callable[[str, str, int], str | None]
 """(worker, method, call number) → None or what goes wrong; an evaluation ticket's method is "generate/evaluation":
 kill, hang, raise, slow; for `receive` corrupt, truncate; for `generate` lose-images, lose-trajectory; for `score` nan,
-count.
+count; for `save` torn (it dies inside the writing), full (no space left).
 """
 
 
@@ -157,7 +165,11 @@ class VirtualWorker:
             if fault in ("kill", "hang"):
                 await asyncio.Event().wait()
             values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
-            return self._method(method, self._spoilt(fault, values), fault), fault
+            try:
+                return self._method(method, self._spoilt(fault, values), fault), fault
+            except Torn:
+                self.kill()
+                raise
 
     def _method(self, method: str, values: list[Any], fault: str | None) -> Any:
         try:
@@ -177,7 +189,7 @@ class VirtualWorker:
             values[1][5] ^= 1
         if fault == "truncate":
             values[1] = values[1][:-1]
-        if fault in ("nan", "count"):
+        if fault in ("nan", "count", "torn", "full"):
             self.target.spoil = fault
         return values
 
@@ -203,11 +215,12 @@ class VirtualGroup:
         old = self.workers[index]
         self.world.observer.event("replaced", worker=old.name, fenced=old.dead.is_set())
         old.kill()
-        await asyncio.sleep(REBUILD)
+        await asyncio.sleep(REBUILD / 2)
         self.generation[index] += 1
         self.replaced += 1
         fresh = self.workers[index] = self._build(index)
         self.everybody.append(fresh)
+        await asyncio.sleep(REBUILD / 2)
         return fresh
 
     async def fetch(self, ref: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import warnings
 from async_flowrl.algorithms.registry import resolve_correction
+from async_flowrl.config import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.saving import Checkpoints
@@ -39,10 +40,10 @@ class Bookkeeping:
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
-        """Checkpoint 0 exists before step 0; a fresh run is evaluated first, if asked."""
+        """Checkpoint 0 exists before step 0; what an earlier life had to evaluate and did not is evaluated first."""
         await self._save(ctx, ctx.table.step)
-        if ctx.table.step == 0 and ctx.config.evaluate.before_training:
-            await self.evaluations.start(ctx, 0)
+        for version in self._unevaluated(ctx):
+            await self.evaluations.start(ctx, version)
         self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
         self.pools.lap()
 
@@ -58,14 +59,32 @@ class Bookkeeping:
         version = step + 1
         if self.checkpoints.due(version):
             await self._save(ctx, version)
-        every = ctx.config.evaluate.every
-        if version == ctx.config.total_steps or (every > 0 and version % every == 0):
+        if evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
         """Outstanding evaluations, and a checkpoint of where the run ended; their errors count too."""
-        await self._save(ctx, ctx.table.step)
+        await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
+        await self.checkpoints.insist(ctx.table, ctx.table.step)
         await self.evaluations.drain()
+
+    def _unevaluated(self, ctx: Context) -> list[int]:
+        """Versions up to the one this life begins with whose evaluation is due and not recorded.
+
+        Those whose weights are gone stay without: of the policy the last max_staleness + 1 are there, of an EMA one.
+        """
+        now = ctx.table.step
+        kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
+        recorded = {line["step"]: line for line in self.metrics.read()}
+
+        def lacking(version: int) -> bool:
+            prefix = "evaluation_before/" if version == 0 else "evaluation/"
+            return not any(key.startswith(prefix) for key in recorded.get(max(0, version - 1), ()))
+
+        due = [version for version in range(now + 1) if evaluation_due(ctx.config, version) and lacking(version)]
+        if lost := [version for version in due if version < now - kept]:
+            logger.warning("versions %s were being evaluated when their life ended; their weights are gone", lost)
+        return [version for version in due if version >= now - kept]
 
     async def _save(self, ctx: Context, version: int) -> None:
         """A checkpoint names the digest of the version it stands at, so that version is sealed first."""
@@ -119,6 +138,14 @@ class Bookkeeping:
         if step + 1 in self.evaluated:
             keys |= {f"evaluation/{name}/mean": x for name, x in self.evaluated[step + 1].means().items()}
         return keys
+
+
+def evaluation_due(config: Config, version: int) -> bool:
+    """Before training if asked, every so many steps, and at the end."""
+    if version == 0:
+        return config.evaluate.before_training
+    every = config.evaluate.every
+    return version == config.total_steps or (every > 0 and version % every == 0)
 
 
 def stalled(ctx: Context) -> float:

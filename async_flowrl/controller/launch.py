@@ -12,6 +12,7 @@ from async_flowrl.config import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.gang import TrainerGang
+from async_flowrl.types import Conditioning
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.placement import ResourcesMissing, own_cluster
@@ -19,6 +20,8 @@ from separation.rendezvous import gang_environment
 from separation.supervise import deadline
 
 ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
+Negatives = dict[str, Conditioning]
+"""Negative prompt → what the model family needs of it."""
 
 
 def pools(prepared: Prepared) -> list[PoolSpec]:
@@ -111,13 +114,19 @@ async def join_gang(config: Config, group: WorkerGroup) -> None:
             tasks.create_task(worker.call("join_gang", environment))
 
 
-async def send_negatives(prepared: Prepared, worker: Worker, gang: TrainerGang) -> None:
-    """The trainer has no text encoder: a rollout worker encodes every negative prompt once."""
+async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
+    """The trainer has no text encoder: a rollout worker encodes every negative prompt, once for all lives of a run."""
     config = prepared.config
     if config.rollout.true_cfg_scale <= 1:
-        return
+        return {}
     texts: Sequence[str] = sorted(
         {config.rollout.negative_prompt if p.negative is None else p.negative for p in prepared.recipe.train}
     )
     encoded = await worker.call("encode", texts)
-    await gang.all("set_negatives", dict(zip(texts, encoded, strict=True)))
+    return dict(zip(texts, encoded, strict=True))
+
+
+async def send_negatives(gang: TrainerGang, negatives: Negatives) -> None:
+    """Brings every trainer rank the encoded negative prompts, where guidance needs them."""
+    if negatives:
+        await gang.all("set_negatives", negatives)

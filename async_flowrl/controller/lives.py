@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_flowrl.controller.admission import StartError, load_rollout
+from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.bookkeeping import Bookkeeping
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.launch import REWARD, ROLLOUT, TRAINER, load_trainer, send_negatives
+from async_flowrl.controller.launch import REWARD, ROLLOUT, TRAINER, Negatives, load_trainer, send_negatives
 from async_flowrl.controller.saving import Checkpoints, Resume, newest
 from async_flowrl.controller.stopping import StopRequest
 from async_flowrl.controller.weights import PublishedWeights
@@ -25,9 +25,10 @@ from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import shape
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import Ticket, TicketTable
+from async_flowrl.training.checkpoint import drop_newer
 from async_flowrl.training.gang import TrainerGang
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.supervise import deadline
+from separation.supervise import DeadlineExceeded, deadline
 
 logger = logging.getLogger(__name__)
 
@@ -59,26 +60,34 @@ class Run:
     stop: StopRequest
     base_digest: str
     transport: str
+    negatives: Negatives
 
 
 async def live(run: Run, resume: Resume) -> Context:
     """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks."""
     for left in reversed(range(RECOVERIES + 1)):
-        ctx = build_context(run, resume)
         try:
-            await run_loop(ctx)
-            return ctx
+            if left < RECOVERIES:
+                resume = await recover(run)
+            return await one_life(run, resume)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.gang)
             if not dead or left == 0:
                 raise
             logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
             run.ledgers.events.event("fault", worker=dead[0], kind=type(error).__name__, message=str(error))
-        finally:
-            await ctx.weights.close()
-            ctx.steps.abandon()
-        resume = await recover(run)
     raise AssertionError("unreachable")
+
+
+async def one_life(run: Run, resume: Resume) -> Context:
+    """From a checkpoint to the end, or to the first failure, which is raised."""
+    ctx = build_context(run, resume)
+    try:
+        await run_loop(ctx)
+        return ctx
+    finally:
+        await ctx.weights.close()
+        ctx.steps.abandon()
 
 
 async def dead_ranks(gang: TrainerGang) -> list[str]:
@@ -99,27 +108,36 @@ async def recover(run: Run) -> Resume:
     if info["base_digest"] != run.base_digest:
         raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
     async with asyncio.TaskGroup() as tasks:
-        for index in range(len(run.groups[ROLLOUT].workers)):
-            tasks.create_task(clean_rollout(run, index))
-    await send_negatives(run.prepared, run.groups[ROLLOUT].workers[0], run.gang)
+        for worker in run.groups[ROLLOUT].workers:
+            tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
+    await send_negatives(run.gang, run.negatives)
     resume = newest(run.directory)
-    await run.gang.all("restore", str(resume.path))
+    await restore(run.gang, run.directory, resume)
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume
 
 
-async def clean_rollout(run: Run, index: int) -> None:
-    """Waits for what the worker was doing, then makes it forget its versions; a dead one is replaced."""
-    group, deadlines = run.groups[ROLLOUT], run.prepared.config.deadlines
-    worker = group.workers[index]
+async def restore(gang: TrainerGang, directory: RunDirectory, resume: Resume) -> None:
+    """Every trainer rank goes on from the checkpoint; later ones, damaged or left behind on purpose, are removed."""
+    if resume.path is not None:
+        await gang.all("restore", str(resume.path))
+        drop_newer(directory.checkpoints, resume.version)
+
+
+async def clean_rollout(worker: Worker, *, seconds: float) -> None:
+    """Waits for what the worker was doing, then makes it forget its versions.
+
+    One that cannot, because it is dead, hangs, or was itself just being replaced and holds no model yet, is killed: its
+    place in the next life finds it dead and replaces it.
+    """
     try:
-        async with deadline(deadlines.generate, f"generate: what {worker.name} was doing when a trainer rank died"):
+        async with deadline(seconds, f"generate: what {worker.name} was doing when a trainer rank died"):
             await worker.call("reset")
             await worker.call("reset", lane="sync")
-    except WorkerDied:
-        fresh: Worker = await group.replace(index)
-        await load_rollout(fresh, seconds=deadlines.load)
+    except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
+        logger.info("%s does not go on into the next life: %s", worker.name, error)
+        worker.kill()
 
 
 def build_context(run: Run, resume: Resume) -> Context:
@@ -141,7 +159,8 @@ def build_context(run: Run, resume: Resume) -> Context:
         )
 
     table = TicketTable(shape(config), first_step=resume.version, on_change=record)
-    saved = [] if resume.path is None else [resume.version]
+    own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
+    saved = [resume.version] if own else []
     checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)
     weights = PublishedWeights(run.gang, run.transport)
     ctx = Context(

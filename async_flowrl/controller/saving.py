@@ -1,5 +1,6 @@
 """Checkpoints as the controller sees them: when one is due, what of its own goes into it, how a run goes on."""
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import TicketTable
-from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller
+from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
 from async_flowrl.training.fingerprint import config_hash, numerics
 from async_flowrl.training.gang import TrainerGang
 from separation.group import WorkerFailed
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
 MISSES = 3
 """A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
+PAUSE = 1.0
+"""Seconds before a run's last checkpoint is tried again."""
 
 
 class SaveFailed(RuntimeError):
@@ -36,6 +39,13 @@ class Checkpoints:
     def due(self, version: int) -> bool:
         every = self.config.save.every
         return version == self.config.total_steps or (every > 0 and version % every == 0)
+
+    async def insist(self, table: TicketTable, version: int) -> None:
+        """The last checkpoint of a run: there is no later one to make up for it. Raises SaveFailed after MISSES."""
+        while version not in self.saved:
+            await self.save(table, version)
+            if version not in self.saved:
+                await asyncio.sleep(PAUSE)
 
     async def save(self, table: TicketTable, version: int) -> None:
         """Copies the trainer's state (the trainer waits for that), then writes it beside the next update."""
@@ -72,11 +82,24 @@ class Resume:
     controller: dict[str, Any]
 
 
+START = Resume(None, 0, {})
+
+
 def newest(directory: RunDirectory) -> Resume:
-    """The newest sound checkpoint of this run. Raises DamagedCheckpoint if there is none."""
+    """The newest sound checkpoint of this run; its start, if it has not written any.
+
+    Raises DamagedCheckpoint if there are some and all of them are damaged.
+    """
     path = find_checkpoint(directory.checkpoints)
     if path is None:
-        raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
+        if written(directory.checkpoints):
+            raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
+        return START
+    return read_resume(path)
+
+
+def read_resume(path: Path) -> Resume:
+    """Raises DamagedCheckpoint."""
     controller = read_controller(path)
     return Resume(path, int(controller["version"]), controller)
 
@@ -84,23 +107,20 @@ def newest(directory: RunDirectory) -> Resume:
 def find_resume(config: Config, directory: RunDirectory) -> Resume:
     """The checkpoint that `resume` names. Raises ConfigError for a damaged one or one of another configuration."""
     if config.resume == "never":
-        return Resume(None, 0, {})
-    if config.resume == "auto":
-        path = find_checkpoint(directory.checkpoints)
-        if path is None:
-            return Resume(None, 0, {})
-    else:
-        path = Path(config.resume).expanduser()
+        return START
     try:
-        controller = read_controller(path)
+        found = newest(directory) if config.resume == "auto" else read_resume(Path(config.resume).expanduser())
     except DamagedCheckpoint as error:
         raise ConfigError(str(error)) from error
-    if controller["config_hash"] != config_hash(config):
+    if found.path is None:
+        return found
+    if found.controller["config_hash"] != config_hash(config):
         raise ConfigError(
-            f"{path} was made with a configuration that leads to other weights; compare {directory.config} with yours"
+            f"{found.path} was made with a configuration that leads to other weights; compare {directory.config} with "
+            "yours"
         )
     now = numerics(config)
-    changed = sorted(key for key, value in controller["numerics"].items() if now.get(key) != value)
+    changed = sorted(key for key, value in found.controller["numerics"].items() if now.get(key) != value)
     if changed:
         logger.warning("resuming with other %s: the last bits of the weights will differ", ", ".join(changed))
-    return Resume(path, int(controller["version"]), controller)
+    return found

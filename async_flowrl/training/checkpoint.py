@@ -66,7 +66,7 @@ def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep
     work.rename(target)
     _sync(directory)
     _write_latest(directory, target.name)
-    found = _candidates(directory)
+    found = written(directory)
     place = found.index(target)
     # Newer ones belong to a history that a return to an earlier step has ended.
     for old in [*found[:place], *found[place + keep :]]:
@@ -95,6 +95,14 @@ def read_controller(path: Path) -> dict[str, Any]:
     return found
 
 
+def drop_newer(directory: Path, step: int) -> None:
+    """Removes the checkpoints after `step`: they belong to a history that a return to it has ended."""
+    for path in written(directory):
+        if checkpoint_step(path) > step:
+            path.rename(directory / f"{_WORK}newer-{uuid.uuid4().hex}")
+    _remove_unfinished(directory)
+
+
 def verify_checkpoint(path: Path) -> list[str]:
     """Checks every file against the manifest and returns their names. Raises DamagedCheckpoint."""
     try:
@@ -117,7 +125,7 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 def find_checkpoint(directory: Path) -> Path | None:
     """The newest sound checkpoint; damaged ones are skipped with a warning. None if there is none."""
-    for path in _candidates(directory):
+    for path in written(directory):
         try:
             verify_checkpoint(path)
         except DamagedCheckpoint as error:
@@ -135,8 +143,8 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def _candidates(directory: Path) -> list[Path]:
-    """Newest first."""
+def written(directory: Path) -> list[Path]:
+    """Every checkpoint there, sound or not, newest first."""
     found = [p for p in directory.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if directory.is_dir() else []
     return sorted(found, key=checkpoint_step, reverse=True)
 

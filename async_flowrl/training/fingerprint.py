@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from dataclasses import asdict
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -86,6 +87,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             if before.get(key) != now.get(key)]  # fmt: skip
 
 
+@lru_cache(maxsize=16)
 def _installed(package: str) -> str | None:
     try:
         return version(package)

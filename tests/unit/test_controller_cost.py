@@ -31,6 +31,9 @@ class FakeRollout(ToyRollout):
         self.config, self.name, self.digests = config, name, {}
         self.trajectory = Trajectory(np.zeros((4, 8), np.float32), (0, 1), (0,), np.zeros((4, 1)), np.zeros(2), {})
 
+    def load(self) -> dict[str, str]:
+        return {"base_digest": "toy"}
+
     def receive(self, header: Header, buffer: Any, slot: str = RING) -> Ack:
         self.digests[header.version, slot] = header.digest
         self.layout, self.payload = header.layout, buffer

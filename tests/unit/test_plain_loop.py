@@ -29,6 +29,7 @@ def plain_loop(config: Config) -> str:
     for step in range(config.total_steps):
         version = max(0, step - config.max_staleness)
         rollout = ToyRollout(config, 0, "rollout")
+        rollout.load()
         layout = Layout.of(rollout.tensors)
         data = layout.empty()
         for name, view in layout.views(data).items():

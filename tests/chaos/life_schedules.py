@@ -1,0 +1,281 @@
+"""Deaths that end a life: trainer ranks, controllers, checkpoints that cannot be written or read. From seeds.
+
+`python -m tests.chaos.life_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+"""
+
+import asyncio
+import functools
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_flowrl.config import Config
+from async_flowrl.controller.bookkeeping import evaluation_due
+from async_flowrl.controller.saving import MISSES, SaveFailed
+from async_flowrl.training.checkpoint import written
+from async_flowrl.verify import verify
+from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended
+from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
+from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
+from tests.chaos.fault_schedules import fatal as fatal_to_worker
+from tests.toy import toy_config
+from tests.toy_life import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
+from tests.toy_pool import ListObserver, Timing, World, no_fault
+
+STEPS = 6
+CELLS: dict[str, tuple[str, ...]] = {
+    "trainer: update": ("kill",),
+    "trainer: publish": ("kill",),
+    "trainer: snapshot": ("kill",),
+    "trainer: writes a checkpoint": ("kill", "torn", "full", "full for good"),
+    "trainer: comes back": ("kill",),
+    "rollout: forgets": ("kill", "hang"),
+    "controller": ("kill", "kill twice", "torn", "stop"),
+    "newest checkpoint": ("flip", "truncate", "remove"),
+}
+"""Where → what can go wrong there. "torn": death inside the writing of a checkpoint, the trainer's or everybody's."""
+PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
+BESIDE = [
+    pair for pair in WORKER_PAIRS if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update")
+]
+"""Faults of workers that may happen in the same run."""
+NAMED = (SaveFailed,)
+
+
+def fatal(place: str, fault: str) -> bool:
+    return fault == "full for good"
+
+
+@dataclass
+class LifeSchedule:
+    """What happens to a run until it ends: faults in calls, and the ends of its controllers, one after the other."""
+
+    seed: int
+    config: Config
+    timing: Timing
+    workers: list[int]
+    """Rollout workers of each controller."""
+    calls: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    ends: list[tuple[float, str]] = field(default_factory=list)
+    """(virtual second, kill or stop) of each controller but the last."""
+    damage: str | None = None
+    timed: list[tuple[float, str]] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    hits: list[tuple[str, str]] = field(default_factory=list)
+    outside: Outside | None = None
+
+    def fault(self, worker: str, method: str, number: int) -> str | None:
+        key = f"{worker.split('-')[0]}:{method}"
+        self.seen[key] += 1
+        place, fault = self.calls.get((key, self.seen[key]), (None, None))
+        if place is None or fault is None:
+            return None
+        self.hits.append((place, fault))
+        if place == "controller" and self.outside is not None:
+            self.outside.kill()
+        return "full" if fault == "full for good" else fault
+
+    async def disturb(self, outside: Outside, groups: Groups) -> None:
+        self.outside = outside
+        if self.ends:
+            beside = asyncio.create_task(self.kill_workers(groups))
+            when, what = self.ends.pop(0)
+            await asyncio.sleep(when)
+            self.hits.append(("controller", what))
+            if what == "stop":
+                outside.stop.ask("SIGTERM")
+                await beside
+            else:
+                outside.kill()
+        else:
+            await self.kill_workers(groups)
+
+    async def kill_workers(self, groups: Groups) -> None:
+        for when, place in self.timed:
+            await asyncio.sleep(when)
+            for worker in groups["rollout"].workers if place == "rollout:all" else groups["rollout"].workers[:1]:
+                worker.kill()
+            self.hits.append((place, "kill"))
+
+    def spoil_newest(self, root: Path) -> None:
+        """Only where there is an older one to go back to."""
+        found = written(root / "checkpoints")
+        if self.damage is None or len(found) < 2:
+            return
+        file = found[0] / "weights.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        if self.damage == "remove":
+            file.unlink()
+        else:
+            file.write_bytes(data if self.damage == "flip" else data[:-4])
+        self.hits.append(("newest checkpoint", self.damage))
+
+
+def schedule(seed: int) -> LifeSchedule:
+    """A random configuration with one fault of the cell that it is this seed's turn to hit, and perhaps others."""
+    rng = random.Random(f"life {seed}")
+    place, fault = PAIRS[seed % len(PAIRS)]
+    config = toy_config(
+        rng.choice([0, 1, 1, 2, 3]),
+        hand_over=rng.choice(["batch", "stream"]),
+        steps=STEPS,
+        reward__num_workers=rng.choice([1, 2]),
+        evaluate__every=rng.choice([0, 2, 3]),
+        evaluate__before_training=rng.choice([False, True]),
+        save__every=rng.choice([1, 2, 4]),
+        save__keep=2 if place == "newest checkpoint" else rng.choice([1, 2]),
+        deadlines__publish=8.0,
+        resume="auto",
+        monitor__progress=False,
+    )
+    timing = Timing(
+        seed=seed,
+        spread=rng.choice([0.0, 0.5, 0.95]),
+        generate=rng.choice([0.3, 1.0, 2.0]),
+        update=rng.choice([0.2, 1.0, 2.0]),
+        transfer=rng.choice([0.05, 1.0]),
+    )
+    made = LifeSchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
+    place_fault(made, place, fault, rng)
+    for _ in range(rng.choice([0, 1, 2])):
+        place_worker_fault(made, rng)
+    return made
+
+
+def place_fault(made: LifeSchedule, place: str, fault: str, rng: random.Random) -> None:
+    saves = 2 + (STEPS - 1) // made.config.save.every
+    update = rng.choice(UPDATE)
+    if place == "trainer: update":
+        made.calls[update, rng.randint(1, CALLS[update])] = (place, fault)
+    elif place == "trainer: publish":
+        method = rng.choice(PUBLISH)
+        made.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
+    elif place == "trainer: snapshot":
+        made.calls["trainer:snapshot", rng.randint(1, saves)] = (place, fault)
+    elif place == "trainer: writes a checkpoint":
+        first = rng.randint(1, saves)
+        for call in range(first, first + {"full": rng.choice([1, 2]), "full for good": 99}.get(fault, 1)):
+            made.calls["trainer:save", call] = (place, fault)
+    elif place in ("trainer: comes back", "rollout: forgets"):
+        made.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
+        again = {"trainer: comes back": [("trainer:load", 2), ("trainer:restore", 1)]}
+        made.calls[rng.choice(again.get(place, [("rollout:reset", 1), ("rollout:reset", 2)]))] = (place, fault)
+    elif fault == "torn":
+        made.calls["trainer:save", rng.randint(1, saves)] = (place, fault)
+    elif place == "controller":
+        made.ends = [(rng.uniform(0.5, 12.0), fault) for _ in range(2 if fault == "kill twice" else 1)]
+        if rng.random() < 0.4:
+            made.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
+    else:
+        made.damage = fault
+        made.config.save.every = 1
+        made.calls["trainer:save", rng.randint(3, STEPS + 1)] = ("controller", "kill")
+
+
+def place_worker_fault(made: LifeSchedule, rng: random.Random) -> None:
+    place, fault = rng.choice(BESIDE)
+    if place in ("rollout:idle", "rollout:all"):
+        made.timed.append((rng.uniform(0.5, 12.0), place))
+    else:
+        made.calls.setdefault((place, rng.randint(1, CALLS[place])), (place, fault))
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """In memory where there is such a place: a disk takes milliseconds for every file that is synced."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What of a run must not depend on what happened to it."""
+
+    digest: str
+    lines: list[dict[str, Any]]
+    evaluations: dict[int, float]
+
+
+@functools.cache
+def undisturbed(k: int) -> Left:
+    config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, monitor__progress=False)
+    with scratch() as folder:
+        root = folder / "run"
+        assert run_controller(config, root, World(Timing(), no_fault, ListObserver())) is None
+        return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
+
+
+def run_schedule(made: LifeSchedule, root: Path) -> Path:
+    """Controllers one after the other until one ends by itself; returns the folder of the last."""
+    for turn in range(6):
+        made.config.rollout.num_workers = made.workers[turn % 3]
+        world = World(made.timing, made.fault, ListObserver())
+        killed = run_controller(made.config, root, world, disturb=made.disturb, horizon=HORIZON)
+        if killed is None and summary(root)["steps"] == STEPS:
+            return root
+        root = killed or Path(shutil.copytree(root, root.with_name(f"{root.name}s")))
+        made.spoil_newest(root)
+    raise AssertionError("it never ended")
+
+
+@functools.cache
+def outcome(seed: int) -> Ended:
+    """Runs the schedule of a seed to its end."""
+    torch.set_num_threads(1)
+    made = schedule(seed)
+    wrong: str | None = None
+    how = "success"
+    with scratch() as folder:
+        try:
+            root = run_schedule(made, folder / "run")
+            check(root, made)
+        except NAMED as error:
+            how = type(error).__name__
+            if made.hits.count(("trainer: writes a checkpoint", "full for good")) < MISSES:
+                wrong = f"ended by {error!r} though the disk was full for less than {MISSES} checkpoints"
+        except Exception as error:
+            how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
+    return Ended(seed, how, tuple(made.hits), 0.0, wrong)
+
+
+def check(root: Path, made: LifeSchedule) -> None:
+    """The same weights, logged rewards and tickets, each once; evaluations, as far as their weights are there."""
+    expected = undisturbed(made.config.max_staleness)
+    assert [row for row in verify(root) if not row[1]] == []
+    assert summary(root)["weights_digest"] == expected.digest
+    assert logged(root) == expected.lines
+    found = evaluations(root)
+    assert found == {version: expected.evaluations[version] for version in found}
+    due = {version for version in range(STEPS + 1) if evaluation_due(made.config, version)}
+    gone = {v for v in due for back in rollbacks(root) if v < back - made.config.max_staleness}
+    assert due - gone <= set(found) <= due, f"evaluated {sorted(found)}, due were {sorted(due)}"
+    torn = any(fault == "torn" for _, fault in made.hits)
+    assert len(written(root / "checkpoints")) <= made.config.save.keep + torn
+
+
+def report(ended: list[Ended]) -> str:
+    """Hits of every cell, and how the schedules ended."""
+    hits = Counter(hit for each in ended for hit in set(each.hits))
+    lines = [f"{place:30} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
+    beside = sum(hits[pair] for pair in BESIDE)
+    ends = Counter(each.how for each in ended)
+    lines.append(f"and {beside} faults of workers beside them ({len(WORKER_CELLS)} places)")
+    lines.append(f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common()))
+    lines += [f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    first, last = (int(text) for text in sys.argv[1:3])
+    print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,0 +1,339 @@
+"""What ends a life and how the next one begins: dead trainer ranks, killed controllers, checkpoints that fail."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.check import ConfigError
+from async_flowrl.config import Config
+from async_flowrl.controller.lives import RECOVERIES
+from async_flowrl.controller.saving import MISSES, SaveFailed
+from async_flowrl.tickets import Refused
+from async_flowrl.training.checkpoint import DamagedCheckpoint, written
+from async_flowrl.types import EVALUATION, RolloutRequest
+from async_flowrl.verify import verify
+from checkpoint_engine import RING, Ack, Header, WeightsMismatch
+from separation.group import WorkerDied
+from tests.toy import toy_config
+from tests.toy_life import (
+    Groups,
+    Outside,
+    evaluations,
+    events,
+    logged,
+    rollbacks,
+    run_controller,
+    summary,
+)
+from tests.toy_models import ToyRollout, ToyTrainer
+from tests.toy_pool import Fault, ListObserver, Timing, World, no_fault
+
+torch.set_num_threads(1)
+STEPS = 6
+Disturb = Callable[[Outside, Groups], Any]
+
+
+def config(k: int = 1, **changes: Any) -> Config:
+    settings = {"resume": "auto", "monitor__progress": False, "save__every": 2} | changes
+    return toy_config(k, steps=STEPS, **settings)
+
+
+def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
+    return run_controller(config(**changes), root, World(Timing(), fault, ListObserver()), disturb=disturb)
+
+
+def at(**calls: str) -> Fault:
+    """`at(accumulate_3="kill")`: the third accumulate of any trainer's first incarnation."""
+    wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
+    return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
+
+
+def kill_after(seconds: float) -> Disturb:
+    async def disturb(outside: Outside, groups: Groups) -> None:
+        await asyncio.sleep(seconds)
+        outside.kill()
+
+    return disturb
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole") / "run"
+    assert go(root) is None
+    return root
+
+
+def check_equal(found: Path, whole: Path) -> None:
+    """Weights, logged rewards and trained tickets are those of the undisturbed run."""
+    assert summary(found)["weights_digest"] == summary(whole)["weights_digest"]
+    assert logged(found) == logged(whole)
+    assert [row for row in verify(found) if not row[1]] == []
+
+
+@pytest.mark.parametrize(
+    "method", ["begin_2", "accumulate_14", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"]
+)
+def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: Path, whole: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, at(**{method: "kill"})) is None
+    (back,) = rollbacks(root)
+    assert back in (0, 2)
+    assert [event["kind"] for event in events(root, "fault")] == ["WorkerDied"]
+    check_equal(root, whole)
+
+
+def test_a_trainer_that_dies_before_the_first_checkpoint_begins_anew(tmp_path: Path, whole: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, at(save_1="kill")) is None
+    assert rollbacks(root) == [0]
+    check_equal(root, whole)
+
+
+def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path, whole: Path) -> None:
+    def fault(worker: str, method: str, number: int) -> str | None:
+        deaths = {("trainer-0", "finish", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "restore", 1)}
+        return "kill" if (worker, method, number) in deaths else None
+
+    root = tmp_path / "run"
+    assert go(root, fault) is None
+    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", "trainer-0.1", "trainer-0.2"]
+    check_equal(root, whole)
+
+
+def test_a_trainer_that_always_dies_ends_the_run_by_name(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with pytest.raises(WorkerDied, match=rf"trainer-0\.{RECOVERIES} died"):
+        go(root, lambda worker, method, number: "kill" if (method, number) == ("finish", 2) else None)
+    assert len(rollbacks(root)) == RECOVERIES
+
+
+@pytest.mark.parametrize("what", ["kill", "hang", "unloaded"])
+def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Path, whole: Path) -> None:
+    """`unloaded`: it was just being replaced when the trainer died."""
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if (worker, method, number) == ("trainer-0", "accumulate", 8):
+            return "kill"
+        if what != "unloaded" and (worker, method, number) == ("rollout-1", "reset", 1):
+            return what
+        # Generation takes a second, an update too: the worker is dead for two seconds when the trainer dies.
+        return "kill" if what == "unloaded" and (worker, method, number) == ("rollout-1", "generate", 6) else None
+
+    root = tmp_path / "run"
+    assert go(root, fault) is None
+    assert len(rollbacks(root)) == 1
+    names = [event["worker"] for event in events(root, "worker")]
+    assert "rollout-1.1" in names
+    check_equal(root, whole)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 3.3, 7.9, 12.2, 17.0, 25.0])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_killed_controller_and_resume(seconds: float, workers: int, tmp_path: Path, whole: Path) -> None:
+    left = go(tmp_path / "run", disturb=kill_after(seconds))
+    assert left is not None and not (left / "summary.json").exists()
+    assert go(left, rollout__num_workers=workers) is None
+    assert len(rollbacks(left)) == 1
+    check_equal(left, whole)
+
+
+def test_a_checkpoint_does_not_grow_with_the_pipeline(tmp_path: Path) -> None:
+    sizes = []
+    for name, changes in (
+        ("one", {"rollout__num_workers": 1}),
+        ("many", {"rollout__num_workers": 4, "ticket_size": 2}),
+    ):
+        assert go(tmp_path / name, k=3, save__keep=9, **changes) is None
+        tensors = (tmp_path / name / "checkpoints" / "step_4").glob("*.safetensors")
+        sizes.append({file.name: file.stat().st_size for file in tensors})
+    assert len(sizes[0]) == 3
+    assert sizes[0] == sizes[1]
+
+
+def test_a_full_disk_is_loud_and_survived(tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "run"
+    assert go(root, at(save_2="full", save_3="full")) is None
+    loud = [record for record in caplog.records if "could not be written" in record.message]
+    assert [record.levelno for record in loud] == [logging.WARNING] * 2
+    assert "checkpoint 4 could not be written (2 in a row)" in loud[1].message
+    assert "No space left on device" in loud[1].message
+    assert [path.name for path in written(root / "checkpoints")] == ["step_6", "step_0"]
+    check_equal(root, whole)
+
+
+def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path, whole: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, at(save_2="full", finish_4="kill")) is None
+    assert rollbacks(root) == [0]
+    check_equal(root, whole)
+
+
+def test_a_disk_that_stays_full_ends_the_run_by_name(tmp_path: Path) -> None:
+    full = {f"save_{number}": "full" for number in range(2, 9)}
+    with pytest.raises(SaveFailed, match=f"{MISSES} checkpoints in a row could not be written: .*No space left"):
+        go(tmp_path / "run", at(**full), save__every=1)
+    assert [path.name for path in written(tmp_path / "run" / "checkpoints")] == ["step_0"]
+
+
+@pytest.mark.parametrize("misses", [1, MISSES])
+def test_the_last_checkpoint_is_insisted_on(misses: int, tmp_path: Path, whole: Path) -> None:
+    fault = at(**{f"save_{number}": "full" for number in range(4, 4 + misses)})
+    if misses == MISSES:
+        with pytest.raises(SaveFailed):
+            go(tmp_path / "run", fault)
+    else:
+        assert go(tmp_path / "run", fault) is None
+        check_equal(tmp_path / "run", whole)
+
+
+def spoil(checkpoint: Path) -> None:
+    file = checkpoint / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = go(tmp_path / "run", at(finish_5="kill"), disturb=kill_after(28.0))
+    assert left is not None
+    newest, older = written(left / "checkpoints")
+    spoil(newest)
+    assert go(left) is None
+    assert rollbacks(left)[-1] == int(older.name.removeprefix("step_"))
+    assert f"{newest.name}: weights.safetensors" in caplog.text and "trying an older one" in caplog.text
+    check_equal(left, whole)
+
+
+def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Path, whole: Path) -> None:
+    root = tmp_path / "run"
+
+    async def damage(outside: Outside, groups: Groups) -> None:
+        while not (root / "checkpoints" / "step_4").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        spoil(root / "checkpoints" / "step_4")
+
+    assert go(root, at(finish_5="kill"), disturb=damage) is None
+    assert rollbacks(root) == [2]
+    check_equal(root, whole)
+
+
+def test_nothing_but_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
+    left = go(tmp_path / "run", disturb=kill_after(14.0))
+    assert left is not None
+    for checkpoint in written(left / "checkpoints"):
+        spoil(checkpoint)
+    lines = (left / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="holds no sound checkpoint to go on from"):
+        go(left)
+    assert lines == (left / "metrics.jsonl").read_bytes(), "nothing is cut back by a refusal"
+    root = tmp_path / "running"
+
+    async def damage_all(outside: Outside, groups: Groups) -> None:
+        await asyncio.sleep(14.0)
+        for checkpoint in written(root / "checkpoints"):
+            spoil(checkpoint)
+
+    with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
+        go(root, at(finish_4="kill"), disturb=damage_all)
+
+
+def test_an_older_checkpoint_on_purpose(tmp_path: Path, whole: Path) -> None:
+    """Later ones are of a history that has ended: a trainer that dies then must not go on from them."""
+    root = tmp_path / "run"
+    assert go(root, save__keep=9) is None
+    older = root / "checkpoints" / "step_2"
+    assert go(root, at(accumulate_3="kill"), resume=str(older), save__keep=9) is None
+    assert rollbacks(root) == [2, 2]
+    check_equal(root, whole)
+
+
+def test_a_checkpoint_of_another_run(tmp_path: Path, whole: Path) -> None:
+    """It is copied into the run's own folder before anything else, so that a trainer may die at once."""
+    root = tmp_path / "run"
+    other = whole / "checkpoints" / "step_4"
+    assert go(root, at(accumulate_1="kill"), resume=str(other)) is None
+    assert rollbacks(root) == [4, 4]
+    assert summary(root)["weights_digest"] == summary(whole)["weights_digest"]
+
+
+@pytest.mark.parametrize(("k", "number"), [(0, 1), (0, 3), (1, 5), (3, 8)])
+def test_an_evaluation_that_its_life_did_not_finish_is_made_by_the_next(k: int, number: int, tmp_path: Path) -> None:
+    settings = {"evaluate__every": 2, "evaluate__before_training": True, "save__every": 1, "k": k}
+    assert go(tmp_path / "calm", **settings) is None
+    begun = 0
+
+    def count(worker: str, method: str, call: int) -> None:
+        nonlocal begun
+        begun += method == "generate/evaluation"
+
+    async def kill_in_evaluation(outside: Outside, groups: Groups) -> None:
+        while begun < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        outside.kill()
+
+    left = go(tmp_path / "run", count, disturb=kill_in_evaluation, **settings)
+    assert left is not None
+    assert len(evaluations(left)) == (number - 1) // 2, "the disturbance did not happen"
+    assert go(left, **settings) is None
+    assert sorted(evaluations(left)) == [0, 2, 4, 6]
+    assert evaluations(left) == evaluations(tmp_path / "calm")
+
+
+def test_an_evaluation_whose_weights_are_gone_is_said_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SlowEvaluation(Timing):
+        def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
+            slow = method == "generate" and args[0].kind == EVALUATION and args[0].version == 2
+            return 15.0 if slow else super().duration(worker, method, call, args)
+
+    settings = config(0, evaluate__every=2, save__every=1)
+    left = run_controller(
+        settings, tmp_path / "run", World(SlowEvaluation(), no_fault, ListObserver()), disturb=kill_after(26.0)
+    )
+    assert left is not None
+    assert 2 not in evaluations(left)
+    assert run_controller(settings, left, World(Timing(), no_fault, ListObserver())) is None
+    assert rollbacks(left)[0] > 2
+    assert "versions [2] were being evaluated when their life ended; their weights are gone" in caplog.text
+    assert sorted(evaluations(left)) == [4, 6]
+
+
+@pytest.mark.parametrize("door", ["acknowledges", "generates"])
+def test_weights_of_an_earlier_life_are_refused(door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next life's versions have other bytes (as on another GPU); a worker goes on with those of the life before."""
+    restore, receive, generate = ToyTrainer.restore, ToyRollout.receive, ToyRollout.generate
+    known: dict[int, str] = {}
+
+    def elsewhere(self: ToyTrainer, path: str) -> int:
+        version = restore(self, path)
+        for tensors in self.retained.values():
+            tensors["layer.lora_B.weight"] += 1e-3
+        return version
+
+    def acknowledges(self: ToyRollout, header: Header, buffer: Any, slot: str = RING) -> Ack:
+        ack = receive(self, header, buffer, slot)
+        return replace(ack, digest=known.setdefault(ack.version, ack.digest))
+
+    def generates(self: ToyRollout, request: RolloutRequest) -> Any:
+        report, *payload = generate(self, request)
+        return replace(report, digest=known.setdefault(report.version, report.digest)), *payload
+
+    monkeypatch.setattr(ToyTrainer, "restore", elsewhere)
+    if door == "acknowledges":
+        monkeypatch.setattr(ToyRollout, "receive", acknowledges)
+    else:
+        monkeypatch.setattr(ToyRollout, "generate", generates)
+    sentence = {
+        "acknowledges": r"rollout-\d acknowledged Ack\(stream='policy', version=1, digest='\w+'.*but was sent policy 1",
+        "generates": r"train ticket \d+ .* was made with weights \w+, but version \d is \w+",
+    }
+    with pytest.raises((Refused, WeightsMismatch), match=sentence[door]):
+        go(tmp_path / "run", at(finish_4="kill"))
+    assert rollbacks(tmp_path / "run") == [2]
