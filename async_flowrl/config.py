@@ -8,6 +8,8 @@ from typing import Any
 class TinyConfig:
     """The tiny random model built when `model.path=tiny`."""
 
+    family: str = "qwen_image"
+    """qwen_image, sd3, flux or z_image."""
     layers: int = 2
     heads: int = 8
     contrast: float = 3.0
@@ -22,9 +24,11 @@ class ModelConfig:
     revision: str | None = None
     """Hub revision; None takes the newest and records which it was."""
     family: str = "auto"
-    """Name in the policies registry; `auto` reads it from model_index.json."""
+    """Name in the policies registry, or `pkg.module:attr` of your own; `auto` reads it from model_index.json."""
     dtype: str = "float32"
     """What the network computes in: float32 or bfloat16. Latents, sigmas and log-probs are float32 always."""
+    max_sequence_length: int | None = None
+    """Text tokens a prompt is padded or cut to, where the family does that; None = the diffusers pipeline's default."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from async_flowrl.config import Config
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.generate import Settings, apply_lora, from_config, open_pipeline, read_config, run_pipeline
-from async_flowrl.policies.qwen_image import system_prompt
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.registry import DTYPES, family_of
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
@@ -55,37 +56,40 @@ def _means(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: Com
 
 async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> list[Scores]:
     settings = from_config(config)
+    model = config.model
+    policy = family_of(pipeline, model.family).around(
+        pipeline, DTYPES[model.dtype], max_sequence_length=model.max_sequence_length
+    )
     scores = []
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for group, prompt in enumerate(prompts):
             negative = settings.negative_prompt if prompt.negative is None else prompt.negative
             own = replace(settings, negative_prompt=negative)
-            latents = _noise(pipeline, own, [_seed(config, group, i) for i in range(config.evaluate.images_per_prompt)])
-            text, options = _conditioning(pipeline, prompt)
+            seeds = [_seed(config, group, i) for i in range(config.evaluate.images_per_prompt)]
+            latents = _noise(policy, own, seeds).to(pipeline.device, pipeline.transformer.dtype)
+            text, options = _conditioning(policy, prompt)
             images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
             scores.append(await reward.score(prompt, images, executor))
     return scores
 
 
-def _conditioning(pipeline: Any, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
+def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
     """The prompt as the pipeline takes it: as text, or as embeddings where it brings a system prompt of its own."""
     if prompt.system is None:
         return prompt.text, {}
-    with torch.no_grad(), system_prompt(pipeline, prompt.system):
-        embeds, mask = pipeline.encode_prompt(prompt.text)
-    return None, {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+    (encoded,) = policy.encode([prompt.text], system=prompt.system)
+    dtype = next(policy.transformer.parameters())
+    return None, {name: torch.from_numpy(value)[None].to(dtype) for name, value in encoded.items()}
 
 
 def _seed(config: Config, group: int, image: int) -> int:
     return derive(config.evaluate.seed, "evaluation", group, image)
 
 
-def _noise(pipeline: Any, settings: Settings, seeds: Sequence[int]) -> Tensor:
-    """Packed initial latents [n, tokens, channels], row i from seed i."""
-    side = settings.resolution // (pipeline.vae_scale_factor * pipeline.transformer.config.patch_size)
-    shape = side * side, pipeline.transformer.config.in_channels
-    drawn = torch.stack([torch.randn(shape, generator=generator(seed)) for seed in seeds])
-    return drawn.to(pipeline.device, pipeline.transformer.dtype)
+def _noise(policy: Policy, settings: Settings, seeds: Sequence[int]) -> Tensor:
+    """Initial latents [n, ...] in the family's layout, row i from seed i."""
+    shape = policy.latent_shape(settings.resolution)
+    return torch.stack([torch.randn(shape, generator=generator(seed)) for seed in seeds])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

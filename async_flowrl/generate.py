@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config import Config, ModelConfig
-from async_flowrl.policies.registry import DTYPES, load_pipeline, resolve_model
+from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
 from async_flowrl.training import lora_file
-from async_flowrl.types import ByteArray
+from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,20 @@ class Settings:
     num_inference_steps: int
     true_cfg_scale: float
     negative_prompt: str
+    guidance_scale: float = 0.0
+
+    @property
+    def sampling(self) -> Sampling:
+        """Without noise after the initial one."""
+        return Sampling(
+            resolution=self.resolution,
+            num_inference_steps=self.num_inference_steps,
+            true_cfg_scale=self.true_cfg_scale,
+            guidance_scale=self.guidance_scale,
+            negative_prompt=self.negative_prompt,
+            sde_type="ode",
+            noise_level=0.0,
+        )
 
 
 def read_config(path: Path) -> Config:
@@ -61,14 +75,17 @@ def settings_of(lora: Path | None, model: str | None) -> Settings:
         raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
     if model == "tiny":
         return Settings(ModelConfig(), 32, 6, 1.0, " ")
-    return Settings(ModelConfig(path=model, dtype="bfloat16"), 512, 28, 4.0, " ")
+    config = ModelConfig(path=model, dtype="bfloat16")
+    true_cfg_scale, guidance_scale = load_family(resolve_model(config).family).usual_guidance
+    return Settings(config, 512, 28, true_cfg_scale, " ", guidance_scale)
 
 
 def from_config(config: Config) -> Settings:
     """How the run evaluates."""
     how = config.rollout
     steps = config.evaluate.num_inference_steps or how.num_inference_steps
-    return Settings(config.model, how.resolution, steps, how.true_cfg_scale, how.negative_prompt)
+    guidance = how.true_cfg_scale, how.negative_prompt, how.guidance_scale
+    return Settings(config.model, how.resolution, steps, *guidance)
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
@@ -105,10 +122,12 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
 
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
     """Images uint8 [n, H, W, 3] without noise after the initial one."""
+    family = family_of(pipeline, settings.model.family)
+    if settings.model.max_sequence_length is not None:
+        options["max_sequence_length"] = settings.model.max_sequence_length
     made = pipeline(
         prompt,
-        negative_prompt=settings.negative_prompt if settings.true_cfg_scale > 1 else None,
-        true_cfg_scale=settings.true_cfg_scale,
+        **family.guidance_arguments(settings.sampling),
         height=settings.resolution,
         width=settings.resolution,
         num_inference_steps=settings.num_inference_steps,
@@ -163,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resolution", type=int)
     parser.add_argument("--num-inference-steps", type=int)
     parser.add_argument("--true-cfg-scale", type=float)
+    parser.add_argument("--guidance-scale", type=float)
     parser.add_argument("--negative-prompt")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     return parser
@@ -176,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.images < 1:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         settings = settings_of(lora, given.model)
-        names = ("resolution", "num_inference_steps", "true_cfg_scale", "negative_prompt")
+        names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         settings = replace(settings, **{n: getattr(given, n) for n in names if getattr(given, n) is not None})
         if given.dtype is not None:
             settings = replace(settings, model=replace(settings.model, dtype=given.dtype))

@@ -1,7 +1,7 @@
 """What a model family gives the rollout engine and the trainer. One file per family implements it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,28 @@ class Policy(Protocol):
     transformer: nn.Module
     """The only module that is trained; it carries the LoRA adapter named `default`."""
     lora_targets: Sequence[str]
-    lora_exclude: str | None
-    """Regular expression of modules that get no gradient (dead branches)."""
-    blocks: Sequence[nn.Module]
-    """What FSDP shards and gradient checkpointing wraps, in forward order."""
+    """Suffixes of the linear layers that are adapted where `lora.targets` is not set."""
+
+    @property
+    def lora_exclude(self) -> str | None:
+        """Regular expression of modules that get no gradient (dead branches)."""
+        ...
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """What FSDP shards, torch.compile compiles and gradient checkpointing wraps, in forward order."""
+        ...
 
     def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
-        """Prompt embeddings, one per text; only in processes that loaded the text encoder.
+        """Prompt embeddings, one dict per text; only in processes that loaded the text encoder.
 
-        `system` replaces the system prompt of the family's template.
+        Names are those of the stock pipeline's arguments, arrays have no batch dimension. `system` replaces the system
+        prompt of the family's template; ValueError where there is none.
         """
+        ...
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError, one sentence, for guidance that the network cannot be asked for. Called at start-up."""
         ...
 
     def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
@@ -57,10 +69,28 @@ class Policy(Protocol):
 
 
 class PolicyFamily(Protocol):
-    """How a family is loaded: text encoder and VAE only where images are made."""
+    """How a family is loaded: text encoder and VAE only where images are made. Built without arguments."""
+
+    usual_guidance: tuple[float, float]
+    """(true_cfg_scale, guidance_scale) that its models are usually sampled with."""
 
     def load(
-        self, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, revision: str | None = None
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: str,
+        revision: str | None = None,
+        max_sequence_length: int | None = None,
     ) -> Policy:
         """`parts` is "all" (rollout) or "transformer" (trainer)."""
+        ...
+
+    def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:
+        """The policy of a diffusers pipeline that is loaded already, for tools that sample with the stock pipeline."""
+        ...
+
+    def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
+        """How the stock pipeline is asked for the guidance of `sampling`."""
         ...

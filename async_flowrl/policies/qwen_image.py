@@ -4,19 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
 from torch import Tensor, nn
 
-from async_flowrl.policies.loading import quiet, settle, weight_options
-from async_flowrl.types import ByteArray, Conditioning, Sampling
+from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.types import Conditioning, Sampling
 
 _ATTENTION = (
     "attn.to_q",
@@ -31,26 +23,19 @@ _ATTENTION = (
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
-class QwenImagePolicy:
-    """Policy of Qwen-Image. `pipeline` is None in trainer processes: no text encoder, no VAE."""
+class QwenImagePolicy(PipelinePolicy):
+    """Policy of Qwen-Image."""
 
     family = "qwen_image"
+    title = "Qwen-Image"
     lora_targets: Sequence[str] = (*_ATTENTION, *_MLP)
+    # One step would divide by zero where the schedule is stretched to its terminal value.
+    least_steps = 2
 
-    def __init__(
-        self, transformer: nn.Module, scheduler: Any, *, side: int, dtype: torch.dtype, pipeline: Any | None = None
-    ) -> None:
-        """`side`: pixels per latent token and side (VAE factor times patch size)."""
-        self.transformer = transformer
-        self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
-        self._config = cast("Any", transformer).config
+    def __init__(self, transformer: nn.Module, scheduler: Any, **options: Any) -> None:
+        super().__init__(transformer, scheduler, **options)
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
-        self._schedules: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return list(cast("nn.ModuleList", self.transformer.transformer_blocks))
 
     @property
     def lora_exclude(self) -> str:
@@ -61,84 +46,32 @@ class QwenImagePolicy:
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
-        """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own.
-
-        One text at a time: padding to a batch neighbour's length would change the last bits.
-        """
+        """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own."""
         with system_prompt(self._whole("encode prompts"), system):
-            return [self._encode_one(text) for text in texts]
+            return super().encode(texts)
 
     def _encode_one(self, text: str) -> Conditioning:
         pipeline = self._whole("encode prompts")
-        embeds, mask = pipeline.encode_prompt(text, device=pipeline.text_encoder.device)
+        embeds, mask = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
         if mask is not None:
             embeds = embeds[:, mask[0].bool()]
         return {"prompt_embeds": embeds[0].float().cpu().numpy()}
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
-        """The pipeline's schedule (dynamic shift by image tokens), float32 [T+1], exactly 1 first and exactly 0 last.
-
-        Raises ValueError for fewer than 2 steps, which the schedule's stretch to its terminal value divides by zero.
-        """
-        key = num_inference_steps, resolution
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(num_inference_steps, self.latent_shape(resolution)[0])
-        return self._schedules[key].clone()
-
-    def _schedule(self, steps: int, tokens: int) -> Tensor:
-        if steps < 2:
-            raise ValueError(f"num_inference_steps must be at least 2 for Qwen-Image's schedule, got {steps}")
-        config = self._scheduler.config
-        mu = calculate_shift(
-            tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        sigmas = cast("Tensor", self._scheduler.sigmas).to("cpu", torch.float32).clone()
-        if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
-            raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
-        return sigmas
-
     def latent_shape(self, resolution: int) -> tuple[int, int]:
         """[tokens, 64] of a square image."""
-        if resolution < self._side or resolution % self._side:
-            nearest = max(self._side, round(resolution / self._side) * self._side)
-            raise ValueError(f"resolution must be a multiple of {self._side}, got {resolution}, nearest: {nearest}")
-        return (resolution // self._side) ** 2, int(self._config.in_channels)
+        return self._tokens(resolution) ** 2, int(self._config.in_channels)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        sigma: Tensor,
-        positive: Mapping[str, Tensor],
-        negative: Mapping[str, Tensor] | None,
-        sampling: Sampling,
-    ) -> Tensor:
-        """Guided velocity [n, tokens, 64] float32 of `latents` [n, tokens, 64] at noise level `sigma` [n] float32.
-
-        True CFG as in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c. Both
-        branches go in one batch, the shorter text padded and masked, with gradients through both.
-        """
-        side = sampling.resolution // self._side
-        if latents.shape[1:] != self.latent_shape(sampling.resolution):
-            raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
-        if sampling.guidance_scale > 0:
-            raise ValueError(
-                f"rollout.guidance_scale must be 0 for Qwen-Image, got {sampling.guidance_scale}; use true_cfg_scale"
-            )
-        if sampling.true_cfg_scale <= 1:
-            return self._forward(latents, sigma, _text([positive], len(latents), self._dtype), side)
-        if negative is None:
-            raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
-        text = _text([positive, negative], len(latents), self._dtype)
-        both: Tensor = self._forward(torch.cat([latents, latents]), torch.cat([sigma, sigma]), text, side)
-        conditional, unconditional = both.chunk(2)
-        combined = unconditional + sampling.true_cfg_scale * (conditional - unconditional)
+    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c."""
+        combined = super()._guide(conditional, unconditional, scale)
         rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return combined * rescale
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        text = _text(branches, len(latents) // len(branches), self._dtype)
+        return self._forward(latents, sigma, text, self._tokens(sampling.resolution))
 
     def _forward(self, latents: Tensor, sigma: Tensor, text: tuple[Tensor, Tensor | None], side: int) -> Tensor:
         """Only the network's input is cast to its dtype; sigma goes in and the velocity comes out as float32."""
@@ -152,10 +85,7 @@ class QwenImagePolicy:
         )[0]
         return cast("Tensor", out).float()
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
-        """Images uint8 [n, H, W, 3] of final latents [n, tokens, 64], rounded as diffusers' image processor does."""
-        pipeline = self._whole("decode images")
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
         vae = pipeline.vae
         unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor).to(vae.dtype)
         mean, std = (
@@ -163,14 +93,13 @@ class QwenImagePolicy:
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         # Divided by the reciprocal, as the pipeline does: the same bits as its images.
-        decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
-        images = pipeline.image_processor.postprocess(decoded, output_type="np")
-        return cast("ByteArray", (images * 255).round().astype(np.uint8))
+        decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0]
+        return cast("Tensor", decoded[:, :, 0])
 
-    def _whole(self, purpose: str) -> Any:
-        if self._pipeline is None:
-            raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")
-        return self._pipeline
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        factor: int = 2 ** len(vae["temperal_downsample"])
+        return factor * int(transformer["patch_size"])
 
 
 @contextmanager
@@ -192,7 +121,7 @@ def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
         pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx = kept
 
 
-def _text(branches: list[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _text(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Embeddings [len(branches) * n, L, D] and their mask [.., L], None where no branch needs padding."""
     embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
     lengths = [len(e) for e in embeds]
@@ -205,29 +134,9 @@ def _text(branches: list[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> t
     return torch.cat(padded), mask
 
 
-class QwenImageFamily:
+class QwenImageFamily(PipelineFamily):
     """Loads Qwen-Image from a diffusers folder or a hub name."""
 
-    def load(
-        self, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, revision: str | None = None
-    ) -> QwenImagePolicy:
-        """`parts` is "all" or "transformer" (no text encoder, no VAE weights)."""
-        weights = weight_options(dtype, revision)
-        pipeline = None
-        with quiet():
-            if parts == "all":
-                pipeline = QwenImagePipeline.from_pretrained(path, **weights)
-                transformer, scheduler = pipeline.transformer, pipeline.scheduler
-                modules = [transformer, pipeline.vae, pipeline.text_encoder]
-            else:
-                transformer = QwenImageTransformer2DModel.from_pretrained(path, subfolder="transformer", **weights)
-                scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
-                    path, subfolder="scheduler", revision=revision
-                )
-                modules = [transformer]
-            vae_config = AutoencoderKLQwenImage.load_config(path, subfolder="vae", revision=revision)
-        for module in modules:
-            settle(module, device)
-        factor = 2 ** len(vae_config["temperal_downsample"])
-        side = factor * int(transformer.config.patch_size)
-        return QwenImagePolicy(transformer, scheduler, side=side, dtype=dtype, pipeline=pipeline)
+    policy = QwenImagePolicy
+    pipeline, transformer = "QwenImagePipeline", "QwenImageTransformer2DModel"
+    usual_guidance = 4.0, 0.0

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -15,22 +15,44 @@ from async_flowrl.config import ModelConfig
 from async_flowrl.naming import unknown_name
 from async_flowrl.policies.base import Policy, PolicyFamily
 
-FAMILIES = {"qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily"}
-PIPELINES = {"QwenImagePipeline": "qwen_image"}
+FAMILIES = {
+    "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
+    "sd3": "async_flowrl.policies.sd3:SD3Family",
+    "flux": "async_flowrl.policies.flux:FluxFamily",
+    "z_image": "async_flowrl.policies.z_image:ZImageFamily",
+}
+PIPELINES = {
+    "QwenImagePipeline": "qwen_image",
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+    "ZImagePipeline": "z_image",
+}
 """`_class_name` of model_index.json to family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_KNOWN = ("tiny", "Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+_KNOWN = (
+    "tiny",
+    "Qwen/Qwen-Image",
+    "Qwen/Qwen-Image-2512",
+    "stabilityai/stable-diffusion-3.5-medium",
+    "stabilityai/stable-diffusion-3.5-large",
+    "black-forest-labs/FLUX.1-dev",
+    "Tongyi-MAI/Z-Image-Turbo",
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """`path`: a local diffusers folder or a hub name; `revision`: the hub commit, None for a local folder."""
+    """`path`: a local diffusers folder or a hub name; `revision`: the hub commit, None for a local folder.
+
+    `family` is a registered name or `pkg.module:attr`.
+    """
 
     path: str
     family: str
     revision: str | None
+    max_sequence_length: int | None = None
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -42,7 +64,16 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     if config.dtype not in DTYPES:
         raise ValueError(unknown_name("model.dtype", config.dtype, DTYPES))
     if config.family not in ("auto", *FAMILIES):
-        raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
+        if ":" not in config.family:
+            raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
+        load_family(config.family)
+    length = config.max_sequence_length
+    if length is not None and length < 1:
+        raise ValueError(f"model.max_sequence_length must be at least 1, got {length}")
+    return replace(_resolve(config), max_sequence_length=length)
+
+
+def _resolve(config: ModelConfig) -> ResolvedModel:
     if config.path == "tiny":
         from async_flowrl.policies.tiny import build_tiny
 
@@ -68,11 +99,33 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     """
     if parts not in ("all", "transformer"):
         raise ValueError(unknown_name("parts", parts, ["all", "transformer"]))
-    module, attribute = FAMILIES[resolved.family].split(":")
-    family = cast("PolicyFamily", getattr(import_module(module), attribute)())
-    return family.load(
-        resolved.path, dtype=DTYPES[dtype], device=torch.device(device), parts=parts, revision=resolved.revision
+    return load_family(resolved.family).load(
+        resolved.path,
+        dtype=DTYPES[dtype],
+        device=torch.device(device),
+        parts=parts,
+        revision=resolved.revision,
+        max_sequence_length=resolved.max_sequence_length,
     )
+
+
+def load_family(name: str) -> PolicyFamily:
+    """The family of a registered name or of `pkg.module:attr`. Raises ValueError, one sentence, if it cannot be had."""
+    path = FAMILIES.get(name, name)
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.family {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return cast("PolicyFamily", found())
+
+
+def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
+    """The family of a loaded diffusers pipeline, by `model.family` as configured or by its class."""
+    name = type(pipeline).__name__
+    if wanted == "auto" and name not in PIPELINES:
+        raise ValueError(unknown_name("the pipeline", name, PIPELINES))
+    return load_family(PIPELINES[name] if wanted == "auto" else wanted)
 
 
 def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.device) -> Any:

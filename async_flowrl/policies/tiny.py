@@ -1,6 +1,6 @@
-"""Builds a tiny random Qwen-Image pipeline offline: the real architecture and file layout, 4 MB, made in a second.
+"""Builds a tiny random pipeline offline: a family's real architecture and file layout, 4 MB, made in a second.
 
-The folder loads with `QwenImagePipeline.from_pretrained`; whatever runs on it runs on Qwen/Qwen-Image unchanged.
+The folder loads with the stock pipeline's `from_pretrained`; whatever runs on it runs on the real model unchanged.
 """
 
 import hashlib
@@ -9,12 +9,21 @@ import os
 import shutil
 import tempfile
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from async_flowrl.config import TinyConfig
+from async_flowrl.naming import unknown_name
 from async_flowrl.seeds import untouched_rng
 
+TINY = {
+    "qwen_image": "async_flowrl.policies.tiny_pipeline:tiny_pipeline",
+    "sd3": "async_flowrl.policies.tiny_sd3:tiny_pipeline",
+    "flux": "async_flowrl.policies.tiny_flux:tiny_pipeline",
+    "z_image": "async_flowrl.policies.tiny_z_image:tiny_pipeline",
+}
+"""`model.tiny.family` to what makes the pipeline; one of your own is named `pkg.module:attr`."""
 _RECIPE = 1
 """Part of the cache key; raise it when the built bytes change."""
 
@@ -35,7 +44,9 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
     if (target / "model_index.json").is_file():
         return target
     from async_flowrl.policies.loading import quiet
-    from async_flowrl.policies.tiny_pipeline import tiny_pipeline
+
+    module, _, attribute = TINY.get(config.family, config.family).partition(":")
+    tiny_pipeline = getattr(import_module(module), attribute)
 
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -54,6 +65,8 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
 
 
 def _check(config: TinyConfig) -> None:
+    if config.family not in TINY and ":" not in config.family:
+        raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
     for name, least in (("layers", 1), ("heads", 1), ("seed", 0)):
         if getattr(config, name) < least:
             raise ValueError(f"model.tiny.{name} must be at least {least}, got {getattr(config, name)}")

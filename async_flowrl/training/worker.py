@@ -19,6 +19,7 @@ from async_flowrl.config import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
@@ -83,6 +84,7 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         # On the CPU first: a base too large for one device is moved shard by shard.
         policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+        policy.check(sampling(config))
         sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
         check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())

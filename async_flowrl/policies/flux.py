@@ -1,0 +1,112 @@
+"""FLUX.1: packed latents [tokens, 64], guidance as an input of the network, positions given as ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.types import Conditioning, Sampling
+
+
+class FluxPolicy(PipelinePolicy):
+    """Policy of FLUX.1-dev (embedded guidance) and -schnell (none); true CFG works on top of either."""
+
+    family = "flux"
+    title = "FLUX.1"
+    # Those of flow_grpo's FLUX scripts; `attn.to_q`, `to_k` and `to_v` are in the single-stream blocks too.
+    lora_targets: Sequence[str] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        transformer = self.transformer
+        double, single = transformer.transformer_blocks, transformer.single_transformer_blocks
+        return [*cast("nn.ModuleList", double), *cast("nn.ModuleList", single)]
+
+    @property
+    def lora_exclude(self) -> str | None:
+        """The single-stream blocks share their layers between text and image, so the last of them is alive. Without
+        them, the last double-stream block's text output is dropped."""
+        if self._config.num_single_layers:
+            return None
+        last = self._config.num_layers - 1
+        return rf"transformer_blocks\.{last}\.(attn\.to_add_out|attn\.add_q_proj|ff_context\..*)"
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self._config.guidance_embeds)
+
+    def _encode_one(self, text: str) -> Conditioning:
+        """{"prompt_embeds": [L, D] of T5, padding attended to, "pooled_prompt_embeds": [P] of CLIP}."""
+        pipeline = self._whole("encode prompts")
+        embeds, pooled, _ = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
+        return {
+            "prompt_embeds": embeds[0].float().cpu().numpy(),
+            "pooled_prompt_embeds": pooled[0].float().cpu().numpy(),
+        }
+
+    def latent_shape(self, resolution: int) -> tuple[int, int]:
+        """[tokens, 64] of a square image."""
+        return self._tokens(resolution) ** 2, int(self._config.in_channels)
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        embeds = self._rows(branches, "prompt_embeds", len(latents))
+        guidance = None
+        if self.embeds_guidance:
+            guidance = torch.full_like(sigma, sampling.guidance_scale)
+        out = self.transformer(
+            hidden_states=latents.to(self._dtype),
+            timestep=sigma,
+            guidance=guidance,
+            encoder_hidden_states=embeds,
+            pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
+            txt_ids=embeds.new_zeros(embeds.shape[1], 3),
+            img_ids=_positions(self._tokens(sampling.resolution), embeds),
+            return_dict=False,
+        )[0]
+        return cast("Tensor", out).float()
+
+    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+        unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor)
+        return cast("Tensor", unpacked)
+
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        """Two by two latents are packed into a token outside the network, whose own patch size is 1."""
+        factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
+        return 2 * factor
+
+    @classmethod
+    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
+        return {**super().guidance_arguments(sampling), "guidance_scale": sampling.guidance_scale}
+
+
+def _positions(side: int, like: Tensor) -> Tensor:
+    """[side * side, 3]: 0, row, column of each image token."""
+    rows = torch.arange(side, device=like.device, dtype=like.dtype)
+    row, column = torch.meshgrid(rows, rows, indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3)
+
+
+class FluxFamily(PipelineFamily):
+    """Loads FLUX.1 from a diffusers folder or a hub name."""
+
+    policy = FluxPolicy
+    pipeline, transformer = "FluxPipeline", "FluxTransformer2DModel"
+    usual_guidance = 1.0, 3.5

@@ -1,0 +1,271 @@
+"""What families built on a diffusers pipeline share: schedule, token grid, guidance, decoding, loading.
+
+A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import diffusers
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from torch import Tensor, nn
+
+from async_flowrl.policies.loading import quiet, settle, weight_options
+from async_flowrl.types import ByteArray, Conditioning, Sampling
+
+
+class PipelinePolicy(ABC):
+    """A policy on a diffusers pipeline; `pipeline` is None in trainer processes: no text encoder, no VAE."""
+
+    family: ClassVar[str]
+    title: ClassVar[str]
+    """The model's name in messages."""
+    lora_targets: Sequence[str]
+    least_steps: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        scheduler: Any,
+        *,
+        side: int,
+        dtype: torch.dtype,
+        pipeline: Any | None = None,
+        max_sequence_length: int | None = None,
+    ) -> None:
+        """`side`: pixels per image token and side (VAE factor times patch size).
+
+        `max_sequence_length`: text tokens, as the pipeline's argument of that name; None = the pipeline's default.
+        """
+        self.transformer = transformer
+        self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
+        self._config = cast("Any", transformer).config
+        self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
+        self._schedules: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(cast("nn.ModuleList", self.transformer.transformer_blocks))
+
+    @property
+    def lora_exclude(self) -> str | None:
+        return None
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the network takes `guidance_scale` as an input (a guidance-distilled model)."""
+        return False
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
+        """Float32 arrays without batch dimension, by the names of the pipeline's own arguments, one dict per text.
+
+        One text at a time: padding to a batch neighbour's length would change the last bits. Raises ValueError for a
+        system prompt where the family's template has none.
+        """
+        self._whole("encode prompts")
+        if system is not None:
+            raise ValueError(f"{self.title} has no system prompt, got {system!r}")
+        return [self._encode_one(text) for text in texts]
+
+    @abstractmethod
+    def _encode_one(self, text: str) -> Conditioning: ...
+
+    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+        """The pipeline's own schedule, float32 [T+1], exactly 1 first and exactly 0 last.
+
+        Raises ValueError for fewer steps than the schedule is defined for.
+        """
+        if num_inference_steps < self.least_steps:
+            least = f"num_inference_steps must be at least {self.least_steps} for {self.title}'s schedule"
+            raise ValueError(f"{least}, got {num_inference_steps}")
+        key = num_inference_steps, resolution
+        if key not in self._schedules:
+            self._set_schedule(num_inference_steps, self._tokens(resolution) ** 2)
+            sigmas = cast("Tensor", self._scheduler.sigmas).to("cpu", torch.float32).clone()
+            if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
+                raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
+            self._schedules[key] = sigmas
+        return self._schedules[key].clone()
+
+    def _set_schedule(self, steps: int, tokens: int) -> None:
+        """As most pipelines do: evenly spaced, then shifted by the number of image tokens."""
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=sigmas, mu=self._shift(tokens))
+
+    def _shift(self, tokens: int) -> float:
+        config = self._scheduler.config
+        return float(
+            calculate_shift(
+                tokens,
+                config.get("base_image_seq_len", 256),
+                config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5),
+                config.get("max_shift", 1.15),
+            )
+        )
+
+    def _tokens(self, resolution: int) -> int:
+        """Image tokens per side of a square image."""
+        if resolution < self._side or resolution % self._side:
+            nearest = max(self._side, round(resolution / self._side) * self._side)
+            raise ValueError(f"resolution must be a multiple of {self._side}, got {resolution}, nearest: {nearest}")
+        return resolution // self._side
+
+    @abstractmethod
+    def latent_shape(self, resolution: int) -> tuple[int, ...]:
+        """Shape of one square image's latents, without the batch dimension."""
+
+    def velocity(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        positive: Mapping[str, Tensor],
+        negative: Mapping[str, Tensor] | None,
+        sampling: Sampling,
+    ) -> Tensor:
+        """Guided velocity [n, ...] float32 of `latents` [n, ...] at noise level `sigma` [n] float32.
+
+        Both branches of true CFG go in one batch, with gradients through both.
+        """
+        if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
+            raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
+        self.check(sampling)
+        if sampling.true_cfg_scale <= 1:
+            return self._network(latents, sigma, [positive], sampling)
+        if negative is None:
+            raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
+        both = self._network(torch.cat([latents, latents]), torch.cat([sigma, sigma]), [positive, negative], sampling)
+        conditional, unconditional = both.chunk(2)
+        return self._guide(conditional, unconditional, sampling.true_cfg_scale)
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError where embedded guidance is asked for and the network takes none, or the other way round."""
+        if sampling.guidance_scale > 0 and not self.embeds_guidance:
+            raise ValueError(
+                f"rollout.guidance_scale must be 0 for {self.title}, got {sampling.guidance_scale}; use true_cfg_scale"
+            )
+        if sampling.guidance_scale <= 0 and self.embeds_guidance:
+            raise ValueError(
+                f"rollout.guidance_scale must be above 0 for {self.title}, which takes it as an input, "
+                f"got {sampling.guidance_scale}"
+            )
+
+    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """v = u + w (c - u)."""
+        return unconditional + scale * (conditional - unconditional)
+
+    @abstractmethod
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        """The network's velocity, float32, for rows that belong in equal parts to `branches`, in their order.
+
+        Only the network's input is cast to its dtype.
+        """
+
+    def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
+        """One conditioning tensor repeated for `rows` rows in all, in the network's dtype [rows, ...]."""
+        each = rows // len(branches)
+        found = [branch[name].to(self._dtype) for branch in branches]
+        return torch.cat([tensor.expand(each, *tensor.shape) for tensor in found])
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
+        """Images uint8 [n, H, W, 3] of final latents, rounded as diffusers' image processor does."""
+        pipeline = self._whole("decode images")
+        images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="np")
+        return cast("ByteArray", (images * 255).round().astype(np.uint8))
+
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+        """Images [n, 3, H, W] as the VAE gives them."""
+        vae = pipeline.vae
+        scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
+        return cast("Tensor", vae.decode(scaled + vae.config.shift_factor, return_dict=False)[0])
+
+    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+        """Latents as the VAE takes them, [n, C, h, w]."""
+        return latents
+
+    def _whole(self, purpose: str) -> Any:
+        if self._pipeline is None:
+            raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")
+        return self._pipeline
+
+    @classmethod
+    @abstractmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        """Side of an image token, from the configurations of the VAE and the transformer."""
+
+    @classmethod
+    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
+        """How the stock pipeline is asked for the guidance of `sampling`."""
+        return {
+            "true_cfg_scale": sampling.true_cfg_scale,
+            "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
+        }
+
+
+class PipelineFamily:
+    """Loads a pipeline policy from a diffusers folder or a hub name."""
+
+    policy: ClassVar[type[PipelinePolicy]]
+    pipeline: ClassVar[str]
+    """diffusers' class names, of the pipeline and of its transformer."""
+    transformer: ClassVar[str]
+    usual_guidance: tuple[float, float]
+
+    def load(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: str,
+        revision: str | None = None,
+        max_sequence_length: int | None = None,
+    ) -> PipelinePolicy:
+        """`parts` is "all" or "transformer" (no text encoder, no VAE weights)."""
+        with quiet():
+            if parts == "all":
+                pipeline = getattr(diffusers, self.pipeline).from_pretrained(path, **weight_options(dtype, revision))
+            else:
+                pipeline = None
+                transformer = getattr(diffusers, self.transformer).from_pretrained(
+                    path, subfolder="transformer", **weight_options(dtype, revision)
+                )
+                scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+                    path, subfolder="scheduler", revision=revision
+                )
+                vae = diffusers.AutoencoderKL.load_config(path, subfolder="vae", revision=revision)
+        if pipeline is not None:
+            for component in pipeline.components.values():
+                if isinstance(component, nn.Module):
+                    settle(component, device)
+            return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
+        settle(transformer, device)
+        return self.policy(
+            transformer,
+            scheduler,
+            side=self.policy.pixels_per_token(vae, transformer.config),
+            dtype=dtype,
+            max_sequence_length=max_sequence_length,
+        )
+
+    def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
+        """The policy of a pipeline that is loaded already."""
+        return self.policy(
+            pipeline.transformer,
+            pipeline.scheduler,
+            side=self.policy.pixels_per_token(pipeline.vae.config, pipeline.transformer.config),
+            dtype=dtype,
+            pipeline=pipeline,
+            max_sequence_length=max_sequence_length,
+        )
+
+    def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
+        return self.policy.guidance_arguments(sampling)

@@ -1,0 +1,89 @@
+"""Stable Diffusion 3 and 3.5: latents [16, h, w], joint attention over image and text, three text encoders."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from diffusers.pipelines.flux.pipeline_flux import retrieve_timesteps
+from torch import Tensor
+
+from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.types import Conditioning, Sampling
+
+
+class SD3Policy(PipelinePolicy):
+    """Policy of SD3.5: plain classifier-free guidance through `true_cfg_scale`, no norm rescale."""
+
+    family = "sd3"
+    title = "Stable Diffusion 3"
+    # Those of the published SD3.5 recipes (flow_grpo, verl-omni); the second attention of SD3.5-M stays as it is.
+    lora_targets: Sequence[str] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+
+    @property
+    def lora_exclude(self) -> str:
+        """The last block has no text output (`context_pre_only`), which is all that its text query feeds."""
+        return rf"transformer_blocks\.{self._config.num_layers - 1}\.attn\.add_q_proj"
+
+    def _encode_one(self, text: str) -> Conditioning:
+        """{"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: CLIP's tokens, then T5's, with padding."""
+        pipeline = self._whole("encode prompts")
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            text,
+            None,
+            None,
+            device=pipeline.text_encoder.device,
+            do_classifier_free_guidance=False,
+            **self._text_options,
+        )
+        return {
+            "prompt_embeds": embeds[0].float().cpu().numpy(),
+            "pooled_prompt_embeds": pooled[0].float().cpu().numpy(),
+        }
+
+    def _set_schedule(self, steps: int, tokens: int) -> None:
+        """The scheduler's own spacing; shifted by image tokens only where the model asks for that."""
+        dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
+        retrieve_timesteps(self._scheduler, steps, "cpu", **dynamic)
+
+    def latent_shape(self, resolution: int) -> tuple[int, int, int]:
+        """[channels, h, w] of a square image."""
+        side = self._tokens(resolution) * int(self._config.patch_size)
+        return int(self._config.in_channels), side, side
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        out = self.transformer(
+            hidden_states=latents.to(self._dtype),
+            timestep=sigma * 1000,
+            encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
+            pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
+            return_dict=False,
+        )[0]
+        return cast("Tensor", out).float()
+
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
+        return factor * int(transformer["patch_size"])
+
+    @classmethod
+    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
+        """The stock pipeline calls it guidance_scale."""
+        return {"guidance_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative_prompt}
+
+
+class SD3Family(PipelineFamily):
+    """Loads SD3 or SD3.5 from a diffusers folder or a hub name."""
+
+    policy = SD3Policy
+    pipeline, transformer = "StableDiffusion3Pipeline", "SD3Transformer2DModel"
+    usual_guidance = 4.5, 0.0

@@ -1,0 +1,94 @@
+"""Every model family in the whole job, and a family of one's own whose latents are videos."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.training.lora_file import FILE_NAME, read
+from tests.families import NAMES, TEXT, pipeline_of
+from tests.integration.runs import Run, train, train_here_on_ray
+from tests.video import CHANNELS, FRAMES, build_video
+
+
+def options(family: str) -> list[str]:
+    model = "tiny" if family == "qwen_image" else f"tiny_{family}"
+    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
+    return [f"model={model}", "model.tiny.heads=4", "rollout.num_inference_steps=4", *guidance]
+
+
+def check(run: Run, steps: int) -> None:
+    assert run.summary["steps"] == steps
+    assert run.summary["staleness_max"] == 1
+    assert run.column("staleness/max") == [0, *[1] * (steps - 1)]
+    assert len(set(run.digests)) == steps + 1
+    assert all(0 < norm < 1e4 for norm in run.column("grad_norm"))
+    # Where rollout and trainer compute the same velocity, the fresh batch has a ratio of 1 and nothing is clipped.
+    assert run.column("log_prob_gap")[0] < 1e-6
+
+
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "qwen_image"])
+def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "one_step_off", "total_steps=3", *options(family))
+    check(run, 3)
+    pipeline = pipeline_of(family)
+    pipeline.load_lora_weights(run.root / "lora")
+    assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "sd3" else [pytest.mark.slow]) for name in NAMES]
+)
+@pytest.mark.usefixtures("ray_here")
+def test_ten_steps_on_ray(family: str, tmp_path: Path) -> None:
+    wanted = ["total_steps=10", "rollout.num_workers=2", *options(family)]
+    check(train_here_on_ray(tmp_path / "run", "one_step_off", *wanted), 10)
+
+
+def test_guidance_that_the_model_does_not_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", "one_step_off", *options("flux"), "rollout.guidance_scale=0", code=2)
+    assert "rollout.guidance_scale must be above 0 for FLUX.1" in capsys.readouterr().err
+
+
+def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
+    """Latents [channels, frames, h, w] pass through steps, log-probs, payloads, batching and delivery."""
+    model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.video:VideoFamily"]
+    run = train(
+        tmp_path / "run", "one_step_off", *model, "ticket_size=2", "rollout.batch_size=1", "reward=jpeg_compressibility"
+    )
+    check(run, 5)
+    sent = {event["bytes"] for event in run.events if event["event"] == "version" and event["state"] == "sent"}
+    assert len(sent) == 1
+    trained = read(run.root / "lora" / FILE_NAME)
+    assert {name.split(".lora")[0] for name in trained.tensors} == {"transformer_blocks.0", "transformer_blocks.1"}
+    assert max(float(t.abs().max()) for name, t in trained.tensors.items() if "lora_B" in name) > 0
+
+
+def test_log_probs_of_videos_are_means_over_every_element(tmp_path: Path) -> None:
+    """The same numbers whether a latent is seen as a video or as one long row."""
+    config = ModelConfig(path=str(build_video(tmp_path)), family="tests.video:VideoFamily")
+    policy = load_policy(resolve_model(config), dtype="float32", device="cpu", parts="all")
+    assert policy.latent_shape(32) == (CHANNELS, FRAMES, 4, 8)
+    rng = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(2, *policy.latent_shape(32), generator=rng) for _ in range(2))
+    sigmas = policy.sigmas(4, 32)
+    sigma, after = (s.expand(2) for s in (sigmas[1], sigmas[2]))
+    positive = {name: torch.from_numpy(np.asarray(v)) for name, v in policy.encode([TEXT])[0].items()}
+    from tests.tiny import sampling
+
+    velocity = policy.velocity(x, sigma, positive, None, sampling()).detach()
+    for kind in ("sde", "dance_sde", "cps"):
+        found = []
+        for shape in ((2, *policy.latent_shape(32)), (2, -1)):
+            flat = [t.reshape(shape) for t in (x, velocity, noise)]
+            transition = sde.transition(
+                flat[0], flat[1], sigma, after, sigma_after_first=sigmas[1], sde_type=kind, noise_level=0.7
+            )
+            following = sde.sample(transition, flat[2])
+            found.append((following.reshape(2, -1), sde.log_prob(following, transition, kind)))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.allclose(found[0][1], found[1][1], atol=1e-6)

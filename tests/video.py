@@ -1,0 +1,84 @@
+"""A family of one's own with video latents [channels, frames, h, w], for tests: nothing outside a family's file may
+assume how latents are laid out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders import PeftAdapterMixin
+from torch import Tensor, nn
+
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.types import ByteArray, Conditioning, Sampling
+
+CHANNELS, FRAMES, TEXT = 4, 3, 6
+
+
+class VideoTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
+    """Per position: a linear mix of the latents, the text, the noise level and the mean over frames."""
+
+    @register_to_config
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([nn.Linear(2 * CHANNELS + TEXT + 1, width), nn.Linear(width, width)])
+        self.out = nn.Linear(width, CHANNELS)
+
+    def forward(self, latents: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        n, _, frames, height, width = latents.shape
+        everywhere = torch.cat([text, sigma[:, None]], dim=1)[:, :, None, None, None]
+        mean = latents.mean(dim=2, keepdim=True).expand_as(latents)
+        x = torch.cat([latents, mean, everywhere.expand(n, TEXT + 1, frames, height, width)], dim=1).movedim(1, -1)
+        for block in self.transformer_blocks:
+            x = torch.tanh(block(x))
+        return self.out(x).movedim(-1, 1)
+
+
+class VideoPolicy(PipelinePolicy):
+    family = title = "video"
+    lora_targets: Sequence[str] = ("transformer_blocks.0", "transformer_blocks.1")
+
+    def _encode_one(self, text: str) -> Conditioning:
+        numbers = torch.tensor([float(ord(c)) / 128 for c in text[:TEXT].ljust(TEXT)])
+        return {"prompt_embeds": numbers.numpy()}
+
+    def _set_schedule(self, steps: int, tokens: int) -> None:
+        self._scheduler.set_timesteps(steps)
+
+    def latent_shape(self, resolution: int) -> tuple[int, ...]:
+        side = self._tokens(resolution)
+        return CHANNELS, FRAMES, side, 2 * side
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        return self.transformer(latents, sigma, self._rows(branches, "prompt_embeds", len(latents)))
+
+    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
+        """The first frame, its first three channels enlarged."""
+        pixels = torch.sigmoid(latents[:, :3, 0]).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
+        return (pixels * 255).byte().movedim(1, -1).contiguous().numpy()
+
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        return 8
+
+
+class VideoFamily:
+    usual_guidance = (1.0, 0.0)
+
+    def load(self, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, **_: Any) -> VideoPolicy:
+        transformer = VideoTransformer.from_pretrained(path, subfolder="transformer").to(device, dtype)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+        return VideoPolicy(transformer, scheduler, side=8, dtype=dtype, pipeline="whole" if parts == "all" else None)
+
+
+def build_video(folder: Path) -> Path:
+    """A folder with the model's index and random weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        VideoTransformer().save_pretrained(folder / "transformer")
+    (folder / "model_index.json").write_text('{"_class_name": "VideoPipeline"}')
+    return folder
