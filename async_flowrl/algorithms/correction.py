@@ -37,6 +37,26 @@ def importance_weight(log_ratio_nats: Tensor, cap: float) -> Tensor:
     return ratio_of(log_ratio_nats.detach()).clamp(max=cap)
 
 
+def gap_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
+    """How far the proximal policy is from the sampler's own numbers, from `log_ratio` [B] = l_prox - l_rollout.
+
+    On the scale of means over latent elements. k2 and k3 are estimates of a KL: half the square, and exp(x) - 1 - x.
+    """
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "log_prob_gap": log_ratio.abs(),
+        "rollout_log_ratio": log_ratio,
+        "rollout_k2": log_ratio.square() / 2.0,
+        "rollout_k3": torch.expm1(bounded) - bounded,
+    }
+
+
+def weight_metrics(log_ratio_nats: Tensor) -> dict[str, Tensor]:
+    """The untruncated importance weights and their squares, whose means give the effective sample size; [B]."""
+    weight = ratio_of(log_ratio_nats)
+    return {"importance_weight": weight, "importance_weight_squared": weight.square()}
+
+
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
     """Share in (0, 1]: (mean w)² / mean w², of untruncated weights. Below 0.5 they do more harm than good."""
     return mean_weight * mean_weight / mean_squared_weight

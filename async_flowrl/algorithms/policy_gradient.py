@@ -13,7 +13,13 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
-from async_flowrl.algorithms.correction import divergence, divergence_mask, importance_weight, ratio_of
+from async_flowrl.algorithms.correction import (
+    divergence,
+    divergence_mask,
+    gap_metrics,
+    importance_weight,
+    weight_metrics,
+)
 from async_flowrl.config import AlgorithmConfig
 
 MIN_GAUSSIAN_STD = 0.05
@@ -72,15 +78,18 @@ class PolicyGradient(GroupAdvantages, ABC):
         advantages = batch.advantages.double()
         surrogate = self.surrogate(batch, current, anchor)
         kept = surrogate.survives & (advantages != 0)
+        since_rollout = anchor["log_prob"] - self._rollout_log_prob(batch, current)
         metrics = {
             "ratio": surrogate.ratio.detach(),
             "ratio_deviation_squared": (surrogate.ratio.detach() - 1.0).square(),
             "clip_fraction": surrogate.outside.double(),
             "nonzero": (advantages != 0).double(),
-            "log_prob_gap": (anchor["log_prob"] - self._rollout_log_prob(batch, current)).abs(),
+            **gap_metrics(since_rollout),
         }
         loss = surrogate.loss
-        if behaviour is not None:
+        if behaviour is None:
+            metrics |= weight_metrics(self._nats(since_rollout, batch, current))
+        else:
             factor, more = self._corrected(batch, current, anchor, behaviour)
             loss, kept = loss * factor, kept & (factor != 0)
             metrics |= more
@@ -130,20 +139,18 @@ class PolicyGradient(GroupAdvantages, ABC):
         distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
         moved = now["log_prob"] - behaviour["log_prob"]
         weight_log = self._nats(anchor["log_prob"] - behaviour["log_prob"], batch, current)
-        raw = ratio_of(weight_log)
         keep = divergence_mask(distance, moved, batch.advantages, self.config.correction_threshold)
         metrics = {
             "behaviour_divergence": distance,
             "behaviour_log_ratio": weight_log,
-            "importance_weight": raw,
-            "importance_weight_squared": raw.square(),
             "masked": 1.0 - keep.double(),
+            **weight_metrics(weight_log),
         }
         if self.correction == "mask":
             return keep.double(), metrics
         if self.correction == "tis":
             return importance_weight(weight_log, self.config.tis_cap), metrics
-        return torch.ones_like(raw), metrics
+        return torch.ones_like(weight_log), metrics
 
     def _kl(
         self, batch: MicroBatch, current: Prediction, anchor: Prediction, reference: Prediction | None

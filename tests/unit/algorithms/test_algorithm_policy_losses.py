@@ -287,6 +287,30 @@ def test_a_huge_log_ratio_stays_finite() -> None:
     assert torch.isfinite(output.loss).all() and all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("fields", [{}, {"sde_type": "cps"}], ids=["sde", "cps"])
+def test_the_distance_to_the_sampler_is_logged_without_any_correction(fields: dict[str, Any]) -> None:
+    """Mean-scale gap, k2 and k3 of l_prox - l_rollout, and sum-scale weights of the true densities."""
+    algorithm = policy_gradient(noise_level=0.8, **fields)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    batch = replace(batch, rollout_log_prob=algorithm.predict(batch, nets["behaviour"])["log_prob"].detach().float())
+    metrics = ours(algorithm, batch, nets).metrics
+    for row in range(len(STEPS)):
+        if fields:
+            x = float((algorithm.predict(batch, nets["proximal"])["log_prob"] - batch.rollout_log_prob)[row])
+            std = float(algorithm.predict(batch, nets["current"])["std"][row])
+            nats = D * x / (2 * std**2)
+        else:
+            old, sampled = (float(statistics(nets[name], batch, row, 0.8)[0]) for name in ("proximal", "behaviour"))
+            x, nats = old - sampled, D * (old - sampled)
+        assert float(metrics["rollout_log_ratio"][row]) == pytest.approx(x, abs=2e-6)
+        assert float(metrics["log_prob_gap"][row]) == pytest.approx(abs(x), abs=2e-6)
+        assert float(metrics["rollout_k2"][row]) == pytest.approx(x * x / 2, abs=1e-6)
+        assert float(metrics["rollout_k3"][row]) == pytest.approx(math.exp(x) - 1 - x, abs=1e-6)
+        assert float(metrics["importance_weight"][row]) == pytest.approx(math.exp(nats), rel=1e-4)
+        assert float(metrics["importance_weight_squared"][row]) == pytest.approx(math.exp(2 * nats), rel=2e-4)
+    assert "behaviour_log_ratio" not in metrics
+
+
 def test_clip_in_nats_does_not_depend_on_resolution() -> None:
     """The same true log-ratio clips at every D, while a bound on the mean scale would not."""
     for tokens in (4, 64):
