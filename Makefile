@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-slow test-gpu lint prove e2e clean
+.PHONY: setup demo test test-slow test-gpu test-vllm-omni lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,28 @@ test-slow: setup
 test-gpu: setup
 	$(RUN) -m pytest -m gpu
 
+# The rollout engine vllm_omni pins older diffusers and transformers, so its tests have an environment of their own. vllm
+# comes without its dependencies, most of which need a GPU; tests/vllm_omni/requirements.txt names the others. PyPI's
+# torchaudio and torchcodec are builds for CUDA and don't load beside a CPU torch.
+VLLM_OMNI_VENV ?= .venv-vllm-omni
+VLLM_OMNI_RUN := $(VLLM_OMNI_VENV)/bin/python
+VLLM_OMNI_SUPPORT := $(wildcard tests/vllm_omni/support/*.* tests/vllm_omni/support/*/*.py)
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+# Without the engine every test of the lane is skipped, and pytest ends with an error where it ran none.
+test-vllm-omni: $(VLLM_OMNI_VENV)/.installed
+	HF_HUB_OFFLINE=1 $(VLLM_OMNI_RUN) -m pytest tests/vllm_omni
+
+$(VLLM_OMNI_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt tests/vllm_omni/requirements.txt $(VLLM_OMNI_SUPPORT)
+	$(PYTHON) -m venv $(VLLM_OMNI_VENV)
+	$(VLLM_OMNI_RUN) $(INSTALL) --upgrade pip
+	$(VLLM_OMNI_RUN) $(INSTALL) --no-deps --constraint constraints-vllm-omni.txt vllm
+	$(VLLM_OMNI_RUN) $(INSTALL) --constraint constraints-vllm-omni.txt --requirement tests/vllm_omni/requirements.txt \
+	  --editable ".[dev]"
+	$(VLLM_OMNI_RUN) -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_OMNI_RUN) $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support
+	touch $@
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -47,4 +69,4 @@ e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM_OMNI_VENV) build dist

@@ -46,8 +46,10 @@ class LoraConfig:
 class RolloutConfig:
     num_workers: int = 1
     gpus_per_worker: float = 1.0
-    """Used where the cluster has GPUs; a custom CPU resource stands in where it has none."""
+    """Used where the cluster has GPUs; a custom CPU resource stands in where it has none. vllm_omni spreads the network
+    over all GPUs of a worker (tensor parallel)."""
     engine: str = "diffusers"
+    """diffusers (the reference) or vllm_omni (needs the extra `vllm-omni`; see docs/rollout_engines.md)."""
     batch_size: int | None = None
     """Images per forward pass; None = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
     threads: int = 1

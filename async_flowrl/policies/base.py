@@ -12,7 +12,11 @@ from async_flowrl.types import ByteArray, Conditioning, Sampling
 class Policy(Protocol):
     """A flow-matching network with the maths around it. Latents keep the family's own layout [n, ...]."""
 
-    family: str
+    @property
+    def family(self) -> str:
+        """Its name in the registry."""
+        ...
+
     transformer: nn.Module
     """The only module that is trained; it carries the LoRA adapter named `default`."""
     lora_targets: Sequence[str]

@@ -1,27 +1,17 @@
 """The adapters inside a vllm-omni worker: one engine adapter per delivered version, verified bytes to bound layers."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_flowrl.rollout.vllm_omni.names import adapter_tensors, engine_name, packed_place
-from checkpoint_engine import EVALUATION, Activation, Header, Layout, LoraModule, Receiver, WeightsMismatch
+from async_flowrl.rollout.vllm_omni.requests import AdapterSpec
+from checkpoint_engine import EVALUATION, Activation, Header, LoraModule, Receiver, WeightsMismatch
 from checkpoint_engine.digest import ByteArray
 
 SLOT = EVALUATION
 """The receiver's slot that holds what came last, whatever its version: the engine's own table keeps the others."""
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """What every version of a run's adapter has in common."""
-
-    layout: Layout
-    streams: tuple[str, ...]
-    alpha: float
-    rank: int
 
 
 class Adapters:

@@ -12,11 +12,11 @@ from torch import Tensor
 from async_flowrl.config import Config
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.vllm_omni.adapters import AdapterSpec, adapter_path
+from async_flowrl.rollout.vllm_omni.adapters import adapter_path
 from async_flowrl.rollout.vllm_omni.client import Client
 from async_flowrl.rollout.vllm_omni.network import local_folder, network_plan
 from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, metadata
-from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT
+from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT, AdapterSpec, Opening
 from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments
 from async_flowrl.types import EMA, POLICY, Conditioning, RolloutRequest
 from checkpoint_engine import Activation, Layout
@@ -45,9 +45,8 @@ class VllmOmniEngine:
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
         self._requests = itertools.count()
-        self.base_digest = self._client.call(
-            "rollout_open", str, spec, plan.base, config.model.dtype, config.rollout.batch_size
-        )
+        opening = Opening(spec, plan.base, config.model.dtype, config.rollout.batch_size, model.max_sequence_length)
+        self.base_digest = self._client.call("rollout_open", str, opening)
 
     def encode(self, texts: Sequence[str]) -> list[Conditioning]:
         encoded = self._client.call("rollout_encode", dict, list(texts))

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from async_flowrl.rollout.vllm_omni.adapters import Adapters, AdapterSpec
+from async_flowrl.rollout.vllm_omni.adapters import Adapters
 from async_flowrl.rollout.vllm_omni.names import unpacked
+from async_flowrl.rollout.vllm_omni.requests import Opening
 from async_flowrl.types import Conditioning
 from checkpoint_engine import Activation, Header, base_digest, binding_probe
 from checkpoint_engine.digest import ByteArray
@@ -16,15 +17,13 @@ from checkpoint_engine.digest import ByteArray
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[misc]
     """Each method runs on every rank, between two requests. Names carry a prefix: the class is mixed with vllm's."""
 
-    def rollout_open(
-        self, spec: AdapterSpec, shapes: dict[str, tuple[int, ...]], dtype: str, batch_size: int | None
-    ) -> str:
+    def rollout_open(self, opening: Opening) -> str:
         """Prepares the pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
         network = self.model_runner.pipeline.transformer
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        digest = base_digest(unpacked(live, shapes, network.packed_modules_mapping, _gather))
-        self._rollout_adapters = Adapters(self.lora_manager, spec)
-        self.model_runner.pipeline.open_rollout(self._rollout_adapters, dtype=dtype, batch_size=batch_size)
+        digest = base_digest(unpacked(live, opening.base, network.packed_modules_mapping, _gather))
+        self._rollout_adapters = Adapters(self.lora_manager, opening.adapter)
+        self.model_runner.pipeline.open_rollout(self._rollout_adapters, opening)
         return digest
 
     def rollout_holds(self, adapter: int) -> bool:

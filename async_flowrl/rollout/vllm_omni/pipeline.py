@@ -10,16 +10,17 @@ from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.vllm_omni.adapters import Adapters
 from async_flowrl.rollout.vllm_omni.policy import policy_around
-from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT
+from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT, Opening
 from async_flowrl.types import RolloutRequest
 
 
 class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
     """vllm-omni's Qwen-Image; denoising steps, noise and log-probs are `DiffusersEngine`'s and so the trainer's."""
 
-    def open_rollout(self, adapters: Adapters, *, dtype: str, batch_size: int | None) -> None:
+    def open_rollout(self, adapters: Adapters, opening: Opening) -> None:
         self.adapters = adapters
-        self.engine = DiffusersEngine(policy_around(self, DTYPES[dtype]), batch_size=batch_size, device=self.device)
+        policy = policy_around(self, DTYPES[opening.dtype], opening.max_sequence_length)
+        self.engine = DiffusersEngine(policy, batch_size=opening.batch_size, device=self.device)
 
     def encode_prompt(self, *prompt: Any, device: Any = None, **options: Any) -> Any:
         """As the diffusers pipeline's, which is told the device; here the text encoder's is known."""

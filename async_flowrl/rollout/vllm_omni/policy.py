@@ -29,7 +29,7 @@ class VllmNetwork(nn.Module):
         return self.network(encoder_hidden_states=encoder_hidden_states, txt_seq_lens=[length] * rows, **inputs)
 
 
-def policy_around(pipeline: Any, dtype: torch.dtype) -> QwenImagePolicy:
+def policy_around(pipeline: Any, dtype: torch.dtype, max_sequence_length: int | None) -> QwenImagePolicy:
     """Schedule, guidance, prompt template and decoding are the reference's; the network and its parallelism vllm's."""
     pipeline.image_processor = VaeImageProcessor(vae_scale_factor=pipeline.vae_scale_factor * 2)
     for module in (pipeline.text_encoder, pipeline.vae):
@@ -40,4 +40,5 @@ def policy_around(pipeline: Any, dtype: torch.dtype) -> QwenImagePolicy:
         side=2 * pipeline.vae_scale_factor,
         dtype=dtype,
         pipeline=pipeline,
+        max_sequence_length=max_sequence_length,
     )

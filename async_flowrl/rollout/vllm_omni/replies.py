@@ -18,7 +18,7 @@ def reply(method: str, results: Any, kind: type[T]) -> T:
             raise VllmOmniError(f"vllm-omni answered {method} {len(found)} times, expected once: {found!r:.300}")
         (found,) = found
     if isinstance(found, Mapping) and (found.get("supported") is False or found.get("todo") or "error" in found):
-        raise VllmOmniError(f"vllm-omni failed in {method}: {found.get('error') or found.get('reason') or found!r}")
+        raise VllmOmniError(f"vllm-omni failed in {method}: {found.get('error') or found.get('reason') or dict(found)}")
     if not isinstance(found, kind):
         raise VllmOmniError(f"vllm-omni answered {method} with {type(found).__name__}, expected {kind.__name__}")
     return found

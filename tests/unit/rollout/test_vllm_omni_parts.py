@@ -1,0 +1,236 @@
+"""What the vllm_omni engine does around vllm, tested where vllm is not installed: names, shapes, arguments, replies."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_flowrl.check import ConfigError, check
+from async_flowrl.config import Config, LoraConfig, RewardTerm
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout.registry import load_engine
+from async_flowrl.rollout.vllm_omni import settings
+from async_flowrl.rollout.vllm_omni.names import adapter_tensors, engine_name, packed_place, unpacked
+from async_flowrl.rollout.vllm_omni.network import network_plan
+from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, metadata, reply
+from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments, tensor_parallel
+from async_flowrl.training.lora import lora_parameters
+from checkpoint_engine import base_digest
+from tests.tiny import adapted_policy, tiny_policy
+
+PACKED = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
+
+
+def test_only_the_output_projection_is_called_differently() -> None:
+    assert engine_name("transformer_blocks.0.attn.to_out.0") == "transformer_blocks.0.attn.to_out"
+    assert engine_name("transformer_blocks.0.attn.to_out.0.weight") == "transformer_blocks.0.attn.to_out.weight"
+    for same in ("transformer_blocks.0.attn.to_add_out", "transformer_blocks.0.img_mlp.net.0.proj", "a.to_out.01"):
+        assert engine_name(same) == same
+
+
+def test_packed_projections_are_found_by_slice() -> None:
+    assert packed_place("b.0.attn.to_k", PACKED) == ("b.0.attn.to_qkv", 1)
+    assert packed_place("b.0.attn.add_v_proj", PACKED) == ("b.0.attn.add_kv_proj", 2)
+    assert packed_place("b.0.attn.to_out.0", PACKED) is None
+
+
+def test_adapter_keys_are_those_of_vllms_loader() -> None:
+    a, b = torch.ones(2, 3), torch.ones(4, 2)
+    assert adapter_tensors({"b.0.attn.to_out.0": (a, b)}) == {
+        "base_model.model.transformer.b.0.attn.to_out.lora_A.weight": a,
+        "base_model.model.transformer.b.0.attn.to_out.lora_B.weight": b,
+    }
+
+
+def packed_as_the_engine(tensors: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """One rank's share: projections packed per rank, output projections split by input, everything else whole."""
+    live: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: order(item[0])):
+        module, _, leaf = name.rpartition(".")
+        place = packed_place(module, PACKED)
+        if place is not None:
+            parts.setdefault(f"{place[0]}.{leaf}", []).append(tensor.chunk(ranks)[rank])
+        elif ".to_out.0.weight" in name:
+            live[engine_name(name)] = tensor.chunk(ranks, dim=1)[rank]
+        else:
+            live[engine_name(name)] = tensor
+    return live | {name: torch.cat(found) for name, found in parts.items()}
+
+
+def order(name: str) -> tuple[str, int]:
+    place = packed_place(name.rpartition(".")[0], PACKED)
+    return (name, 0) if place is None else place
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_base_weights_come_back_from_packing_and_sharding(ranks: int) -> None:
+    """So their digest is the trainer's."""
+    transformer = tiny_policy(parts="transformer").transformer
+    tensors = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
+    shards = [packed_as_the_engine(tensors, rank, ranks) for rank in range(ranks)]
+    requested: list[int] = []
+
+    def gather(tensor: Tensor, dimension: int) -> Tensor:
+        """Every rank asks for its own shard of the same parameter, in the same order."""
+        requested.append(dimension)
+        others = [find(tensor, shards[0], shard) for shard in shards]
+        return torch.cat(others, dim=dimension)
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found = unpacked(shards[0], shapes, PACKED, gather)
+    assert base_digest(found) == base_digest(tensors)
+    assert bool(requested) == (ranks > 1)
+
+
+def find(tensor: Tensor, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+    """The part of another rank's parameter where `tensor` lies in mine."""
+    for name, whole in mine.items():
+        if whole.shape[1:] != tensor.shape[1:]:
+            continue
+        for start in range(0, whole.shape[0] - tensor.shape[0] + 1, tensor.shape[0]):
+            if torch.equal(whole[start : start + tensor.shape[0]], tensor):
+                return theirs[name][start : start + tensor.shape[0]]
+    raise AssertionError("gathered what no rank holds")
+
+
+def test_a_parameter_that_is_missing_or_misshapen_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no parameter for blocks\.0\.weight"):
+        unpacked({}, {"blocks.0.weight": (2, 2)}, PACKED, lambda tensor, _: tensor)
+    with pytest.raises(ValueError, match=r"holds x\.weight as \[2, 2\], expected \[3, 2\]"):
+        unpacked({"x.weight": torch.ones(2, 2)}, {"x.weight": (3, 2)}, PACKED, lambda tensor, _: tensor)
+
+
+@pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
+def test_the_plan_knows_the_adapter_and_the_base_without_weights(targets: list[str] | None) -> None:
+    config = Config(lora=LoraConfig(rank=4, targets=targets))
+    plan = network_plan(resolve_model(config.model).path, config)
+    adapted = lora_parameters(adapted_policy(config=config.lora, parts="transformer").transformer)
+    assert plan.adapter == {name: tuple(parameter.shape) for name, parameter in adapted.items()}
+    bare = dict(tiny_policy(parts="transformer").transformer.named_parameters())
+    assert plan.base == {name: tuple(parameter.shape) for name, parameter in bare.items()}
+
+
+def test_a_target_that_names_nothing_is_refused_before_the_engine_starts() -> None:
+    config = Config(lora=LoraConfig(targets=["attn.to_qq"]))
+    with pytest.raises(ValueError, match=r"'attn\.to_qq' names no linear layer"):
+        network_plan(resolve_model(config.model).path, config)
+
+
+def test_every_argument_of_the_engine_is_named() -> None:
+    config = Config(max_staleness=2)
+    config.model.dtype = "bfloat16"
+    config.rollout.gpus_per_worker = 4.0
+    arguments = engine_arguments(config, folder="/models/qwen", family="qwen_image", devices=4, port=29501)
+    expected = {
+        "model": "/models/qwen",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 4,
+        "max_num_seqs": 1,
+        "max_cpu_loras": 5,
+        "cache_backend": "none",
+        "enforce_eager": True,
+        "master_port": 29501,
+    }
+    assert expected.items() <= arguments.items()
+    assert arguments["custom_pipeline_args"]["pipeline_class"].startswith("async_flowrl.rollout.vllm_omni.pipeline.")
+    with pytest.raises(ValueError, match="supports qwen_image, the model is flux"):
+        engine_arguments(config, folder="f", family="flux", devices=1, port=1)
+
+
+@pytest.mark.parametrize(("gpus", "devices", "size"), [(1.0, 1, 1), (0.5, 1, 1), (2.0, 2, 2), (8.0, 8, 8), (4.0, 0, 1)])
+def test_a_workers_devices_are_its_tensor_parallel_size(gpus: float, devices: int, size: int) -> None:
+    """On a machine without any, a custom CPU resource stands in and the network stays in one piece."""
+    assert tensor_parallel(gpus, devices) == size
+
+
+def test_devices_that_cannot_be_had_are_refused() -> None:
+    with pytest.raises(ValueError, match="gpus_per_worker=4, but the worker sees 2 devices"):
+        tensor_parallel(4.0, 2)
+    with pytest.raises(ValueError, match=r"must be a whole number, got 1\.5"):
+        tensor_parallel(1.5, 2)
+
+
+def engine_config() -> Config:
+    config = Config()
+    config.reward.terms = {"color": RewardTerm()}
+    config.rollout.engine = "vllm_omni"
+    return config
+
+
+def test_the_configuration_is_refused_where_the_engine_cannot_run() -> None:
+    check(engine_config())
+    local, shared, split = engine_config(), engine_config(), engine_config()
+    local.runtime.backend = "local"
+    with pytest.raises(ConfigError, match=r"needs runtime\.backend=ray, got local"):
+        check(local)
+    shared.placement, shared.mode, shared.max_staleness = "colocated", "sync", 0
+    with pytest.raises(ConfigError, match="needs placement=separate, got colocated"):
+        check(shared)
+    split.rollout.gpus_per_worker = 1.5
+    with pytest.raises(ConfigError, match=r"tensor parallel size .* whole number, got 1\.5"):
+        check(split)
+    check(replace(split, rollout=replace(split.rollout, engine="diffusers")))
+
+
+def test_a_missing_or_foreign_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(package: str) -> str:
+        raise settings.PackageNotFoundError(package)
+
+    monkeypatch.setattr(settings, "version", none)
+    with pytest.raises(ValueError, match=r"needs vllm 0\.30, which is not installed: pip install"):
+        check_installed()
+    monkeypatch.setattr(settings, "version", lambda package: "0.30.1" if package == "vllm" else "0.28.0")
+    with pytest.raises(ValueError, match=r"needs vllm-omni 0\.30, found 0\.28\.0"):
+        check_installed()
+    monkeypatch.setattr(settings, "version", lambda package: "0.30.0")
+    check_installed()
+
+
+def test_an_engine_that_is_not_known_is_refused() -> None:
+    config = Config()
+    config.rollout.engine = "vllm_omny"
+    with pytest.raises(ValueError, match="vllm_omni"):
+        load_engine(config, resolve_model(config.model), "cpu")
+
+
+@pytest.mark.parametrize("nested", [["x"], [["x"]], "x", (["x"],)])
+def test_one_answer_is_found_however_deep_it_lies(nested: Any) -> None:
+    assert reply("method", nested, str) == "x"
+
+
+FAILURES: Sequence[tuple[Any, str]] = [
+    ([{"supported": False, "error": "rank 1: ValueError: wrong"}], "failed in load: rank 1: ValueError: wrong"),
+    ([[{"error": "gone"}]], "failed in load: gone"),
+    ([{"todo": True, "reason": "no such method"}], "failed in load: no such method"),
+    ([], "answered load 0 times"),
+    ([["a", "b"]], "answered load 2 times"),
+    ([None], "answered load with NoneType, expected str"),
+]
+
+
+@pytest.mark.parametrize(("results", "message"), FAILURES)
+def test_a_failed_call_is_an_error_whatever_its_form(results: Any, message: str) -> None:
+    with pytest.raises(VllmOmniError, match=message):
+        reply("load", results, str)
+
+
+def test_a_failed_or_foreign_request_is_an_error() -> None:
+    def answer(**fields: Any) -> Any:
+        """A hand-made output of vllm-omni."""
+        return SimpleNamespace(**{"error": None, "multimodal_output": {}} | fields)
+
+    good = answer(multimodal_output={"metadata": {"rollout": {"active": 1}}})
+    assert metadata(good, "rollout") == {"active": 1}
+    for output, message in [
+        (None, "without an answer"),
+        (answer(error="out of memory"), "failed in a request: out of memory"),
+        (answer(), "without our pipeline's 'rollout'"),
+        (answer(multimodal_output=None), "without our pipeline's 'rollout'"),
+    ]:
+        with pytest.raises(VllmOmniError, match=message):
+            metadata(output, "rollout")
