@@ -18,6 +18,7 @@ REWARDS = {
     "jpeg_incompressibility": "async_flowrl.rewards.jpeg:jpeg_incompressibility",
     "ocr": "async_flowrl.rewards.ocr:OCR",
     "color": "async_flowrl.rewards.color:Color",
+    "pickscore": "async_flowrl.rewards.pickscore:PickScore",
 }
 
 

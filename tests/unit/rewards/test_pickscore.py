@@ -1,0 +1,80 @@
+"""PickScore on a tiny random CLIP: the formula, chunks, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+
+from async_flowrl.config import RewardConfig, RewardTerm
+from async_flowrl.policies.tiny_parts import clip_tokenizer
+from async_flowrl.rewards.pickscore import PickScore
+from async_flowrl.rewards.registry import build_reward, check_rewards
+from async_flowrl.types import Prompt
+
+PROMPT = Prompt(
+    0, "a red fox, and then a very long line of words that no CLIP of this size takes in whole, since it counts letters"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("clip"), clip_tokenizer()
+    tokenizer.model_max_length = 77
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={
+            **text,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 77,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={**text, "image_size": 16, "patch_size": 8},
+        projection_dim=16,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        CLIPModel(config).save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def pictures(n: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (n, 32, 32, 3)).astype(np.uint8)
+
+
+def test_the_score_is_the_scaled_cosine_of_image_and_text(folder: Path) -> None:
+    images = pictures(5)
+    scores = PickScore(str(folder), str(folder), scale=2.0, batch_size=2)(images, PROMPT)
+    model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
+    inputs = processor(text=[PROMPT.text], images=list(images), truncation=True, max_length=77, return_tensors="pt")
+    assert inputs["input_ids"].shape[1] == 77
+    with torch.no_grad():
+        out = model(**inputs)
+        cosine = torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
+    assert scores == pytest.approx((model.logit_scale.exp() * cosine / 2).tolist(), rel=1e-5)
+    assert len(set(scores)) == 5
+    assert scores == PickScore(str(folder), str(folder), scale=2.0, batch_size=2)(images, PROMPT)
+
+
+def test_another_prompt_scores_differently(folder: Path) -> None:
+    reward = PickScore(str(folder), str(folder))
+    assert reward(pictures(1), PROMPT) != reward(pictures(1), Prompt(1, "a snow leopard"))
+
+
+def test_it_is_built_without_its_weights() -> None:
+    options = {"model": "/nowhere", "batch_size": 4}
+    config = RewardConfig(terms={"pickscore": RewardTerm(weight=0.5, options=options)})
+    assert not check_rewards(config)
+    assert build_reward(config).weights == {"pickscore": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"scale": 0.0}, "scale must be above 0, got 0.0"), ({"batch_size": 0}, "batch_size must be at least 1, got 0")],
+)
+def test_what_cannot_be_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"reward.terms.pickscore: .*{message}"):
+        build_reward(RewardConfig(terms={"pickscore": RewardTerm(options=dict(options))}))

@@ -1,0 +1,91 @@
+"""Every shipped recipe composes, would run, and says where each of its lines comes from."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.check import ConfigError, check
+from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.config import Config
+from async_flowrl.dry_run import describe_run
+from async_flowrl.paths import config_dir
+from async_flowrl.policies.registry import PIPELINES
+from async_flowrl.prepare import prepare
+
+RECIPES = {
+    "qwen_image_ocr": "Qwen/Qwen-Image",
+    "sd35_ocr": "stabilityai/stable-diffusion-3.5-medium",
+    "flux_pickscore": "black-forest-labs/FLUX.1-dev",
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LINES = {name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in RECIPES}
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache that knows which pipeline each model is, and nothing more."""
+    from huggingface_hub import constants
+
+    for model, pipeline in zip(RECIPES.values(), list(PIPELINES)[:3], strict=True):
+        repository = tmp_path / "hub" / f"models--{model.replace('/', '--')}"
+        (repository / "snapshots" / COMMIT).mkdir(parents=True)
+        (repository / "snapshots" / COMMIT / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
+    wanted = [f"experiment={name}", f"output_dir={tmp_path / 'run'}", *overrides]
+    return typed(compose_overrides("one_step_off", wanted))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
+    config = recipe(name, tmp_path)
+    check(config)
+    prepared = prepare(config)
+    assert (prepared.model.path, prepared.model.revision) == (RECIPES[name], COMMIT)
+    assert f"model {RECIPES[name]} " in describe_run(prepared)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+def test_the_published_values(tmp_path: Path) -> None:
+    qwen, sd3, flux = (recipe(name, tmp_path) for name in RECIPES)
+    assert [c.algorithm.sde_type for c in (qwen, sd3, flux)] == ["sde", "cps", "cps"]
+    assert [c.algorithm.noise_level for c in (qwen, sd3, flux)] == [1.2, 0.8, 0.8]
+    windows = [(c.algorithm.sde_window_size, tuple(c.algorithm.sde_window_range or ())) for c in (qwen, sd3, flux)]
+    assert windows == [(2, (0, 5)), (3, (0, 5)), (3, (0, 3))]
+    assert [(c.prompts_per_step, c.group_size) for c in (qwen, sd3, flux)] == [(32, 16), (8, 8), (48, 24)]
+    assert [(c.trainer.updates_per_batch, c.hand_over) for c in (qwen, sd3, flux)] == [
+        (2, "batch"),
+        (1, "stream"),
+        (2, "batch"),
+    ]
+    assert all(c.algorithm.clip_range == 1e-5 and c.algorithm.kl_coef == 0 for c in (qwen, sd3, flux))
+    assert [c.algorithm.global_std for c in (qwen, sd3, flux)] == [False] * 3
+
+
+def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> None:
+    wanted = ["experiment=qwen_image_ocr", f"output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="mode=stream means hand_over=stream, got batch"):
+        check(typed(compose_overrides("stream", wanted)))
+    streamed = typed(compose_overrides("stream", [*wanted, "hand_over=stream", "trainer.updates_per_batch=1"]))
+    check(streamed)
+    assert (streamed.hand_over, streamed.total_steps) == ("stream", 300)
+    assert typed(compose_overrides("fully_async", [f"output_dir={tmp_path}"])).hand_over == "stream"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_line_names_its_source(name: str) -> None:
+    tags = {match[1] for line in LINES[name] if (match := re.match(r"#   \[(\w+)\] ", line))}
+    assert "own" in tags and len(tags) >= 2
+    for line in LINES[name]:
+        if line.startswith("#"):
+            continue
+        sets = not re.fullmatch(r"\s*|[a-z_]+:", line)
+        found = set(re.findall(r"\[([a-z]+)\]", line.partition("#")[2]))
+        assert bool(found) == sets and found <= tags, line
