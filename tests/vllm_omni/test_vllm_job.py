@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-vllm-omni` sets an environment up")
 
 STEPS = 4
+GLOO = ("checkpoint_engine.transport=gloo",)
 
 
 def train(output: Path, *overrides: str) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def events(output: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_one_step_off_is_never_staler_than_one_step_and_the_same_twice(tmp_path: Path) -> None:
-    """The second time with two engines, tickets of half a group, in whatever order random delays give them."""
+    """The second time with two engines, in whatever order random delays give the tickets, and over another transport."""
     plain, shaken = tmp_path / "plain", tmp_path / "shaken"
     first = train(plain, "ticket_size=8")
     metrics = [json.loads(line) for line in (plain / "metrics.jsonl").read_text().splitlines()]
@@ -44,7 +45,7 @@ def test_one_step_off_is_never_staler_than_one_step_and_the_same_twice(tmp_path:
     assert all(abs(line["behaviour_gap"]) < 1e-6 for line in metrics), "the trainer finds other log-probs"
     made = {(e["step"], e["version"]) for e in events(plain, "ticket") if e["kind"] == "train" and "version" in e}
     assert made == {(0, 0), (1, 0), (2, 1), (3, 2)}
-    second = train(shaken, "ticket_size=8", "rollout.num_workers=2", "debug.delays.generate=0.5")
+    second = train(shaken, "ticket_size=8", "rollout.num_workers=2", "debug.delays.generate=0.5", *GLOO)
     assert first["weights_digest"] == second["weights_digest"]
     assert {e["worker"] for e in events(shaken, "ticket") if e.get("worker")} >= {"rollout-0", "rollout-1"}
 
