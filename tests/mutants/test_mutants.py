@@ -1,23 +1,31 @@
 """Every planted fault is caught by the test that the table names, and by what it promises to fail with."""
 
 import inspect
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mutants.lives import LIVES
 from tests.mutants.mutation import Mutant, find_test, planted
-from tests.mutants.table import MUTANTS
+from tests.mutants.table import MUTANTS as OTHERS
 
 torch.set_num_threads(1)
+MUTANTS = (*OTHERS, *LIVES)
 
 
 def call(mutant: Mutant) -> None:
     test = find_test(mutant.caught_by)
-    if "monkeypatch" in inspect.signature(test).parameters:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            test(**mutant.arguments, monkeypatch=monkeypatch)
-    else:
-        test(**mutant.arguments)
+    wanted = inspect.signature(test).parameters
+    with ExitStack() as stack:
+        fixtures: dict[str, object] = {}
+        if "monkeypatch" in wanted:
+            fixtures["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
+        if "tmp_path" in wanted:
+            fixtures["tmp_path"] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        test(**mutant.arguments, **fixtures)
 
 
 def failure(mutant: Mutant) -> BaseException | None:

@@ -293,6 +293,25 @@ def test_a_payload_lost_while_it_waits_for_the_trainer_is_made_again() -> None:
     check_order(found)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_trajectory_lost_before_the_anchors_are_taken_is_made_again(k: int, ranks: int) -> None:
+    """With several updates per batch the trainer looks at the later groups first, before its first update."""
+    changes = {"trainer__updates_per_batch": 2, "trainer__num_workers": ranks, "rollout__num_workers": 1}
+    found = disturbed(once("rollout-0", "generate", 7, "lose-trajectory"), k, **changes)
+    (fault,) = found.observer.of("fault", kind="RefLost")
+    history = [e["state"] for e in found.observer.of("ticket", kind="train", ordinal=6)]
+    assert history.count("RUNNING") == 2 and history[history.index("HANDED") + 1] == "PENDING"
+    others = [e["state"] for e in found.observer.of("ticket", kind="train", step=1) if e["time"] <= fault["time"]]
+    assert others.count("HANDED") == 4 and "TRAINED" not in others
+    assert [group for step, group, _ in found.trained if step == 1] == [0, 1, 2, 3]
+    anchors = found.groups["trainer"].workers[0].calls
+    assert anchors["proximal"] == 2 * STEPS + (ranks == 1)
+    check_bound(found, k)
+    check_order(found)
+    assert found.digest == calm(k, trainer__updates_per_batch=2).digest != calm(k).digest
+
+
 def test_a_gang_of_trainer_ranks_begins_only_with_what_all_of_them_have() -> None:
     found = disturbed(once("rollout-0", "generate", 3, "lose-trajectory"), trainer__num_workers=2)
     check_recovered(found)

@@ -105,6 +105,34 @@ def test_a_result_made_with_other_weights_is_refused() -> None:
         t.generated(ticket, version=0, digest="earlier-life", payload=None)
 
 
+@pytest.mark.parametrize("published", ["of another life", None])
+def test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door(published: str | None) -> None:
+    """It was accepted, and then its version turned out to be another one."""
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    for _ in range(2):
+        run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    t.published.clear()
+    if published is not None:
+        t.publish(0, published)
+    with pytest.raises(Refused, match="made with weights digest-0, which this run did not publish as version 0"):
+        t.hand_over(0, 0)
+
+
+def test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door() -> None:
+    t = table()
+    t.join("w")
+    publish(t, 0, "w")
+    ticket = run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    for version in (-2, 1):
+        ticket.version = version
+        with pytest.raises(Refused, match=f"is {-version} versions old; the bound is 1"):
+            t.hand_over(0, 0)
+
+
 def test_an_evaluation_made_with_other_weights_is_refused() -> None:
     t = table()
     t.join("w")
