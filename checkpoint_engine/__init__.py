@@ -1,6 +1,6 @@
 """Versioned tensor transfer with proof of delivery. Knows nothing of RL, diffusion or Ray."""
 
-from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Header, ReceiverEndpoint, SenderEndpoint
+from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Header, ReceiverEndpoint, SenderEndpoint
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.digest import base_digest, weights_digest
 from checkpoint_engine.errors import EngineError, TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
@@ -20,6 +20,7 @@ __all__ = [
     "Delivery",
     "DeliveryOptions",
     "DeliveryStats",
+    "Draft",
     "EngineError",
     "Header",
     "Layout",

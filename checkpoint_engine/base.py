@@ -14,27 +14,14 @@ EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a payload is and what its bytes must be. Picklable, some tens of kilobytes."""
+class Draft:
+    """What a payload is, while its bytes are not digested yet. Picklable, some tens of kilobytes."""
 
     stream: str
     version: int
     layout: Layout
     alpha: float | None
     rank: int | None
-    digests: tuple[bytes, ...]
-    """16 bytes per tensor, in layout order."""
-    digest: str
-    """SHA-256 (hex) over everything above: with `version` it is the identity of these weights."""
-
-    @classmethod
-    def seal(
-        cls, layout: Layout, data: ByteArray, *, stream: str, version: int, alpha: float | None, rank: int | None
-    ) -> "Header":
-        """The header of a host buffer uint8 [nbytes]."""
-        digests = layout.digests(data)
-        digest = _identity(stream, version, layout, alpha, rank, digests)
-        return cls(stream, version, layout, alpha, rank, digests, digest)
 
     @property
     def layout_hash(self) -> str:
@@ -51,6 +38,28 @@ class Header:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    def sealed(self, digests: tuple[bytes, ...]) -> "Header":
+        """The header of bytes with these digests."""
+        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, digests)
+        return Header(*parts, digest=_identity(*parts))
+
+
+@dataclass(frozen=True)
+class Header(Draft):
+    """What a payload is and what its bytes must be."""
+
+    digests: tuple[bytes, ...]
+    """16 bytes per tensor, in layout order."""
+    digest: str
+    """SHA-256 (hex) over everything above: with `version` it is the identity of these weights."""
+
+    @classmethod
+    def seal(
+        cls, layout: Layout, data: ByteArray, *, stream: str, version: int, alpha: float | None, rank: int | None
+    ) -> "Header":
+        """The header of a host buffer uint8 [nbytes]."""
+        return Draft(stream, version, layout, alpha, rank).sealed(layout.digests(data))
 
     def is_consistent(self) -> bool:
         """Whether the total digest belongs to the other fields."""
@@ -116,8 +125,11 @@ class Broadcast(Protocol):
 
     name: str
 
-    async def __call__(self, header: Header, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
-        """One result per receiver's name. A receiver without an Ack is served one by one afterwards. Never hangs."""
+    async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
+        """Sends a staged version, which is sealed on the way; one result per receiver's name.
+
+        A receiver without an Ack is served one by one afterwards. Never hangs.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -4,14 +4,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from checkpoint_engine.base import Ack, Header, ReceiverEndpoint
-from checkpoint_engine.collective import SENDER, Epoch
+from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
 from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.links import SENDER, Epoch
 from checkpoint_engine.outcome import error_names
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_FAILURES = 3
 """Failures in a row after which the collective is not tried again."""
@@ -25,8 +27,12 @@ class GroupSender(Protocol):
 
     async def address(self) -> tuple[str, int]: ...
     async def open_group(self, epoch: Epoch, rank: int) -> None: ...
-    async def ready(self, epoch: int, header: Header) -> None: ...
-    async def send(self, header: Header) -> None: ...
+    async def draft(self, version: int) -> Draft: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def send(self, draft: Draft) -> None:
+        """Sends the version and seals it meanwhile."""
+        ...
+
     async def abort_group(self) -> None:
         """Must get through while `send` is under way: another lane."""
         ...
@@ -39,8 +45,8 @@ class GroupReceiver(Protocol):
     name: str
 
     async def open_group(self, epoch: Epoch, rank: int) -> None: ...
-    async def ready(self, epoch: int, header: Header) -> None: ...
-    async def accept(self, header: Header) -> Ack: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def accept(self, draft: Draft) -> Ack: ...
     async def abort_group(self) -> None: ...
 
 
@@ -59,21 +65,25 @@ class CollectiveBroadcast:
         self._in_a_row = 0
         self._order = asyncio.Lock()
 
-    async def __call__(self, header: Header, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
-        """One result per receiver that took part. Members without an Ack, and the others, are left to the caller."""
+    async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
+        """Sends a staged version, which is sealed meanwhile; one result per receiver that took part.
+
+        Members without an Ack, and the others, are left to the caller.
+        """
         members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
         if not members or self._in_a_row >= MAX_FAILURES:
             return {}
         async with self._order:
             try:
-                await self._meet(header, members)
-                results = await self._exchange(header, members)
+                draft = await self._within(self._ready, self._sender.draft(version))
+                await self._meet(draft, members)
+                results = await self._exchange(draft, members)
             except Exception as error:  # whatever it was, the caller delivers another way, and finds out
-                await self._give_up(header, members, error)
+                await self._give_up(version, members, error)
                 return {member.name: error for member in members}
             lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
             if lost:
-                await self._give_up(header, members, lost[0])
+                await self._give_up(version, members, lost[0])
             else:
                 self._in_a_row = 0
             return results
@@ -81,34 +91,34 @@ class CollectiveBroadcast:
     async def close(self) -> None:
         await self._quietly([self._sender.abort_group()])
 
-    async def _meet(self, header: Header, members: Sequence[GroupReceiver]) -> None:
+    async def _meet(self, draft: Draft, members: Sequence[GroupReceiver]) -> None:
         """Opens a new epoch where membership changed, then asks everyone whether it is ready."""
         names = tuple(member.name for member in members)
         if names != self._members:
             self._members = ()
             self._number += 1
-            deadline = self._setup + header.nbytes / BYTES_PER_SECOND
+            deadline = self._setup + draft.nbytes / BYTES_PER_SECOND
             host, port = await self._within(self._ready, self._sender.address())
             epoch = Epoch(self._number, self._secret, host, port, len(members) + 1, deadline)
             joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
             await self._all(self._setup + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
             self._members = names
         number = self._number
-        await self._all(self._ready, [self._sender.ready(number, header), *(m.ready(number, header) for m in members)])
+        await self._all(self._ready, [self._sender.ready(number, draft), *(m.ready(number, draft) for m in members)])
 
-    async def _exchange(self, header: Header, members: Sequence[GroupReceiver]) -> dict[str, Ack | BaseException]:
+    async def _exchange(self, draft: Draft, members: Sequence[GroupReceiver]) -> dict[str, Ack | BaseException]:
         """Everyone enters the collective at once; the first transport failure aborts the others."""
         loop = asyncio.get_running_loop()
-        sending = loop.create_task(self._sender.send(header))
-        accepting = {member.name: loop.create_task(member.accept(header)) for member in members}
+        sending = loop.create_task(self._sender.send(draft))
+        accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
-        limit = loop.time() + self._setup + header.nbytes / BYTES_PER_SECOND + 1.0
+        limit = loop.time() + self._setup + draft.nbytes / BYTES_PER_SECOND + 1.0
         waiting = set(tasks)
         while waiting and loop.time() < limit:
             done, waiting = await asyncio.wait(
                 waiting, timeout=limit - loop.time(), return_when=asyncio.FIRST_EXCEPTION
             )
-            if any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done):
+            if _error_of_a_transfer(done - {sending}) or (sending in done and sending.exception()):
                 break
         if waiting:
             await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
@@ -117,17 +127,19 @@ class CollectiveBroadcast:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         results = {name: _outcome(task) for name, task in accepting.items()}
-        if (error := _error(sending)) is not None and all(isinstance(result, Ack) for result in results.values()):
+        error = _error(sending)
+        served = all(isinstance(result, Ack) for result in results.values())
+        if error is not None and (served or error_names(error) & _VERIFIED):
             raise error
         return results
 
-    async def _give_up(self, header: Header, members: Sequence[GroupReceiver], error: BaseException) -> None:
+    async def _give_up(self, version: int, members: Sequence[GroupReceiver], error: BaseException) -> None:
         self.failures += 1
         self._in_a_row += 1
         self._members = ()
         await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
         after = "" if self._in_a_row < MAX_FAILURES else f"; {self.name} is not tried again"
-        logger.warning("version %d goes without %s: %s%s", header.version, self.name, repr(error), after)
+        logger.warning("version %d goes without %s: %s%s", version, self.name, repr(error), after)
 
     async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
         """All calls within a deadline; the first failure cancels the rest."""
@@ -140,7 +152,7 @@ class CollectiveBroadcast:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _within(self, seconds: float, call: Awaitable[tuple[str, int]]) -> tuple[str, int]:
+    async def _within(self, seconds: float, call: Awaitable[T]) -> T:
         async with asyncio.timeout(seconds):
             return await call
 
@@ -150,6 +162,11 @@ class CollectiveBroadcast:
         for error in done:
             if isinstance(error, BaseException):
                 logger.info("abort not delivered: %r", error)
+
+
+def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:
+    """Whether one ended without the bytes: what found them wrong has them all."""
+    return any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done)
 
 
 def _error(task: "asyncio.Task[Any]") -> BaseException | None:

@@ -10,95 +10,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from checkpoint_engine.base import RING, Ack, Header
+from checkpoint_engine.base import RING, Ack, Draft
 from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.links import POLL_SECONDS, SENDER, Epoch, Limit, Link, TorchLink
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.sealing import Intake, Sealing, trailer, trailer_bytes
 
-BUCKET_BYTES = 64 << 20
-POLL_SECONDS = 5e-4
-SENDER = 0
-"""Rank of the sender in every epoch."""
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One membership: who meets where. `seconds` bounds the set-up and each collective."""
-
-    number: int
-    secret: str
-    host: str
-    port: int
-    world: int
-    seconds: float
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.secret}/{self.number}"
-
-
-class Link(Protocol):
-    """What moves bytes between the members of one epoch."""
-
-    def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
-
-    def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
-        """Fills the buffer uint8 [n] of every member with the sender's. Raises TransferFailed."""
-        ...
-
-    def abort(self) -> None: ...
-
-
-class TorchLink:
-    """A torch process group that is not, and does not touch, the default group."""
-
-    def __init__(self, backend: str) -> None:
-        if backend == "nccl" and not dist.is_nccl_available():
-            raise ValueError(
-                "transport nccl needs a torch built with NCCL; this one has none (use gloo or object_store)"
-            )
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
-        self.backend = backend
-        self._group: Any = None
-
-    def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        limit = timedelta(seconds=epoch.seconds)
-        if self.backend == "gloo":
-            self._group = dist.ProcessGroupGloo(store, rank, epoch.world, limit)
-        else:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
-
-    def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
-        group, limit = self._group, time.monotonic() + seconds
-        if group is None:
-            raise TransferFailed("the group is not open")
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SENDER, 0
-        for bucket in torch.split(buffer, BUCKET_BYTES):
-            work = group.broadcast([bucket], options)
-            while not work.is_completed():
-                if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
-                    raise TransferFailed("aborted" if aborted.is_set() else f"no answer within {seconds:g} s")
-            work.wait()
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
-
-    def abort(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+__all__ = ["SENDER", "CollectiveReceiver", "CollectiveSender", "Epoch", "Link", "Member", "TorchLink"]
 
 
 class Member:
@@ -152,39 +77,58 @@ class Member:
         else:
             meeting.set_result((link, [store, prefixed]))
 
-    def ready(self, epoch: int, nbytes: int) -> None:
-        """Confirms that this member is in the epoch and has room for a payload. Raises TransferFailed."""
+    def ready(self, epoch: int) -> None:
+        """Confirms that this member is in the epoch. Raises TransferFailed."""
         if self._epoch is None or self._epoch.number != epoch:
             raise TransferFailed(f"not a member of epoch {epoch}")
-        if self._buffer is None or self._buffer.shape[0] != nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def broadcast(self, payload: Tensor | None = None) -> Tensor:
-        """Sends the payload uint8 [n] (the sender), or receives it, on the host; valid until the next broadcast."""
-        link, epoch, buffer = self._link, self._epoch, self._buffer
-        if link is None or epoch is None or buffer is None:
+    def send(self, sealing: Sealing) -> None:
+        """Broadcasts a version and, behind it, its digests, which are taken beside that. Raises TransferFailed."""
+        payload = torch.from_numpy(sealing.data)
+        if self._device.type != "cpu":
+            payload = self._room(payload.shape[0]).copy_(payload)
+        self._broadcast(payload, sealing.feed)
+        self._broadcast(torch.frombuffer(bytearray(trailer(sealing.finish())), dtype=torch.uint8).to(self._device))
+
+    def take(self, intake: Intake) -> Ack:
+        """Receives a version into its slot and digests it as it comes. Raises TransferFailed and `Intake.accept`'s."""
+        if intake.storage.device == self._device:
+            self._broadcast(intake.storage, intake.arrived)
+        else:
+            room = self._room(intake.storage.shape[0])
+            data = room.numpy()
+            self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]))
+        behind = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
+        self._broadcast(behind)
+        return intake.accept_with(behind.cpu().numpy())
+
+    def _broadcast(self, buffer: Tensor, seen: Callable[[int], None] = lambda end: None) -> None:
+        link, epoch = self._link, self._epoch
+        if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
-        if payload is not None:
-            buffer = payload if self._device.type == "cpu" else buffer.copy_(payload)
         try:
-            link.broadcast(buffer, self._aborted, epoch.seconds)
+            link.broadcast(buffer, Limit.of(self._aborted, epoch.seconds), seen)
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
-        return buffer.cpu()
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Where bytes wait on the link's device when their own place is on another."""
+        if self._buffer is None or self._buffer.shape[0] != nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
 
     def abort(self) -> None:
         """Leaves the epoch; a collective under way ends with TransferFailed, here and at the other members."""
         self._aborted.set()
         link, self._link, self._epoch = self._link, None, None
-        self._stores = []
+        self._stores, self._buffer = [], None  # a collective that was cut off may still write there
         if link is not None:
             # Tearing a group down waits for its threads, which may wait for a peer until the deadline.
             threading.Thread(target=link.abort, name="abort-group", daemon=True).start()
 
     def close(self) -> None:
         self.abort()
-        self._buffer = None
 
 
 class CollectiveSender:
@@ -208,12 +152,19 @@ class CollectiveSender:
         self._server.set_timeout(timedelta(seconds=epoch.seconds))
         self._member.open(epoch, rank, self._server)
 
-    def ready(self, epoch: int, header: Header) -> None:
-        self._member.ready(epoch, header.nbytes)
+    def draft(self, version: int) -> Draft:
+        return self._publisher.draft(version)
 
-    def send(self, header: Header) -> None:
-        """Broadcasts a retained version. Raises TransferFailed, VersionGone."""
-        self._member.broadcast(torch.from_numpy(self._publisher.payload(header.version)[1]))
+    def ready(self, epoch: int, draft: Draft) -> None:
+        self._member.ready(epoch)
+
+    def send(self, draft: Draft) -> None:
+        """Broadcasts a version and seals it, if it is not sealed yet. Raises TransferFailed, VersionGone."""
+        sealing = self._publisher.begin(draft.version)
+        try:
+            self._member.send(sealing)
+        finally:
+            sealing.finish()
 
     def abort(self) -> None:
         self._member.abort()
@@ -232,12 +183,14 @@ class CollectiveReceiver:
     def open(self, epoch: Epoch, rank: int) -> None:
         self._member.open(epoch, rank)
 
-    def ready(self, epoch: int, header: Header) -> None:
-        self._member.ready(epoch, header.nbytes)
+    def ready(self, epoch: int, draft: Draft) -> None:
+        """Raises TransferFailed for another epoch, WeightsMismatch for a version that doesn't fit."""
+        self._member.ready(epoch)
+        self._receiver.check(draft)
 
-    def accept(self, header: Header, slot: str = RING) -> Ack:
-        """Raises TransferFailed, and whatever `Receiver.receive` raises."""
-        return self._receiver.receive(header, self._member.broadcast(), slot)
+    def accept(self, draft: Draft, slot: str = RING) -> Ack:
+        """Takes a broadcast into a slot. Raises TransferFailed, and whatever `Receiver.receive` raises."""
+        return self._member.take(self._receiver.expect(draft, slot))
 
     def abort(self) -> None:
         self._member.abort()

@@ -151,34 +151,42 @@ class Delivery:
     async def _deliver(self, version: int) -> None:
         start = self._now()
         async with self._sealing:
-            header = await self._call(self._sender.seal(version))
-            self._headers[version] = header
-            self._staged.discard(version)
-            for old in sorted(self._headers)[: -self._options.retain]:
-                del self._headers[old]
             lanes = list(self._lanes.values())
-            if self._broadcast is not None:
-                lanes = await self._send_to_all(self._broadcast, header, lanes)
-            jobs = await self._enqueue(header, RING, lanes)
+            results = await self._send_to_all(version)
+            header = await self._seal(version)
+            left = self._without_ack(header, lanes, results)
+            jobs = await self._enqueue(header, RING, left)
         await self._settle(jobs)
         self.stats.publishes += 1
         self.stats.bytes += header.nbytes
         self.stats.seconds += self._now() - start
 
-    async def _send_to_all(self, broadcast: Broadcast, header: Header, lanes: list[Lane]) -> list[Lane]:
-        """Tries the collective transport with the idle receivers; returns those to be served one by one."""
-        idle = [lane for lane in lanes if lane.idle]
-        results = await broadcast(header, [lane.endpoint for lane in idle]) if idle else {}
-        left = [lane for lane in lanes if not lane.idle]
-        for lane in idle:
-            result = results.get(lane.name)
-            if isinstance(result, Ack):
-                lane.acknowledge(Job(header, RING, None, self._future()), result)
-            elif isinstance(result, BaseException) and verdict(result) is Verdict.STOP:
-                raise result
+    async def _send_to_all(self, version: int) -> dict[str, Ack | BaseException]:
+        """Tries the collective transport, which seals the version on its way, with the idle receivers."""
+        idle = [lane.endpoint for lane in self._lanes.values() if lane.idle]
+        results = await self._broadcast(version, idle) if self._broadcast is not None and idle else {}
+        for error in results.values():
+            if isinstance(error, BaseException) and verdict(error) is Verdict.STOP:
+                raise error
+        return results
+
+    async def _seal(self, version: int) -> Header:
+        header = self._headers[version] = await self._call(self._sender.seal(version))
+        self._staged.discard(version)
+        for old in sorted(self._headers)[: -self._options.retain]:
+            del self._headers[old]
+        return header
+
+    def _without_ack(self, header: Header, lanes: list[Lane], results: dict[str, Ack | BaseException]) -> list[Lane]:
+        """Those to be served one by one."""
+        left = []
+        for lane in lanes:
+            ack = results.get(lane.name)
+            if isinstance(ack, Ack):
+                lane.acknowledge(Job(header, RING, None, self._future()), ack)
             else:
                 left.append(lane)
-        self.stats.fallbacks += bool(left)
+        self.stats.fallbacks += bool(left) and self._broadcast is not None
         return left
 
     async def _enqueue(self, header: Header, slot: str, lanes: Sequence[Lane]) -> list[Job]:

@@ -7,12 +7,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from checkpoint_engine.digest import ByteArray, combine, digest_span
+from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
 
 ALIGNMENT = 256
+BLOCK_BYTES = 4 << 20
+"""Few enough pieces that taking the interpreter's lock back after each costs nothing beside work that holds it."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,12 @@ class Layout:
             for entry in self.entries
         }
 
-    def spans(self, data: ByteArray) -> Iterator[tuple[Entry, ByteArray]]:
-        """Each entry with its bytes."""
-        for entry in self.entries:
-            yield entry, data[entry.offset : entry.end]
-
     def digests(self, data: ByteArray) -> tuple[bytes, ...]:
         """One position-dependent digest [16 bytes] per tensor of a host buffer uint8 [nbytes]."""
-        return tuple(digest_span(span, entry.offset) for entry, span in self.spans(data))
+        running = RunningDigests(self)
+        for block in blocks(data):
+            running.feed(block)
+        return running.finish()
 
     def difference(self, other: "Layout") -> str | None:
         """What first differs in `other`, as a clause that names the tensor; None where the layouts are equal."""
@@ -105,6 +106,47 @@ class Layout:
             if name not in mine:
                 return f"{name} is not expected{_nearest(name, mine)}"
         return "the tensors are equal but lie at other offsets"
+
+
+class RunningDigests:
+    """The digests of a buffer that fills from its front, computed while it does."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._entries, self._end = layout.entries, 0
+        self._state: xxhash.xxh3_128 | None = None
+        self._found: list[bytes] = []
+
+    @property
+    def end(self) -> int:
+        """How many bytes of the buffer have been fed."""
+        return self._end
+
+    def feed(self, data: ByteArray) -> None:
+        """The bytes [n] that follow those fed before."""
+        start, self._end = self._end, self._end + data.shape[0]
+        while len(self._found) < len(self._entries):
+            entry = self._entries[len(self._found)]
+            if entry.offset > self._end:
+                return
+            state = self._state or xxhash.xxh3_128(seed=entry.offset)
+            state.update(data[max(entry.offset, start) - start : entry.end - start].data)
+            if entry.end > self._end:
+                self._state = state
+                return
+            self._found.append(state.digest())
+            self._state = None
+
+    def finish(self) -> tuple[bytes, ...]:
+        """The digests [16 bytes] of all tensors. Raises ValueError before the last one's last byte was fed."""
+        if len(self._found) < len(self._entries):
+            raise ValueError(f"{self._entries[len(self._found)].name} is not complete after {self._end} bytes")
+        return tuple(self._found)
+
+
+def blocks(data: ByteArray) -> Iterator[ByteArray]:
+    """A buffer in pieces [n] that stay in a cache between two looks at them."""
+    for start in range(0, data.shape[0], BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
 
 
 def dtype_of(entry: Entry) -> torch.dtype:

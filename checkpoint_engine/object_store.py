@@ -5,12 +5,13 @@ that live in this process are here too; ends in other processes are the caller's
 """
 
 import asyncio
+import weakref
 from multiprocessing import parent_process, resource_tracker, shared_memory
 from typing import Any, Protocol
 
 import numpy as np
 
-from checkpoint_engine.base import RING, Ack, Header
+from checkpoint_engine.base import RING, Ack, Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
@@ -31,12 +32,16 @@ class ObjectStore(Protocol):
 class SharedMemoryStore:
     """An object store for the processes of one host, on POSIX shared memory. References are segment names.
 
-    The process that put a payload deletes it; `get` maps it, and the mapping ends when `release` is called.
+    The process that put a payload deletes it; `get` maps it, and the mapping ends when `release` is called. It is
+    also memory for a publisher's buffers (`allocate`, `free`): such a buffer needs no `put`, it has a `reference`.
     """
 
     def __init__(self) -> None:
         self._own: dict[str, shared_memory.SharedMemory] = {}
         self._mapped: dict[str, shared_memory.SharedMemory] = {}
+        self._names: dict[int, str] = {}
+        self._unlinked: list[shared_memory.SharedMemory] = []
+        weakref.finalize(self, _unlink_all, self._own)
 
     def put(self, data: ByteArray) -> str:
         segment = shared_memory.SharedMemory(create=True, size=data.shape[0])
@@ -64,7 +69,51 @@ class SharedMemoryStore:
 
     def delete(self, reference: str) -> None:
         segment = self._own.pop(reference)
+        segment.unlink()
+        self._unlinked.append(segment)
+        self._close_unlinked()
+
+    def allocate(self, nbytes: int) -> ByteArray:
+        """A writable buffer uint8 [nbytes] in a segment of its own."""
+        self._close_unlinked()
+        segment = shared_memory.SharedMemory(create=True, size=nbytes)
+        self._own[segment.name] = segment
+        data: ByteArray = np.ndarray((nbytes,), np.uint8, buffer=segment.buf)
+        self._names[_address(data)] = segment.name
+        return data
+
+    def reference(self, data: ByteArray) -> str | None:
+        """What stands for a buffer that `allocate` gave; None for any other."""
+        return self._names.get(_address(data))
+
+    def free(self, data: ByteArray) -> None:
+        self.delete(self._names.pop(_address(data)))
+
+    def close(self) -> None:
+        """Deletes every segment that was put or allocated here; arrays in use keep their bytes."""
+        self._names.clear()
+        for reference in list(self._own):
+            self.delete(reference)
+
+    def _close_unlinked(self) -> None:
+        """Ends the mappings of deleted segments, except those that an array still uses."""
+        self._unlinked = [segment for segment in self._unlinked if not _closed(segment)]
+
+
+def _address(data: ByteArray) -> int:
+    return int(data.__array_interface__["data"][0])
+
+
+def _closed(segment: shared_memory.SharedMemory) -> bool:
+    try:
         segment.close()
+    except BufferError:
+        return False
+    return True
+
+
+def _unlink_all(own: dict[str, shared_memory.SharedMemory]) -> None:
+    for segment in own.values():
         segment.unlink()
 
 
@@ -76,6 +125,9 @@ class LocalSender:
 
     async def stage(self, version: int) -> None:
         await asyncio.to_thread(self.publisher.stage, version)
+
+    async def draft(self, version: int) -> Draft:
+        return self.publisher.draft(version)
 
     async def seal(self, version: int) -> Header:
         return await asyncio.to_thread(self.publisher.seal, version)

@@ -18,15 +18,14 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
-from checkpoint_engine.base import RING, Ack, Header
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member
+from checkpoint_engine.base import RING, Ack, Draft, Header
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.links import Epoch
 from checkpoint_engine.object_store import LocalSender, SharedMemoryStore
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.transports import OBJECT_STORE, make_member
 
 CONTROL = "abort_group"
 """The call that must get through while another is under way: it has a thread of its own at the receiver."""
@@ -34,11 +33,13 @@ _Call = tuple[int, str, tuple[Any, ...]]
 
 
 class SharedPayload:
-    """A payload in shared memory, which goes when nothing refers to this object any more."""
+    """A payload in shared memory; it stays there at least as long as something refers to this object."""
 
-    def __init__(self, reference: str, drop: Callable[[str], None]) -> None:
-        self.reference = reference
-        weakref.finalize(self, drop, reference)
+    def __init__(self, reference: str, data: ByteArray | None, drop: Callable[[str], None] | None = None) -> None:
+        """`data` is what stays in use, `drop` is called with the reference afterwards."""
+        self.reference, self._data = reference, data
+        if drop is not None:
+            weakref.finalize(self, drop, reference)
 
 
 class ProcessSender(LocalSender):
@@ -48,14 +49,18 @@ class ProcessSender(LocalSender):
         """`member` is needed for a collective transport (`make_member`)."""
         super().__init__(publisher)
         self._store = SharedMemoryStore()
+        publisher.use_memory(self._store)
         self._payloads: weakref.WeakValueDictionary[int, SharedPayload] = weakref.WeakValueDictionary()
         self._group = None if member is None else CollectiveSender(publisher, member)
 
     async def payload(self, version: int) -> Any:
+        data = self.publisher.payload(version)[1]
+        reference = self._store.reference(data)
+        if reference is not None:
+            return SharedPayload(reference, data)
         found = self._payloads.get(version)
         if found is None:
-            data = self.publisher.payload(version)[1]
-            found = SharedPayload(await asyncio.to_thread(self._store.put, data), self._store.delete)
+            found = SharedPayload(await asyncio.to_thread(self._store.put, data), data, self._delete)
             self._payloads[version] = found
         return found
 
@@ -65,19 +70,24 @@ class ProcessSender(LocalSender):
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await asyncio.to_thread(self._sender.open, epoch, rank)
 
-    async def ready(self, epoch: int, header: Header) -> None:
-        await asyncio.to_thread(self._sender.ready, epoch, header)
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        self._sender.ready(epoch, draft)
 
-    async def send(self, header: Header) -> None:
-        await asyncio.to_thread(self._sender.send, header)
+    async def send(self, draft: Draft) -> None:
+        await asyncio.to_thread(self._sender.send, draft)
 
     async def abort_group(self) -> None:
         self._sender.abort()
 
     def close(self) -> None:
-        """Ends the group's store; call it when the delivery is closed."""
+        """Ends the group's store and the shared memory; call it when the delivery is closed."""
         if self._group is not None:
             self._group.close()
+        self._store.close()
+
+    def _delete(self, reference: str) -> None:
+        """In a thread: giving a segment's pages back takes the kernel longer than a loop may wait."""
+        threading.Thread(target=self._store.delete, args=(reference,), daemon=True).start()
 
     @property
     def _sender(self) -> CollectiveSender:
@@ -105,16 +115,16 @@ class ProcessReceiver:
         return ack
 
     async def relay(self, header: Header, slot: str = RING) -> SharedPayload:
-        return SharedPayload(await self._call("relay", header, slot), self._forget)
+        return SharedPayload(await self._call("relay", header, slot), None, self._forget)
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await self._call("open_group", epoch, rank)
 
-    async def ready(self, epoch: int, header: Header) -> None:
-        await self._call("ready", epoch, header)
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await self._call("ready", epoch, draft)
 
-    async def accept(self, header: Header) -> Ack:
-        ack: Ack = await self._call("accept", header)
+    async def accept(self, draft: Draft) -> Ack:
+        ack: Ack = await self._call("accept", draft)
         return ack
 
     async def abort_group(self) -> None:
@@ -261,11 +271,11 @@ class serve:  # noqa: N801 - read as a verb
     def _do_open_group(self, epoch: Epoch, rank: int) -> None:
         self._member().open(epoch, rank)
 
-    def _do_ready(self, epoch: int, header: Header) -> None:
-        self._member().ready(epoch, header)
+    def _do_ready(self, epoch: int, draft: Draft) -> None:
+        self._member().ready(epoch, draft)
 
-    def _do_accept(self, header: Header) -> Ack:
-        return self._member().accept(header)
+    def _do_accept(self, draft: Draft) -> Ack:
+        return self._member().accept(draft)
 
     def _do_abort_group(self) -> None:
         if self._group is not None:
@@ -281,8 +291,3 @@ def _hang_up(connection: Connection) -> None:
     """Ends a connection at both sides; closing it would not, while a thread of this process reads from it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
-
-
-def member_for(transport: str, device: torch.device | str = "cpu") -> Member | None:
-    """What `ProcessSender` and `serve` take for a transport: None for the object store."""
-    return None if transport == OBJECT_STORE else make_member(transport, device)

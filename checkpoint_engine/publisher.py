@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint_engine.base import Header
+from checkpoint_engine.base import Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
 from checkpoint_engine.flat import Layout, dtype_of
+from checkpoint_engine.memory import HostBuffer, HostBuffers, HostMemory, PlainMemory
+from checkpoint_engine.sealing import Sealing
 
+STAGING_SLOTS = 2
 SAMPLES = 16
 """Elements per tensor compared between the live tensors at staging time and the staged copy."""
 
@@ -19,6 +22,8 @@ SAMPLES = 16
 @dataclass
 class _Staged:
     slot: int
+    host: HostBuffer | None
+    """Where the bytes are; None while they are still in the slot, on a GPU."""
     sample: Tensor
     ready: "torch.cuda.Event | None"
 
@@ -26,9 +31,10 @@ class _Staged:
 class Publisher:
     """Publishes one stream of versions of the same named tensors.
 
-    Two lanes may use it at once: `stage` on the trainer's, everything else on another. A staging slot lies on the
-    tensors' device and is free again once its version is sealed into host memory; the newest `retain` sealed
-    versions, and held ones, are kept there for resends and late joiners.
+    Two lanes may use it at once: `stage` on the trainer's, everything else on another. At most two versions are
+    staged and not sealed: in host memory at once where the tensors are there, else in one of two slots on their
+    device until they are sealed. The newest `retain` sealed versions, and held ones, are kept in host memory for
+    resends and late joiners.
     """
 
     def __init__(
@@ -48,22 +54,36 @@ class Publisher:
         self.stream, self.alpha, self.rank, self.retain = stream, alpha, rank, retain
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
-        self._slots = [self.layout.empty(self._device) for _ in range(2)]
-        for slot in self._slots:
-            slot.zero_()
+        on_host = self._device.type == "cpu"
+        self._slots = [] if on_host else [self.layout.empty(self._device).zero_() for _ in range(STAGING_SLOTS)]
         self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
-        self._free = [0, 1]
+        self._buffers = HostBuffers(self.layout, PlainMemory(pinned=not on_host))
+        self._buffers.reserve(STAGING_SLOTS if on_host else 1)
+        self._free = list(range(STAGING_SLOTS))
         self._staged: dict[int, _Staged] = {}
-        self._sealed: dict[int, tuple[Header, Tensor]] = {}
+        self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
         self._held: set[int] = set()
         self._frozen: Tensor | None = None
         self._changed = threading.Condition()
 
+    def use_memory(self, memory: HostMemory) -> None:
+        """Stages and seals further versions in other host memory, as one that other processes can map.
+
+        Tensors on a GPU keep to pinned memory.
+        """
+        if self._device.type == "cpu":
+            self._buffers.use(memory)
+            self._buffers.reserve(STAGING_SLOTS)
+
+    def draft(self, version: int) -> Draft:
+        """What a version of this stream is, digests aside."""
+        return Draft(self.stream, version, self.layout, self.alpha, self.rank)
+
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
         """Copies the tensors (or others of the same layout) into a staging slot; they may change on return.
 
-        Waits up to `deadline` seconds while both slots hold versions not yet sealed. Raises TransferFailed then,
+        Waits up to `deadline` seconds while two versions are staged and not yet sealed. Raises TransferFailed then,
         ValueError for a version staged or retained already, WeightsMismatch for other tensors.
         """
         sources = self._sources(self._tensors if tensors is None else tensors)
@@ -75,11 +95,7 @@ class Publisher:
                 raise TransferFailed(f"staging version {version} waited {deadline:g} s for {waiting} to be sealed")
             slot = self._free.pop(0)
         try:
-            if self._frozen is None:
-                torch._foreach_copy_(self._views[slot], sources)
-            else:
-                self._slots[slot].copy_(self._frozen)
-            staged = _Staged(slot, self._sample(sources), self._record())
+            staged = self._copy(slot, sources)
         except BaseException:
             self._give_back(slot)
             raise
@@ -88,40 +104,48 @@ class Publisher:
             self._changed.notify_all()
 
     def seal(self, version: int) -> Header:
-        """Copies a staged version to host memory, checks and digests it, frees its slot and retains it.
+        """Checks and digests a staged version and retains it, in host memory.
 
-        Two threads may seal one version. Raises VersionGone
-        for one that was never staged, WeightsMismatch, naming the tensor, when the staged bytes are not those the
-        tensors had while they were staged.
+        Two threads may seal one version. Raises VersionGone for one that was never staged, WeightsMismatch, naming
+        the tensor, when the staged bytes are not those the tensors had while they were staged.
         """
+        return self.begin(version).finish()
+
+    def begin(self, version: int) -> Sealing:
+        """`seal` for a caller who digests beside a transfer; one whose header is there for a version sealed before."""
         with self._changed:
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
-                return self._sealed[version][0]
+                header, data = self._sealed[version]
+                work = Sealing(header, data, self._end)
+                work.header = header
+                return work
             staged = self._staged.pop(version, None)
             if staged is None:
                 raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
             self._sealing.add(version)
         try:
-            return self._seal(version, staged)
-        finally:
-            with self._changed:
-                self._sealing.discard(version)
-                self._changed.notify_all()
-
-    def _seal(self, version: int, staged: _Staged) -> Header:
-        try:
-            host = self._to_host(staged)
+            data = self._to_host(staged)
+            self._check_sample(version, staged.sample, data)
+        except BaseException:
+            self._sealing_ends(version)
+            raise
         finally:
             self._give_back(staged.slot)
-        self._check_sample(version, staged.sample, host)
-        header = Header.seal(
-            self.layout, host.numpy(), stream=self.stream, version=version, alpha=self.alpha, rank=self.rank
-        )
+        return Sealing(self.draft(version), data, self._end)
+
+    def _end(self, work: Sealing, header: Header | None) -> None:
+        if header is not None:
+            with self._changed:
+                self._sealed[header.version] = (header, work.data)
+                self._evict()
+        self._sealing_ends(work.draft.version)
+        self._buffers.reserve(1)
+
+    def _sealing_ends(self, version: int) -> None:
         with self._changed:
-            self._sealed[version] = (header, host)
-            self._evict()
-        return header
+            self._sealing.discard(version)
+            self._changed.notify_all()
 
     def payload(self, version: int) -> tuple[Header, ByteArray]:
         """Header and bytes uint8 [nbytes] of a retained version; treat the bytes as read-only. Raises VersionGone."""
@@ -131,7 +155,7 @@ class Publisher:
                 raise VersionGone(
                     f"version {version} of stream {self.stream} is not retained, only {sorted(self._sealed)} are"
                 )
-        return found[0], found[1].numpy()
+        return found
 
     def retained(self) -> tuple[int, ...]:
         """The sealed versions that can be sent, oldest first."""
@@ -186,9 +210,9 @@ class Publisher:
             picked.append(flat.as_strided((count,), (max(1, source.numel() // max(1, count)),)).to(dtype_of(entry)))
         return torch.cat(picked)
 
-    def _check_sample(self, version: int, sample: Tensor, host: Tensor) -> None:
+    def _check_sample(self, version: int, sample: Tensor, data: ByteArray) -> None:
         """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
-        staged = self._sample(list(self.layout.views(host).values()))
+        staged = self._sample(list(self.layout.views(torch.from_numpy(data)).values()))
         expected = sample.cpu()
         if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
             return
@@ -209,18 +233,27 @@ class Publisher:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _to_host(self, staged: _Staged) -> Tensor:
-        """A copy of the staged bytes, uint8 [nbytes]; on a GPU by its own stream, behind the staging copy."""
-        slot = self._slots[staged.slot]
-        if staged.ready is None:
-            return slot.clone()
-        host = self.layout.empty(pinned=True)
+    def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
+        host = self._buffers.take() if self._device.type == "cpu" else None
+        views = self._views[slot] if host is None else host.views
+        if self._frozen is None:
+            torch._foreach_copy_(views, sources)
+        else:
+            torch._foreach_copy_(views, list(self.layout.views(self._frozen).values()))
+        return _Staged(slot, host, self._sample(sources), self._record())
+
+    def _to_host(self, staged: _Staged) -> ByteArray:
+        """The staged bytes, uint8 [nbytes]; from a GPU by a stream of its own, behind the staging copy."""
+        if staged.host is not None:
+            return staged.host.data
+        data = self._buffers.take().data
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_event(staged.ready)
+        if staged.ready is not None:
+            stream.wait_event(staged.ready)
         with torch.cuda.stream(stream):
-            host.copy_(slot, non_blocking=True)
+            torch.from_numpy(data).copy_(self._slots[staged.slot], non_blocking=True)
         stream.synchronize()
-        return host
+        return data
 
     def _give_back(self, slot: int) -> None:
         with self._changed:

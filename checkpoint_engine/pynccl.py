@@ -3,16 +3,15 @@
 `pip install async-flowrl[nccl]` brings cupy. The communicator's unique id travels through the epoch's store.
 """
 
-import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from checkpoint_engine.collective import BUCKET_BYTES, POLL_SECONDS, SENDER, Epoch
 from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.links import BUCKET_BYTES, SENDER, Epoch, Limit
 
 UNIQUE_ID = "nccl-unique-id"
 cuda: Any = torch.cuda
@@ -51,28 +50,25 @@ class PyncclLink:
             self._communicator = self._nccl.NcclCommunicator(epoch.world, unique_id, rank)
             self._stream = cuda.Stream(self._device)
 
-    def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
+    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
         """Fills the buffer uint8 [n] on the device of every member with the sender's. Raises TransferFailed."""
         communicator, stream = self._communicator, self._stream
         if communicator is None or stream is None:
             raise TransferFailed("the group is not open")
-        limit = time.monotonic() + seconds
+        under_way: list[tuple[Any, int]] = []
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for bucket in torch.split(buffer, BUCKET_BYTES):
-                communicator.broadcast(
-                    bucket.data_ptr(),
-                    bucket.data_ptr(),
-                    bucket.numel(),
-                    self._nccl.NCCL_UINT8,
-                    SENDER,
-                    stream.cuda_stream,
-                )
-            done = cuda.Event()
-            done.record(stream)
-        while not done.query():
-            if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
-                raise TransferFailed("aborted" if aborted.is_set() else f"no answer within {seconds:g} s")
+            for start in range(0, buffer.shape[0], BUCKET_BYTES):
+                bucket = buffer[start : start + BUCKET_BYTES]
+                place, count = bucket.data_ptr(), bucket.shape[0]
+                communicator.broadcast(place, place, count, self._nccl.NCCL_UINT8, SENDER, stream.cuda_stream)
+                done = cuda.Event()
+                done.record(stream)
+                under_way.append((done, start + count))
+        for done, end in under_way:
+            while not done.query():
+                limit.pause()
+            seen(end)
         communicator.check_async_error()
 
     def abort(self) -> None:

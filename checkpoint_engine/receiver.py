@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Header
-from checkpoint_engine.digest import ByteArray, digest_span
+from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Header
+from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
-from checkpoint_engine.flat import Layout, as_bytes
+from checkpoint_engine.flat import Layout, RunningDigests, as_bytes
+from checkpoint_engine.sealing import Intake
 
 SLOTS = (RING, EVALUATION)
 
@@ -68,19 +68,42 @@ class Receiver:
         the evaluation slot keeps what was put there last. Raises TransferCorrupted (send it again) or
         WeightsMismatch (stop), naming the tensor; what was held before is untouched then.
         """
-        self._check_header(header, slot)
+        self.check(header, slot)
+        if not header.is_consistent():
+            raise TransferCorrupted(f"{_title(header)} arrived with a damaged header")
         data = as_bytes(buffer)
         self._check_length(header, data)
+        intake = self.expect(header, slot)
+        try:
+            intake.take(data)
+            return intake.accept(header)
+        finally:
+            if not intake.kept:
+                with self._lock:
+                    self._spare.append(intake.storage)
+
+    def expect(self, draft: Draft, slot: str = RING) -> Intake:
+        """A slot for a version that arrives piece by piece. Raises WeightsMismatch for one that doesn't fit."""
+        self.check(draft, slot)
         with self._lock:
             storage = self._spare.pop() if self._spare else self.layout.empty(self._device)
-        try:
-            self._copy_verified(header, data, storage)
-            self._keep(header, storage, slot)
-        except BaseException:
-            with self._lock:
-                self._spare.append(storage)
-            raise
-        return Ack(header.stream, header.version, header.digest, slot)
+        return Intake(draft, storage, slot, self._accept)
+
+    def check(self, draft: Draft, slot: str = RING) -> None:
+        """Raises WeightsMismatch, naming the tensor, for a version that doesn't fit; ValueError for an unknown slot."""
+        if slot not in SLOTS:
+            raise ValueError(f"slot is one of {list(SLOTS)}, got {slot!r}")
+        if draft.stream not in self.streams:
+            raise WeightsMismatch(f"stream {draft.stream!r} is not expected here, only {list(self.streams)} are")
+        self._check_scaling(draft)
+        difference = self.layout.difference(draft.layout)
+        if difference:
+            raise WeightsMismatch(f"{_title(draft)} doesn't fit the receiver: {difference}")
+
+    def _accept(self, header: Header, intake: Intake) -> Ack:
+        self._check_digests(header, intake.digests)
+        self._keep(header, intake.storage, intake.slot)
+        return Ack(header.stream, header.version, header.digest, intake.slot)
 
     def keep(self, stream: str, version: int, *, slot: str = EVALUATION) -> Ack:
         """Copies a held version from the ring into the evaluation slot, without another transfer."""
@@ -136,19 +159,7 @@ class Receiver:
             self._held.clear()
             self._active = None
 
-    def _check_header(self, header: Header, slot: str) -> None:
-        if slot not in SLOTS:
-            raise ValueError(f"slot is one of {list(SLOTS)}, got {slot!r}")
-        if header.stream not in self.streams:
-            raise WeightsMismatch(f"stream {header.stream!r} is not expected here, only {list(self.streams)} are")
-        self._check_scaling(header)
-        difference = self.layout.difference(header.layout)
-        if difference:
-            raise WeightsMismatch(f"{_title(header)} doesn't fit the receiver: {difference}")
-        if not header.is_consistent():
-            raise TransferCorrupted(f"{_title(header)} arrived with a damaged header")
-
-    def _check_scaling(self, header: Header) -> None:
+    def _check_scaling(self, header: Draft) -> None:
         for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
             if sent != expected:
                 raise WeightsMismatch(
@@ -171,17 +182,10 @@ class Receiver:
                 f"{self.layout.entries[0].name} and all others are newer there"
             )
 
-    def _copy_verified(self, header: Header, data: ByteArray, storage: Tensor) -> None:
-        """Copies, then digests the copy where it lies in host memory (what is kept is what was verified)."""
-        kept = data
-        if self._device.type == "cpu":
-            kept = storage.numpy()
-            kept[:] = data
-        for (entry, span), digest in zip(self.layout.spans(kept), header.digests, strict=True):
-            if digest_span(span, entry.offset) != digest:
+    def _check_digests(self, header: Header, digests: RunningDigests) -> None:
+        for entry, found, expected in zip(self.layout.entries, digests.finish(), header.digests, strict=True):
+            if found != expected:
                 raise TransferCorrupted(f"{_title(header)} arrived with wrong bytes in {entry.name}")
-        if kept is data:
-            storage.copy_(torch.from_numpy(data.copy() if not data.flags.writeable else data))
 
     def _keep(self, header: Header, storage: Tensor, slot: str) -> None:
         key = (slot, header.stream, header.version)
@@ -208,5 +212,5 @@ class Receiver:
         return found
 
 
-def _title(header: Header) -> str:
+def _title(header: Draft) -> str:
     return f"version {header.version} of stream {header.stream}"

@@ -5,7 +5,8 @@ from difflib import get_close_matches
 import torch
 import torch.distributed as dist
 
-from checkpoint_engine.collective import Member, TorchLink
+from checkpoint_engine.collective import Member
+from checkpoint_engine.links import TorchLink
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
 TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
@@ -39,3 +40,8 @@ def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
     from checkpoint_engine.pynccl import PyncclLink
 
     return Member(PyncclLink, device)
+
+
+def member_for(transport: str, device: torch.device | str = "cpu") -> Member | None:
+    """What `ProcessSender` and `serve` take for a transport: None for the object store."""
+    return None if transport == OBJECT_STORE else make_member(transport, device)

@@ -5,8 +5,8 @@ from typing import Any
 
 from async_flowrl.controller.context import Context
 from async_flowrl.types import POLICY
-from checkpoint_engine import RING, Ack, Header
-from checkpoint_engine.collective import Epoch
+from checkpoint_engine import RING, Ack, Draft, Header
+from checkpoint_engine.links import Epoch
 from separation.group import Worker, WorkerGroup
 
 LANE, CONTROL = "sync", "control"
@@ -46,11 +46,15 @@ class TrainerEnd:
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await self._first.call("open_group", epoch, rank, lane="publish")
 
-    async def ready(self, epoch: int, header: Header) -> None:
-        await self._first.call("group_ready", epoch, header, lane="publish")
+    async def draft(self, version: int) -> Draft:
+        draft: Draft = await self._first.call("group_draft", version, lane="publish")
+        return draft
 
-    async def send(self, header: Header) -> None:
-        await self._first.call("group_send", header, lane="publish")
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await self._first.call("group_ready", epoch, draft, lane="publish")
+
+    async def send(self, draft: Draft) -> None:
+        await self._first.call("group_send", draft, lane="publish")
 
     async def abort_group(self) -> None:
         await self._first.call("abort_group", lane=CONTROL)
@@ -82,11 +86,11 @@ class RolloutEnd:
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await self.worker.call("open_group", self._transport, epoch, rank, lane=LANE)
 
-    async def ready(self, epoch: int, header: Header) -> None:
-        await self.worker.call("group_ready", epoch, header, lane=LANE)
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await self.worker.call("group_ready", epoch, draft, lane=LANE)
 
-    async def accept(self, header: Header) -> Ack:
-        ack: Ack = await self.worker.call("group_accept", header, lane=LANE)
+    async def accept(self, draft: Draft) -> Ack:
+        ack: Ack = await self.worker.call("group_accept", draft, lane=LANE)
         return ack
 
     async def abort_group(self) -> None:

@@ -32,7 +32,7 @@ from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory
-from checkpoint_engine import Header, base_digest, weights_digest
+from checkpoint_engine import Draft, Header, base_digest, weights_digest
 from checkpoint_engine.collective import Epoch
 from separation.rendezvous import join
 
@@ -178,17 +178,21 @@ class TrainerWorker:
         self._sender().release(version, stream)
 
     def group_address(self, transport: str, host: str) -> tuple[str, int]:
-        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next three)."""
+        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next four)."""
         return self._sender().collective.address(transport, host)
 
     def open_group(self, epoch: Epoch, rank: int) -> None:
         self._sender().collective.sender.open(epoch, rank)
 
-    def group_ready(self, epoch: int, header: Header) -> None:
-        self._sender().collective.sender.ready(epoch, header)
+    def group_draft(self, version: int) -> Draft:
+        return self._sender().collective.sender.draft(version)
 
-    def group_send(self, header: Header) -> None:
-        self._sender().collective.sender.send(header)
+    def group_ready(self, epoch: int, draft: Draft) -> None:
+        self._sender().collective.sender.ready(epoch, draft)
+
+    def group_send(self, draft: Draft) -> None:
+        """Seals the version while it leaves."""
+        self._sender().collective.sender.send(draft)
 
     def abort_group(self) -> None:
         """On the control lane: it must get through while `group_send` is under way."""

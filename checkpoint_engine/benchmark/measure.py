@@ -15,9 +15,9 @@ from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.object_store import SharedMemoryStore
 from checkpoint_engine.outcome import DeliveryOptions
-from checkpoint_engine.processes import ProcessSender, member_for
+from checkpoint_engine.processes import ProcessSender
 from checkpoint_engine.publisher import Publisher
-from checkpoint_engine.transports import OBJECT_STORE
+from checkpoint_engine.transports import OBJECT_STORE, member_for
 
 TICK = 0.002
 """Seconds between two looks at the event loop's lag."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from checkpoint_engine.object_store import SharedMemoryStore
-from checkpoint_engine.processes import ProcessReceiver, member_for, serve
+from checkpoint_engine.processes import ProcessReceiver, serve
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.transports import member_for
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["checkpoint_engine.benchmark.measure"])

@@ -5,9 +5,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,10 +17,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from checkpoint_engine import Delivery, DeliveryOptions, Publisher, Receiver
-from checkpoint_engine import collective as collective_module
+from checkpoint_engine import links as links_module
 from checkpoint_engine.broadcast import CollectiveBroadcast
-from checkpoint_engine.collective import Epoch, Member, TorchLink
-from checkpoint_engine.processes import ProcessReceiver, ProcessSender, member_for, serve
+from checkpoint_engine.collective import Member
+from checkpoint_engine.links import Epoch, Limit, TorchLink
+from checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+from checkpoint_engine.transports import member_for
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])
@@ -45,14 +46,16 @@ class FaultyLink(TorchLink):
         self._end_if("opening", FaultyLink.opened == 2)
         super().open(store, epoch, rank)
 
-    def broadcast(self, buffer: Tensor, aborted: threading.Event, seconds: float) -> None:
-        FaultyLink.broadcasts += 1
-        now = FaultyLink.broadcasts == 2
+    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+        """Payloads only: behind each comes a trailer that fits into a bucket."""
+        payload = buffer.shape[0] > BUCKET_BYTES
+        FaultyLink.broadcasts += payload
+        now = payload and FaultyLink.broadcasts == 2
         self._end_if("before", now)
         if now and self.fault.endswith("between"):
-            super().broadcast(buffer[:BUCKET_BYTES], aborted, seconds)
+            super().broadcast(buffer[:BUCKET_BYTES], limit, seen)
             self._end_if("between", now)
-        super().broadcast(buffer, aborted, seconds)
+        super().broadcast(buffer, limit, seen)
         self._end_if("after", now)
 
     def _end_if(self, phase: str, now: bool) -> None:
@@ -65,7 +68,7 @@ def receiving(
 ) -> None:
     """A receiving process: answers deliveries, and questions on `results` as `Child.ask` puts them."""
     torch.set_num_threads(1)
-    collective_module.BUCKET_BYTES = BUCKET_BYTES
+    links_module.BUCKET_BYTES = BUCKET_BYTES
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
     receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
     member = Member(lambda: FaultyLink(fault)) if fault else member_for(transport)

@@ -8,7 +8,8 @@ import torch
 from engine_parts import flipped, lora
 
 from checkpoint_engine import Layout, base_digest, weights_digest
-from checkpoint_engine.digest import BLOCK_BYTES, digest_span
+from checkpoint_engine.digest import digest_span
+from checkpoint_engine.flat import BLOCK_BYTES, RunningDigests
 
 
 def test_layout_is_sorted_padded_and_independent_of_order() -> None:
@@ -49,7 +50,7 @@ def test_views_cover_exactly_their_bytes() -> None:
     assert int((buffer == 255).sum()) >= layout.nbytes - used
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 12, 255, BLOCK_BYTES, BLOCK_BYTES + 4, 2 * BLOCK_BYTES + 13])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 12, 255, 1 << 18, (1 << 18) + 4, (1 << 19) + 13])
 def test_every_single_bit_matters(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     seen = {digest_span(data, 0), digest_span(data, 256)}
@@ -76,8 +77,29 @@ def test_sign_flips_and_swaps_are_seen() -> None:
 
 
 def test_digest_is_the_same_on_every_machine() -> None:
-    data = (np.arange(BLOCK_BYTES + 100) % 251).astype(np.uint8)
-    assert digest_span(data, 512).hex() == "3f24f64f17d2b2ff03afdc0040aa8f2c"
+    data = (np.arange((1 << 18) + 100) % 251).astype(np.uint8)
+    assert digest_span(data, 512).hex() == "812c7ac75b054f472a41e53fb81c5eca"
+
+
+@pytest.mark.parametrize("step", [1, 7, 256, 1000, 1 << 20])
+def test_digests_taken_piece_by_piece_are_those_of_the_whole(step: int) -> None:
+    tensors = lora(width=8) | {"half": torch.arange(7, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
+    layout = Layout.of(tensors | {"z": torch.zeros(0)})
+    data = np.random.default_rng(1).integers(0, 256, layout.nbytes, dtype=np.uint8)
+    running = RunningDigests(layout)
+    with pytest.raises(ValueError, match=r"block.0.lora_A.weight is not complete after 0 bytes"):
+        running.finish()
+    for start in range(0, layout.nbytes, step):
+        running.feed(data[start : start + step])
+    assert running.end == layout.nbytes
+    whole = tuple(digest_span(data[e.offset : e.end], e.offset) for e in layout.entries)
+    assert running.finish() == whole == layout.digests(data)
+
+
+def test_large_tensors_are_digested_in_blocks_with_the_same_result() -> None:
+    layout = Layout.of({"w": torch.empty(2 * BLOCK_BYTES + 5, dtype=torch.uint8)})
+    data = np.random.default_rng(2).integers(0, 256, layout.nbytes, dtype=np.uint8)
+    assert layout.digests(data) == (digest_span(data[: 2 * BLOCK_BYTES + 5], 0),)
 
 
 def test_weights_digest_is_sha256_of_float32_in_name_order() -> None:

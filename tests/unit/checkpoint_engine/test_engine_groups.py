@@ -11,7 +11,8 @@ from engine_parts import ALPHA, RANK, blank, ends, lora, sealed
 from engine_processes import CONTEXT, SECONDS
 from engine_ranks import rank_main
 
-from checkpoint_engine import Ack, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine import Ack, Delivery, Publisher, Receiver, TransferFailed
+from checkpoint_engine.base import Draft
 from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
 from checkpoint_engine.object_store import LocalReceiver
@@ -29,11 +30,11 @@ class Local(LocalReceiver):
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await asyncio.to_thread(self.group.open, epoch, rank)
 
-    async def ready(self, epoch: int, header: Header) -> None:
-        self.group.ready(epoch, header)
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        self.group.ready(epoch, draft)
 
-    async def accept(self, header: Header) -> Ack:
-        return await asyncio.to_thread(self.group.accept, header)
+    async def accept(self, draft: Draft) -> Ack:
+        return await asyncio.to_thread(self.group.accept, draft)
 
     async def abort_group(self) -> None:
         self.group.abort()
@@ -94,7 +95,7 @@ def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> Non
     assert receiver.activate("policy", 0) == header.digest
     assert len(errors) == 1 and "epoch 1 could not be opened as rank 1" in errors[0]
     with pytest.raises(TransferFailed, match="before the members were ready"):
-        strange.broadcast()
+        strange.take(receiver.expect(publisher.draft(1)))
     taking.close()
     sender.close()
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from engine_processes import BUCKET_BYTES, Rig, rig, usage
 
-from checkpoint_engine import collective as collective_module
+from checkpoint_engine import links as links_module
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_module, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(links_module, "BUCKET_BYTES", BUCKET_BYTES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

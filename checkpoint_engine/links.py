@@ -1,0 +1,143 @@
+"""What moves bytes between the members of one epoch: a process group of torch's, beside any default group."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from checkpoint_engine.errors import TransferFailed
+
+BUCKET_BYTES = 8 << 20
+BUCKETS_UNDER_WAY = 4
+"""Enough to keep a link busy while a bucket is digested."""
+POLL_SECONDS = 5e-4
+WAIT = timedelta(milliseconds=20)
+"""How long a waiting thread is deaf to an abort."""
+SENDER = 0
+"""Rank of the sender in every epoch."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One membership: who meets where. `seconds` bounds the set-up and each collective."""
+
+    number: int
+    secret: str
+    host: str
+    port: int
+    world: int
+    seconds: float
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.secret}/{self.number}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When to stop waiting: at an abort, or at a time of time.monotonic."""
+
+    aborted: threading.Event
+    seconds: float
+    end: float
+
+    @classmethod
+    def of(cls, aborted: threading.Event, seconds: float) -> "Limit":
+        return cls(aborted, seconds, time.monotonic() + seconds)
+
+    def check(self) -> None:
+        """Raises TransferFailed when the wait is over."""
+        if self.aborted.is_set():
+            raise TransferFailed("aborted")
+        if time.monotonic() > self.end:
+            raise TransferFailed(f"no answer within {self.seconds:g} s")
+
+    def pause(self) -> None:
+        """A moment's wait, ended by an abort; then `check`."""
+        self.aborted.wait(POLL_SECONDS)
+        self.check()
+
+
+class Link(Protocol):
+    """What moves bytes between the members of one epoch."""
+
+    def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
+
+    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+        """Fills the buffer uint8 [n] of every member with the sender's, bucket by bucket. Raises TransferFailed.
+
+        `seen(end)` is called, beside the transfer of later buckets, when the bytes up to `end` have gone or come.
+        """
+        ...
+
+    def abort(self) -> None: ...
+
+
+class TorchLink:
+    """A torch process group that is not, and does not touch, the default group."""
+
+    def __init__(self, backend: str) -> None:
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise ValueError(
+                "transport nccl needs a torch built with NCCL; this one has none (use gloo or object_store)"
+            )
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
+        self.backend = backend
+        self._group: Any = None
+
+    def open(self, store: Store, epoch: Epoch, rank: int) -> None:
+        limit = timedelta(seconds=epoch.seconds)
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(store, rank, epoch.world, limit)
+        else:
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
+
+    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+        group, end = self._group, 0
+        if group is None:
+            raise TransferFailed("the group is not open")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        under_way: deque[tuple[Any, int]] = deque()
+        for bucket in torch.split(buffer, BUCKET_BYTES):
+            end += bucket.shape[0]
+            under_way.append((group.broadcast([bucket], options), end))
+            if len(under_way) == BUCKETS_UNDER_WAY:
+                self._settle(*under_way.popleft(), limit, seen)
+        while under_way:
+            self._settle(*under_way.popleft(), limit, seen)
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    def _settle(self, work: Any, end: int, limit: Limit, seen: Callable[[int], None]) -> None:
+        while not work.is_completed():
+            if self.backend == "gloo":
+                _wait(work)
+                limit.check()
+            else:
+                limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
+        work.wait()
+        seen(end)
+
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def _wait(work: Any) -> None:
+    """Waits without the interpreter's lock and is woken at completion, success or not: the next wait tells."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(WAIT)
