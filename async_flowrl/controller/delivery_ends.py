@@ -47,7 +47,7 @@ class TrainerEnd:
         await self._first.call("open_group", epoch, rank, lane="publish")
 
     async def draft(self, version: int) -> Draft:
-        draft: Draft = await self._first.call("group_draft", version, lane="publish")
+        draft: Draft = await self._first.call("draft", version, POLICY, lane="publish")
         return draft
 
     async def ready(self, epoch: int, draft: Draft) -> None:

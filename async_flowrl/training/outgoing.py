@@ -12,7 +12,7 @@ from async_flowrl.training.lora import lora_layers, lora_modules
 from async_flowrl.training.versions import Versions
 from async_flowrl.transport import SendingEnd
 from async_flowrl.types import EMA, POLICY, ByteArray
-from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
+from checkpoint_engine import CANARY_VERSION, Draft, Header, LoraModule, Publisher, binding_probe, canary_tensors
 
 
 class Outgoing:
@@ -65,6 +65,10 @@ class Outgoing:
         if self._config.debug.freeze_publish and stream == POLICY and version == 0:
             publisher.hold(0)
         return header
+
+    def draft(self, version: int, stream: str) -> Draft:
+        """The header of a version that is staged, digests aside."""
+        return self._publisher(stream).draft(version)
 
     def payload(self, version: int, stream: str) -> tuple[Header, ByteArray]:
         """Header and bytes of a sealed version, uint8 [nbytes]."""

@@ -166,6 +166,10 @@ class TrainerWorker:
         self._delay("publish", self.config.debug.delays.publish, version)
         return self._sender().seal(version, stream)
 
+    def draft(self, version: int, stream: str = POLICY) -> Draft:
+        """The header of a version that is staged, digests aside (publish lane)."""
+        return self._sender().draft(version, stream)
+
     def payload(self, version: int, stream: str = POLICY) -> tuple[Header, ByteArray]:
         """Header and bytes of a sealed version, uint8 [nbytes]."""
         return self._sender().payload(version, stream)
@@ -178,14 +182,11 @@ class TrainerWorker:
         self._sender().release(version, stream)
 
     def group_address(self, transport: str, host: str) -> tuple[str, int]:
-        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next four)."""
+        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next three)."""
         return self._sender().collective.address(transport, host)
 
     def open_group(self, epoch: Epoch, rank: int) -> None:
         self._sender().collective.sender.open(epoch, rank)
-
-    def group_draft(self, version: int) -> Draft:
-        return self._sender().collective.sender.draft(version)
 
     def group_ready(self, epoch: int, draft: Draft) -> None:
         self._sender().collective.sender.ready(epoch, draft)
