@@ -22,7 +22,7 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
-from async_flowrl.prepare import Prepared, prepare
+from async_flowrl.prepare import Prepared, ends_before_its_epochs, prepare
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
@@ -40,10 +40,12 @@ def run(config: Config) -> int:
         if config.dry_run:
             sys.stdout.write(describe_run(prepared))
             return exits.OK
-        directory.create(config)
+        directory.create(prepared.config)
     except ConfigError as error:
         return _fail(error, exits.CONFIG)
     log_to(directory.logs / "controller.log")
+    if sentence := ends_before_its_epochs(prepared):
+        logger.warning("%s", sentence)
     try:
         return asyncio.run(train(prepared, directory))
     except KeyboardInterrupt:

@@ -27,6 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 AT_LEAST: Mapping[str, float] = {
     "total_steps": 1,
+    "epochs": 1,
     "prompts_per_step": 1,
     "group_size": 2,
     "max_staleness": 0,
@@ -75,7 +76,7 @@ def check(config: Config) -> None:
             raise ConfigError(unknown_name(key, str(value), allowed))
     for key, least in AT_LEAST.items():
         value = _get(config, key)
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"{key} must be at least {least:g}, got {value}")
     _check_ranges(config)
     _check_mode(config)

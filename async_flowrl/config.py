@@ -276,6 +276,8 @@ class Config:
     seed: int = 0
     mode: str = "one_step_off"
     total_steps: int = 100
+    epochs: int | None = None
+    """Passes over the training prompts after which the run ends, or after total_steps, whichever is sooner."""
     prompts_per_step: int = 2
     group_size: int = 16
     ticket_size: int | None = None

@@ -1,7 +1,7 @@
 """`dry_run=true`: what a configuration would start and move, in a few lines, without starting anything."""
 
 from async_flowrl.controller.launch import pools
-from async_flowrl.prepare import Prepared
+from async_flowrl.prepare import Prepared, ends_before_its_epochs
 from async_flowrl.recipe import shape, ticket_size
 from async_flowrl.training.batch import trained_steps
 from separation.table import format_table
@@ -24,6 +24,7 @@ def describe_run(prepared: Prepared) -> str:
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {ticket_size(config)}",
         f"at most {(config.max_staleness + 1) * images * per_image / 1e6:.1f} MB of payload in the object store",
+        *([sentence] if (sentence := ends_before_its_epochs(prepared)) else []),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_flowrl.algorithms.base import Algorithm
@@ -8,6 +8,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.sampler import steps_for
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
 from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import check_prompts, check_rewards
@@ -36,6 +37,7 @@ def prepare(config: Config) -> Prepared:
         check_batching(config)
         needs_target = check_rewards(config.reward)
         train = load_prompts(config.data, split="train", needs_target=needs_target)
+        config = with_limits(config, len(train))
         evaluation = load_prompts(config.data, split="evaluation", needs_target=needs_target)
         check_prompts(config.reward, [*train, *evaluation])
         check_output(config)
@@ -44,6 +46,25 @@ def prepare(config: Config) -> Prepared:
         raise ConfigError(str(error)) from error
     chosen = evaluation[: config.evaluate.max_prompts]
     return Prepared(config, model, algorithm, Recipe(config, train, chosen))
+
+
+def with_limits(config: Config, prompts: int) -> Config:
+    """`epochs` over `prompts` training prompts, said in `total_steps`; whichever of the two ends sooner counts."""
+    if config.epochs is None:
+        return config
+    steps = steps_for(config.epochs, prompts, config.prompts_per_step)
+    return replace(config, total_steps=min(config.total_steps, steps))
+
+
+def ends_before_its_epochs(prepared: Prepared) -> str | None:
+    """A sentence for a run that `total_steps` ends before its `epochs` are done."""
+    config = prepared.config
+    if config.epochs is None:
+        return None
+    steps = steps_for(config.epochs, len(prepared.recipe.train), config.prompts_per_step)
+    if config.total_steps >= steps:
+        return None
+    return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"
 
 
 def check_output(config: Config) -> None:

@@ -14,6 +14,11 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, *, seed: int, step
     return list(_chosen(num_prompts, prompts_per_step, seed, step, shuffle))
 
 
+def steps_for(epochs: int, num_prompts: int, prompts_per_step: int) -> int:
+    """Steps until every prompt has come `epochs` times; the last one may reach into the next epoch."""
+    return -(-epochs * num_prompts // prompts_per_step)
+
+
 @lru_cache(maxsize=16)
 def _chosen(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> tuple[int, ...]:
     """Every ticket of a step asks for the same list."""

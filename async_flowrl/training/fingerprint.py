@@ -14,6 +14,7 @@ _FREE = (
     "name",
     "output_dir",
     "mode",
+    "epochs",
     "hand_over",
     "resume",
     "placement",
