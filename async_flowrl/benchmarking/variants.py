@@ -1,12 +1,14 @@
 """What is compared: every mode, on the same devices, with the same recipe and the same number of images per step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from async_flowrl.config import Config
+from async_flowrl.naming import unknown_name
 
-BASELINE = "sync separate"
+BASELINE, COLOCATED = "sync separate", "sync colocated"
 PURE = (
     "evaluate.before_training=false",
     "evaluate.every=0",
@@ -54,10 +56,22 @@ class Variant:
     def colocated(self) -> bool:
         return "placement=colocated" in self.overrides
 
+    def is_called(self, name: str) -> bool:
+        return name == self.name or (name == COLOCATED and self.colocated)
+
 
 def variants(machine: Machine, config: Config) -> list[Variant]:
     """Colocated sync in all its variants first, then what it is compared with."""
     return [*colocated(machine, config), *separate(machine)]
+
+
+def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Variant]:
+    """Those named in `only` ("sync colocated": all its variants), or everything. Raises ValueError for other names."""
+    every = variants(machine, config)
+    for name in only:
+        if not any(variant.is_called(name) for variant in every):
+            raise ValueError(unknown_name("--only", name, [*(variant.name for variant in every), COLOCATED]))
+    return [variant for variant in every if not only or any(variant.is_called(name) for name in only)]
 
 
 def colocated(machine: Machine, config: Config) -> list[Variant]:

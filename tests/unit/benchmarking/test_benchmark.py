@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,17 @@ import pytest
 import torch
 
 from async_flowrl import benchmark
-from async_flowrl.benchmarking import controller, engines, measure
+from async_flowrl.benchmarking import compare, controller, engines, loops, measure, payload, suite
 from async_flowrl.benchmarking.latency import Latency
 from async_flowrl.benchmarking.loops import Loops
 from async_flowrl.benchmarking.measure import CpuWatch, Measured
-from async_flowrl.benchmarking.table import Results, Round, as_json, markdown, picture, targets
-from async_flowrl.benchmarking.variants import Machine, colocated, variants
+from async_flowrl.benchmarking.table import as_json, from_json, markdown, picture
+from async_flowrl.benchmarking.targets import Load, Results, Round, targets
+from async_flowrl.benchmarking.variants import Machine, chosen, colocated, variants
 from async_flowrl.compose import compose_overrides, typed
 from async_flowrl.config import Config
 from async_flowrl.prepare import prepare
-from async_flowrl.recipe import Recipe
-from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.tickets import TRAIN, Ticket
+from async_flowrl.tickets import TRAIN
 from async_flowrl.types import Prompt
 
 MACHINE = Machine(2, 1, gpu=False)
@@ -43,29 +41,43 @@ def results(**seconds: float) -> Results:
             for name, value in seconds.items()
         }  # fmt: skip
         rounds.append(Round(Loops(slower, 0.9 * slower, 0.8 * slower, 0.9 * slower), runs))
-    return Results(MACHINE, rounds, 10.0, 0.3, ["a=b"])
+    return Results(MACHINE, rounds, Load(10.0, latency=0.3), "python -m async_flowrl.benchmark a=b", ["a=b"])
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
-    found = {t.what: t for t in targets(results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04))}
-    bound = found["one_step_off step ÷ max(G,T)"]
-    assert bound.values == pytest.approx((1.04, 1.04))
-    assert bound.met
-    assert found["sync separate step ÷ (G+T+S)"].value == pytest.approx(1.0)
-    assert found["one_step_off speed-up ÷ its ceiling (G+T+S)/max(G,T)"].value == pytest.approx(1 / 1.04)
-    assert found["stream ÷ sync separate (speed)"].value == pytest.approx(1.6)
-    assert found["one_step_off ÷ best sync colocated (speed)"].value == pytest.approx(1.9 / 1.04)
-    assert found["rollout images/s ÷ bare loop's"].value == pytest.approx(1 / 1.02)
+    measured = results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
+    found = {target.key: target for target in targets(measured)}
+    assert found["step"].values == pytest.approx((1.04, 1.04))
+    assert found["step"].met
+    assert found["sync"].value == pytest.approx(1.0)
+    assert found["speed_up"].value == pytest.approx(1 / 1.04)
+    assert found["stream"].value == pytest.approx(1.6)
+    assert found["colocated"].value == pytest.approx(1.9 / 1.04)
+    assert found["rollout"].value == pytest.approx(1 / 1.02)
     assert all(target.met for target in found.values())
 
 
 def test_a_missed_target_says_so() -> None:
     slow = results(sync_separate=2.2, stream=2.0, one_step_off=1.2)
-    found = {t.what: t.met for t in targets(slow)}
-    assert not found["one_step_off step ÷ max(G,T)"]
-    assert not found["sync separate step ÷ (G+T+S)"]
-    assert not found["stream ÷ sync separate (speed)"]
-    assert "| NO |" in markdown(slow)
+    found = {target.key: target.met for target in targets(slow)}
+    assert not found["step"]
+    assert not found["sync"]
+    assert not found["stream"]
+    assert "| **no** |" in markdown(slow)
+
+
+def test_targets_are_those_of_what_was_run() -> None:
+    assert {t.key for t in targets(results(sync_separate=2.0))} == {"sync"}
+    alone = {t.key for t in targets(results(one_step_off=1.0))}
+    assert alone == {"step", "rollout", "update", "trainer_stall", "worker_stall", "controller"}
+
+
+def test_the_bound_knows_of_slow_workers_and_slow_rewards() -> None:
+    four = replace(results(one_step_off=1.0), machine=Machine(6, 4, gpu=True))
+    pace = Loops(4.0, 1.0)
+    assert four.bound(pace) == 1.0
+    assert replace(four, load=Load(4.0, slow_worker=2.0)).bound(pace) == pytest.approx(4.0 / 3.5)
+    assert replace(four, load=Load(4.0, reward_seconds=1.7)).bound(pace) == 1.7
 
 
 def test_files(tmp_path: Path) -> None:
@@ -74,6 +86,7 @@ def test_files(tmp_path: Path) -> None:
     read = json.loads((tmp_path / "benchmark.json").read_text())
     assert read == json.loads(json.dumps(as_json(found)))
     assert read["rounds"][1]["bound"] == 2.0
+    assert markdown(from_json(read)) == (tmp_path / "benchmark.md").read_text()
     assert "| one_step_off | 1.56 (1.04-2.08) |" in (tmp_path / "benchmark.md").read_text()
     picture(found, tmp_path / "again.png")
     assert (tmp_path / "benchmark.png").stat().st_size > 5000
@@ -91,24 +104,89 @@ def test_variants_use_the_same_devices() -> None:
             else:
                 assert rollout + trainer == processes
     assert not colocated(Machine(3, 1, gpu=True), config)
+    names = [variant.name for variant in chosen(MACHINE, config, ["stream", "sync colocated"])]
+    assert names == ["sync colocated 1 x 2 threads", "sync colocated 2 x 1", "stream"]
+    assert chosen(MACHINE, config, []) == variants(MACHINE, config)
+    with pytest.raises(ValueError, match="did you mean 'stream'"):
+        chosen(MACHINE, config, ["streem"])
     with pytest.raises(ValueError, match="at least 2 devices"):
         Machine.here(1, None)
     assert Machine.here(None, (5, 3)).trainer == 3
 
 
 def test_every_variant_composes() -> None:
-    given = benchmark.parser().parse_args(["--reward-latency", "0.2", "--reward-cv", "2"])
-    overrides = benchmark.load_overrides(given)
+    given = compare.parser().parse_args(
+        ["--reward-cv", "2", "--slow-worker", "3", "--resolution", "48", "--trained-steps", "2", "prompts_per_step=4"]
+    )
+    overrides = compare.load_overrides(given, 0.2)
     for variant in variants(MACHINE, Config()):
         composed = typed(compose_overrides(variant.mode, [*measure.PURE, *overrides, *variant.overrides]))
         assert composed.reward.terms["latency"].options == {"seconds": 0.2, "cv": 2.0}
-        assert composed.prompts_per_step == 10
+        assert composed.debug.delays.slow_worker == 3.0
+        assert (composed.rollout.resolution, composed.algorithm.sde_window_size) == (48, 2)
+        assert composed.prompts_per_step == 4, "an override wins over the load's own numbers"
+
+
+def test_runs_are_interleaved_and_the_latency_is_a_share_of_the_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+
+    def run(variant: Any, name: str, overrides: Any, directory: Path) -> Measured:
+        ran.append((name, list(overrides)))
+        return replace(FAST, variant=variant.name)
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(loops, "measure", lambda config, *, seconds, alone: Loops(2.0, 1.5))
+    arguments = ["--devices", "2", "--only", "stream", "--only", "sync separate", "--reward-latency-share", "0.3"]
+    found = compare.compare(arguments, tmp_path)
+    names = [name for name, _ in ran]
+    assert names == [f"{name} (repeat {n})" for name, n in (
+        ("sync separate", 1), ("stream", 1), ("stream", 2), ("sync separate", 2)
+    )]  # fmt: skip
+    assert all("reward.terms.latency.options.seconds=0.6" in overrides for _, overrides in ran)
+    assert found.load.latency == 0.6
+    assert found.load.reward_seconds == pytest.approx(10 * 0.6)
+    assert (
+        found.command == "python -m async_flowrl.benchmark --devices 2 --only stream --only 'sync separate' "
+        "--reward-latency-share 0.3"
+    )
+
+
+def test_loads_are_found_by_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seconds per prompt 0.04 + 0.008 n and 0.012 (n - 1): as 1, 1.2 and 0.83 at n = 13, 9 and 25."""
+
+    def side_by_side(configs: Any, *, seconds: float) -> list[Loops]:
+        steps = [config.rollout.num_inference_steps for config in configs]
+        prompts = [config.prompts_per_step for config in configs]
+        return [Loops(p * (0.04 + 0.008 * n), p * 0.012 * (n - 1)) for n, p in zip(steps, prompts, strict=True)]
+
+    monkeypatch.setattr(loops, "side_by_side", side_by_side)
+    pace = suite.Pace.of(MACHINE, [], tmp_path)
+    assert [pace.steps_for(ratio) for ratio in (1.0, 1.2, 1 / 1.2)] == [13, 9, 25]
+    assert pace.load(suite.CASES[0]) == ("prompts_per_step=8", "rollout.num_inference_steps=13")
+    assert pace.load(suite.CASES[1]) == ("prompts_per_step=9", "rollout.num_inference_steps=9")
+
+
+def test_the_suite_has_a_row_for_every_target_and_comes_back_from_its_file(tmp_path: Path) -> None:
+    measured = results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
+    rows = [row for case in suite.CASES for row in suite.rows_of(case, measured)]
+    keys = [target.key for target, _ in rows]
+    assert keys.count("step") == 3
+    assert set(keys) == {target.key for target in targets(measured)}
+    found = suite.Suite({"cores": "2"}, {"balanced": measured}, rows, {"balanced": "command"})
+    suite.write(found, tmp_path)
+    read = suite.from_dictionary(json.loads((tmp_path / "targets.json").read_text()))
+    assert suite.markdown(read) == (tmp_path / "targets.md").read_text()
+    assert "| `one_step_off` step ÷ max(G,T) at G:T = 1.11 | ≤ 1.05 | 1.040 (1.040-1.040) | yes | balanced |" in (
+        suite.markdown(found)
+    )
 
 
 def test_odd_repeats_run_backwards() -> None:
-    chosen = variants(MACHINE, Config())
-    assert benchmark.order(chosen, 0) == chosen
-    assert benchmark.order(chosen, 1) == chosen[::-1]
+    every = variants(MACHINE, Config())
+    assert compare.order(every, 0) == every
+    assert compare.order(every, 1) == every[::-1]
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
@@ -201,19 +279,8 @@ def test_single_workers_beside_bare_loops() -> None:
 
 def test_bytes_of_a_ticket_in_the_object_store() -> None:
     """Window 2 of 10: no more than three latents per image, the picture, the text once per ticket, and 4 KB."""
-    torch.set_num_threads(1)
-    side, n = 64, 4
-    config = tiny(
-        f"rollout.resolution={side}", "rollout.num_inference_steps=10", f"group_size={n}",
-        "algorithm.window=random", "algorithm.sde_window_size=2", "output_dir=nowhere",
-    )  # fmt: skip
-    prepared = prepare(config)
-    worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
-    worker.load()
-    recipe: Recipe = prepared.recipe
-    made = worker.engine.generate(recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
-    assert made.trajectory is not None
-    latent = 4 * int(np.prod(worker.engine.policy.latent_shape(side)))
-    text = sum(array.nbytes for array in made.trajectory.conditioning.values())
-    stored = len(pickle.dumps(made.images, 5)) + len(pickle.dumps(made.trajectory, 5))
-    assert stored <= n * (3 * latent + 3 * side * side + 4096) + text
+    for resolution, images in ((64, 4), (512, 2)):
+        found = payload.measure(resolution, images)
+        assert found.latent == resolution * resolution
+        assert found.stored <= found.allowed
+        assert found.allowed == 3 * found.latent + 3 * resolution**2 + 4096 + found.embeddings / images

@@ -1,0 +1,28 @@
+"""What a measurement was made on, in a few words: numbers of two machines, or of two days, are not compared."""
+
+import datetime
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def machine_description() -> dict[str, str]:
+    """Processor, GPUs, versions, the day, and how many other processes wanted a core when it began."""
+    found = {"processor": processor(), "cores": str(os.cpu_count())}
+    if torch.cuda.is_available():
+        found["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    found |= {"torch": torch.__version__, "Python": platform.python_version()}
+    found["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
+    found["measured"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return found
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
