@@ -24,9 +24,10 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.prepare import Prepared, ends_before_its_epochs, prepare
 from async_flowrl.run_directory import RunDirectory
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
-from separation.group import WorkerFailed
+from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,34 @@ def run(config: Config) -> int:
 
 
 async def train(prepared: Prepared, directory: RunDirectory) -> int:
-    """A whole run, from its start or its checkpoint to its end."""
+    """A whole run, from its start or its checkpoint to its end; returns the exit code."""
+    stop = StopRequest()
+    try:
+        return await train_until(stop, prepared, directory)
+    except Exception as error:
+        version = last_resort(error, stop, directory)
+        if version is None:
+            raise
+        logger.exception("workers died after the run was asked to stop")
+        sys.stdout.write(
+            f"stopped by {stop.reason}, which ended workers too ({first_cause(error)}); "
+            f"continue from step {version} with resume=auto\n"
+        )
+        return exits.RESUMABLE
+
+
+def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
+    """Step of the checkpoint to go on from, for a run that lost its workers to whoever asked it to stop."""
+    if not stop() or not isinstance(innermost(error), WorkerDied):
+        return None
+    path = find_checkpoint(directory.checkpoints)
+    return None if path is None else checkpoint_step(path)
+
+
+async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirectory) -> int:
+    """Trains until all is done or `stop` is asked."""
     config = prepared.config
     resume = find_resume(config, directory)
-    stop = StopRequest()
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups:
             gang = TrainerGang(groups[TRAINER], prepared.algorithm)

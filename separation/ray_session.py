@@ -7,6 +7,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ class RaySession:
         self._daemons: list[Identity] = []
         if self._connected:
             before = descendants(os.getpid())
-            with _signal_handler_kept():
+            with _sigterm_ours_alone():
                 self._connect(address)
             self._daemons = [process for process in descendants(os.getpid()) if process not in before]
 
@@ -80,9 +81,23 @@ class RaySession:
             for reserved in self._placement_groups:
                 remove_placement_group(reserved)
             if self._connected:
-                ray.shutdown()
+                self._disconnect()
         for process in kill_remaining(ours, grace=_GRACE):
             log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE)
+
+    def _disconnect(self) -> None:
+        """Leaves the cluster, and ends it if it is ours: Ray would wait a second for each daemon that ignores it."""
+
+        def kill_daemons() -> None:
+            while ray.is_initialized():
+                time.sleep(_POLL)
+            for daemon in self._daemons:
+                daemon.kill()
+
+        killer = threading.Thread(target=kill_daemons, name="end of the cluster", daemon=True)
+        killer.start()
+        ray.shutdown()
+        killer.join(_GRACE)
 
     def _connect(self, address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -138,17 +153,24 @@ async def _created(group: PlacementGroup) -> None:
 
 
 @contextmanager
-def _signal_handler_kept() -> Iterator[None]:
-    """`ray.init` installs a SIGTERM handler of its own in the main thread."""
+def _sigterm_ours_alone() -> Iterator[None]:
+    """What is started inside never hears SIGTERM, and this process's handler stays: `ray.init` installs its own.
+
+    Slurm, `timeout` and shells send it to every process of a job at once. Whoever is to end in order on it, with a
+    checkpoint, needs its workers for that; they are ended by SIGKILL, when it is done with them. The mask of blocked
+    signals is inherited by the daemons and by the workers that these start.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _log_raylet_messages() -> None:

@@ -64,7 +64,10 @@ class Run:
 
 
 async def live(run: Run, resume: Resume) -> Context:
-    """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks."""
+    """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks.
+
+    A trainer that dies after the run was asked to stop ends it: whoever asked may be ending everything.
+    """
     for left in reversed(range(RECOVERIES + 1)):
         try:
             if left < RECOVERIES:
@@ -72,7 +75,7 @@ async def live(run: Run, resume: Resume) -> Context:
             return await one_life(run, resume)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.gang)
-            if not dead or left == 0:
+            if not dead or left == 0 or run.stop():
                 raise
             logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
             run.ledgers.events.event("fault", worker=dead[0], kind=type(error).__name__, message=str(error))

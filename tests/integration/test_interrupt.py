@@ -99,6 +99,59 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, whole: Run) -
     assert resumed.column("reward/mean") == whole.column("reward/mean")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["group", "everything", "twice"])
+def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path, whole: Run) -> None:
+    """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included."""
+    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY, "save.every=0", "rollout.num_workers=2")
+    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+    everything = descendants(process.pid)
+    assert len(everything) >= 4
+    for _ in range(2 if how == "twice" else 1):
+        if how == "everything":
+            for each in everything:
+                os.kill(each.pid, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.1)
+    out, err = finish(process, exits.RESUMABLE)
+    done = check_stopped(Run(tmp_path))
+    assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
+    assert err == ""
+    assert not [e for e in lines(tmp_path / "events.jsonl") if e["event"] == "fault"], "nobody died of it"
+    assert ended(everything)
+    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto")
+    assert resumed.digest == whole.digest
+    assert resumed.column("reward/mean") == whole.column("reward/mean")
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path, whole: Run) -> None:
+    process = start(tmp_path, "one_step_off", "total_steps=8")
+    wait_until(process, lambda: (tmp_path / "logs/trainer-0.log").exists(), "it had a trainer")
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = finish(process, exits.RESUMABLE)
+    assert "stopped by SIGTERM after step 1" in out
+    assert train(tmp_path, "one_step_off", "total_steps=8", "resume=auto").digest == whole.digest
+
+
+@pytest.mark.slow
+def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path, whole: Run) -> None:
+    """As where the cluster is not ours and its nodes go away together with the run."""
+    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY)
+    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+    trainer = next(
+        e["pid"] for e in lines(tmp_path / "events.jsonl") if e["event"] == "worker" and "trainer" in e["worker"]
+    )
+    process.send_signal(signal.SIGTERM)
+    os.kill(trainer, signal.SIGKILL)
+    out, err = finish(process, exits.RESUMABLE)
+    assert "stopped by SIGTERM, which ended workers too (WorkerDied: trainer-0 died" in out
+    assert err == ""
+    assert train(tmp_path, "one_step_off", "total_steps=8", "resume=auto").digest == whole.digest
+
+
 def test_time_limit_ends_in_order_and_resume_finishes(
     tmp_path: Path, whole: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +160,18 @@ def test_time_limit_ends_in_order_and_resume_finishes(
     assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
     resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto", "rollout.num_workers=2")
     assert resumed.digest == whole.digest
+
+
+@pytest.mark.slow
+def test_time_limit_of_processes(tmp_path: Path) -> None:
+    limited = ["total_steps=500", "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exits.RESUMABLE)
+    done = len(lines(tmp_path / "run/metrics.jsonl"))
+    assert f"stopped by time_limit=15 s after step {done}; continue with resume=auto" in out
+    assert err == "" and 1 <= done < 500
+    assert sound(tmp_path / "run") == [0, done]
+    resumed = train(tmp_path / "run", "one_step_off", f"total_steps={done + 2}", "resume=auto")
+    assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={done + 2}").digest
 
 
 def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
