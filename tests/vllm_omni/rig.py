@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config import Config
+from async_flowrl.config import Config, RolloutConfig
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -26,10 +26,10 @@ TOLERANCE = 1e-5
 class Rig:
     """Version v of the adapter has random A and B drawn from v; `hold` puts it into the trainer's model."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus_per_worker: float = 1.0) -> None:
         torch.set_num_threads(1)
-        self.config = Config()
-        self.worker = RolloutWorker(replace_engine(self.config), resolve_model(self.config.model), 0, "rollout-0")
+        self.config = Config(rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker))
+        self.worker = RolloutWorker(self.config, resolve_model(self.config.model), 0, "rollout-0")
         self.base_digest = self.worker.load()["base_digest"]
         assert isinstance(self.worker.engine, VllmOmniEngine)
         self.engine: VllmOmniEngine = self.worker.engine
@@ -71,10 +71,6 @@ class Rig:
     def expected(self, request: RolloutRequest, version: int) -> Rollout:
         self.hold(version)
         return self.reference.generate(replace(request, version=version))
-
-
-def replace_engine(config: Config) -> Config:
-    return replace(config, rollout=replace(config.rollout, engine="vllm_omni"))
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from async_flowrl.rollout.vllm_omni.replies import reply
+from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, reply
 
 T = TypeVar("T")
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 class Client:
     """Starts the engine on construction. All methods block and may be called from any thread."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, timeout: float) -> None:
-        """`timeout`: seconds that one request or remote call may take before TimeoutError."""
+    def __init__(self, arguments: Mapping[str, Any], *, start_timeout: float, timeout: float) -> None:
+        """Seconds that the start, and afterwards one request or remote call, may take before VllmOmniError."""
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
         self._thread.start()
         try:
-            self._omni = self._await(_start(dict(arguments)), None)
+            self._omni = self._await(_start(dict(arguments)), start_timeout)
         except BaseException:
             self._stop_loop()
             raise
@@ -46,8 +46,11 @@ class Client:
         found = [output async for output in outputs]
         return found[-1] if found else None
 
-    def _await(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+    def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+        except TimeoutError as error:
+            raise VllmOmniError(f"vllm-omni did not answer within {timeout:g} s") from error
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

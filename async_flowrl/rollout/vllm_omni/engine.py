@@ -41,7 +41,7 @@ class VllmOmniEngine:
         arguments = engine_arguments(
             config, folder=folder, family=model.family, devices=torch.cuda.device_count(), port=_free_port()
         )
-        self._client = Client(arguments, timeout=config.deadlines.generate)
+        self._client = Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
         self._requests = itertools.count()

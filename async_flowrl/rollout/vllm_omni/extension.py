@@ -1,5 +1,10 @@
 """What vllm-omni's workers can do beside generating: our remote calls, mixed into its worker class."""
 
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -16,6 +21,11 @@ from checkpoint_engine.digest import ByteArray
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[misc]
     """Each method runs on every rank, between two requests. Names carry a prefix: the class is mixed with vllm's."""
+
+    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
+        """The first thing that vllm-omni calls, before the model is loaded."""
+        end_with_parent()
+        super().re_init_pipeline(custom_pipeline_args)
 
     def rollout_open(self, opening: Opening) -> str:
         """Prepares the pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
@@ -38,6 +48,18 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
     def rollout_encode(self, texts: list[str]) -> dict[str, Conditioning]:
         encoded = self.model_runner.pipeline.engine.encode(texts)
         return dict(zip(texts, encoded, strict=True))
+
+
+def end_with_parent() -> None:
+    """A tensor-parallel rank is a process of its own, which outlives a rollout worker that is killed; so it watches."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_outlive, args=(parent,), name="end-with-parent", daemon=True).start()
+
+
+def _outlive(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _gather(tensor: Tensor, dimension: int) -> Tensor:

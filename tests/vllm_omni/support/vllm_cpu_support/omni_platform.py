@@ -23,6 +23,16 @@ class OmniCpuTestPlatform(OmniPlatform, CpuTestPlatform):
         return "vllm_cpu_support.attention.CpuAttentionBackend"
 
     @classmethod
+    def get_diffusion_worker_cls(cls) -> str:
+        """Called where a worker process is made, just before it starts its output thread."""
+        from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
+
+        from vllm_cpu_support.output_thread import pack_outputs
+
+        WorkerProc._async_output_loop = pack_outputs
+        return super().get_diffusion_worker_cls()
+
+    @classmethod
     def supports_torch_inductor(cls) -> bool:
         return False
 

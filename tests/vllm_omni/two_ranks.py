@@ -1,0 +1,37 @@
+"""A rollout worker whose engine spreads its network over two ranks; prints what it finds as JSON, then waits."""
+
+import json
+import sys
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from async_flowrl.training.lora import lora_layers, lora_modules
+from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
+from tests.tiny import request, sampling, tiny_policy
+from tests.vllm_omni.rig import Rig, gap, same
+
+
+def findings() -> dict[str, Any]:
+    # As on a machine with two devices; the ranks themselves speak gloo.
+    with patch.object(torch.cuda, "device_count", lambda: 2):
+        rig = Rig(gpus_per_worker=2.0)
+    bare = dict(tiny_policy(parts="transformer").transformer.named_parameters())
+    found: dict[str, Any] = {"same_base": rig.base_digest == base_digest(bare)}
+    for cfg in (1.0, 4.0):
+        asked = request(4, how=sampling(cfg=cfg))
+        made = rig.made(asked, 1)
+        found[f"gap_{cfg:g}"] = gap(made, rig.expected(asked, 1))
+        found[f"again_{cfg:g}"] = same(made, rig.made(asked, 1))
+    rig.hold(1)
+    layers = lora_layers(lora_modules(rig.policy.transformer))
+    check_binding(binding_probe({name: LoraModule(*parts) for name, parts in layers.items()}), rig.engine.probe())
+    return found
+
+
+if __name__ == "__main__":
+    sys.__stdout__.write(json.dumps(findings()) + "\n")
+    sys.__stdout__.flush()
+    time.sleep(3600)
