@@ -153,11 +153,23 @@ def _explain(error: Exception) -> str:
     while cause is not None and not isinstance(cause, ValidationError):
         cause = cause.__cause__ or cause.__context__
     key = getattr(cause, "full_key", None)
+    if sentence := _missing_term(f"{error}\n{error.__cause__ or ''}\n{cause or ''}"):
+        return sentence
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
         return f"{key} must be {expected}: {reason}"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
     return "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=")))
+
+
+def _missing_term(text: str) -> str | None:
+    """What to write instead of a key of a reward that the configuration does not have: Hydra adds terms whole."""
+    found = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
+    found = found or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
+    if found is None:
+        return None
+    name = found[1]
+    return f"the reward has no term {name!r}; one is added whole, like '+reward.terms={{{name}: {{weight: 1.0}}}}'"
 
 
 def _expected(key: str) -> str | None:

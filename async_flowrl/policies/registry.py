@@ -159,7 +159,10 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
 
     try:
         index = Path(hf_hub_download(config.path, "model_index.json", revision=config.revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except LocalEntryNotFoundError as error:
+        reason = "it is not in the local cache, and the hub cannot be reached"
+        raise ValueError(_missing(config.path, list(_KNOWN), f"no such folder; as a hub model {reason}")) from error
+    except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         known = f"no such folder, and the hub says: {reason}"
         raise ValueError(_missing(config.path, list(_KNOWN), known)) from error
@@ -168,5 +171,5 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
 
 def _missing(path: str, known: list[str], reason: str) -> str:
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] != path else ""
     return f"model.path {path!r} was not found: {reason}{hint}"

@@ -1,5 +1,6 @@
 """What cannot run is refused in one clear line: no traceback, exit code 2, nothing written, nothing started."""
 
+import os
 import subprocess
 import sys
 import time
@@ -40,6 +41,10 @@ ONE_LINE = {
     "number for a section": (["rollout=3"], ["rollout must be a section with num_workers"]),
     "number for the rewards": (["reward.terms=3"], ["reward.terms must be a dictionary of rewards"]),
     "text for a weight": (["reward.terms.color.weight=much"], ["reward.terms.color.weight must be a number", "'much'"]),
+    "part of a new reward": (["+reward.terms.ocr.weight=1"], ["no term 'ocr'", "'+reward.terms={ocr: {weight: 1.0}}'"]),
+    "number for a new reward": (["+reward.terms.x=1"], ["no term 'x'", "'+reward.terms={x: {weight: 1.0}}'"]),
+    "part of a missing reward": (["reward.terms.colour.weight=2"], ["the reward has no term 'colour'"]),
+    "unknown reward, added": (["+reward.terms={ocrr: {weight: 1}}"], ["'ocrr'", "did you mean 'ocr'"]),
     "no value": (["total_steps"], ["total_steps"]),
     "no key": (["=3"], ["=3", "key=value"]),
     "unknown reward": (["reward.terms.color.name=ocrr"], ["'ocrr'", "did you mean 'ocr'"]),
@@ -53,7 +58,10 @@ ONE_LINE = {
     "model that does not exist": (["model.path=/nowhere/model"], ["/nowhere/model", "no such folder"]),
     "misspelt model": (["model.path=tinny"], ["did you mean 'tiny'"]),
     "misspelt hub model": (["model.path=Qwen/Qwen-Imag"], ["did you mean 'Qwen/Qwen-Image'"]),
-    "missing prompts": (["data.train=prompts/ocr_trian.txt"], ["does not exist", "ocr_train.txt?"]),
+    "missing prompts": (
+        ["data.train=prompts/ocr_trian.txt"],
+        ["data.train=prompts/ocr_trian.txt does not exist", "ocr_train.txt?"],
+    ),
     "group of one": (["group_size=1"], ["group_size must be at least 2, got 1"]),
     "negative staleness": (["max_staleness=-1"], ["max_staleness must be at least 0, got -1"]),
     "staleness of another mode": (["max_staleness=3"], ["mode=one_step_off means max_staleness=1, got 3"]),
@@ -69,6 +77,11 @@ ONE_LINE = {
         ["runtime.backend=local", "trainer.num_workers=2"],
         ["runtime.backend=local", "trainer.num_workers=2"],
     ),
+    "pairs that cannot meet": (["algorithm=dpo", "trainer.micro_batch_size=1"], ["must be at least 2, got 1"]),
+    "no evaluation steps": (["evaluate.num_inference_steps=0"], ["evaluate.num_inference_steps must be at least 1"]),
+    "no average": (["trainer.ema_every=0"], ["trainer.ema_every must be at least 1, got 0"]),
+    "growing weights": (["trainer.weight_decay=-1"], ["trainer.weight_decay must be at least 0, got -1"]),
+    "no LoRA to start from": (["lora.path=/nowhere"], ["lora.path /nowhere does not exist"]),
     "unknown resume": (["resume=yes"], ["resume=yes is neither never, nor auto"]),
 }
 
@@ -84,6 +97,15 @@ def test_one_line(
     for part in told:
         assert part in message
     assert not out.exists()
+
+
+def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refuse(["model.path=Qwen/Qwen-Image", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    assert "'Qwen/Qwen-Image' was not found" in message and "the hub cannot be reached" in message
+    assert "did you mean" not in message
 
 
 def test_unknown_key_and_wrong_type_in_a_file(
@@ -191,3 +213,20 @@ def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.Mo
     assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"
     assert home_expanded("~reward.terms.color") == "~reward.terms.color"
     assert home_expanded("--config-name") == "--config-name"
+
+
+def test_another_package_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """PyPI's checkpoint-engine installs the same import name."""
+    (tmp_path / "checkpoint_engine").mkdir()
+    (tmp_path / "checkpoint_engine" / "__init__.py").touch()
+    ended = subprocess.run(
+        [sys.executable, "-m", "async_flowrl.main"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert f"checkpoint_engine is imported from {tmp_path}" in ended.stderr
+    assert "Traceback" not in ended.stderr
