@@ -37,7 +37,7 @@ _FREE = (
     "runtime",
     "debug.delays",
 )
-"""Free to change from one part of a run to the next: not a bit of the weights depends on it."""
+"""Free to change from one part of a run to the next: not a bit of the weights depends on it (but see `numerics`)."""
 _NUMERICAL = (
     "ticket_size",
     "rollout.batch_size",
@@ -51,6 +51,7 @@ _NUMERICAL = (
 )
 """The same mathematics in other shapes: only the order of roundings depends on it."""
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy")
+_ENGINE_PACKAGES = ("vllm", "vllm-omni")
 
 
 def config_hash(config: Config) -> str:
@@ -79,6 +80,10 @@ def numerics(config: Config, device: str | None = None) -> dict[str, Any]:
         for part in key.split("."):
             value = getattr(value, part)
         found[key] = value
+    if config.rollout.engine == "vllm_omni":
+        # The network is spread over the worker's devices, and sums over the shards round differently.
+        found["rollout.gpus_per_worker"] = config.rollout.gpus_per_worker
+        found |= {package: _installed(package) for package in _ENGINE_PACKAGES}
     return {**found, "device": device, "python": platform.python_version(), **{p: _installed(p) for p in _PACKAGES}}
 
 
