@@ -28,7 +28,7 @@ from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerDied, WorkerFailed
-from separation.placement import ResourcesMissing
+from separation.placement import ResourcesMissing, StoreTooSmall
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ def run(config: Config) -> int:
         return asyncio.run(train(prepared, directory))
     except KeyboardInterrupt:
         return _fail("interrupted", exits.INTERRUPTED)
+    except StoreTooSmall as error:
+        steps = config.max_staleness + 1
+        advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
+        return _fail(f"{error}: the images and trajectories of {steps} steps; use {advice}", exits.CONFIG)
     except (ConfigError, ResourcesMissing) as error:
         return _fail(error, exits.CONFIG)
     except Exception as error:

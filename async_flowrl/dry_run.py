@@ -1,9 +1,8 @@
 """`dry_run=true`: what a configuration would start and move, in a few lines, without starting anything."""
 
-from async_flowrl.controller.launch import pools
+from async_flowrl.controller.launch import pools, stored_bytes
 from async_flowrl.prepare import Prepared, ends_before_its_epochs
 from async_flowrl.recipe import shape, ticket_size
-from async_flowrl.training.batch import trained_steps
 from separation.table import format_table
 
 
@@ -12,9 +11,6 @@ def describe_run(prepared: Prepared) -> str:
     config = prepared.config
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
-    pixels = config.rollout.resolution**2
-    # Packed or not, a latent has 16 channels at an eighth of the resolution; w trained steps need up to w + 1 of them.
-    per_image = 3 * pixels + (trained_steps(config) + 1) * 4 * 16 * pixels // 64
     rows = [
         (spec.name, spec.num_workers, f"{spec.gpus_per_worker:g}", spec.threads, spec.factory.rpartition(":")[2])
         for spec in pools(prepared)
@@ -23,7 +19,7 @@ def describe_run(prepared: Prepared) -> str:
         f"{config.mode}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, {config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {ticket_size(config)}",
-        f"at most {(config.max_staleness + 1) * images * per_image / 1e6:.1f} MB of payload in the object store",
+        f"at most {stored_bytes(config) / 1e6:.1f} MB of payload in the object store",
         *([sentence] if (sentence := ends_before_its_epochs(prepared)) else []),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]

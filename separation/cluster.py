@@ -23,6 +23,7 @@ async def cluster(
     colocated: tuple[str, str] = ("rollout", "trainer"),
     start_deadline: float = 900.0,
     log_dir: Path | None = None,
+    store_bytes: int = 0,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Starts the pools, all workers built and ready, and yields them by name.
 
@@ -30,8 +31,10 @@ async def cluster(
     placement: "separate", or "colocated": worker i of both pools in `colocated` shares one device.
     start_deadline: seconds for reservation and for building the workers; also for each replacement.
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
+    store_bytes: results that may wait in the object store at the same time; a smaller store is refused (Ray only).
 
-    Raises ResourcesMissing with a table, WorkerFailed or WorkerDied when a worker can't be built, DeadlineExceeded.
+    Raises ResourcesMissing with a table, StoreTooSmall, WorkerFailed or WorkerDied when a worker can't be built,
+    DeadlineExceeded.
     On leaving, also by exception, cancellation or Ctrl-C, every worker is killed, reservations are given back, and a
     cluster of our own is shut down.
     """
@@ -45,6 +48,7 @@ async def cluster(
             colocated=colocated,
             start_deadline=start_deadline,
             log_dir=log_dir,
+            store_bytes=store_bytes,
         )
         async with session as groups:
             yield groups

@@ -17,6 +17,10 @@ class ResourcesMissing(RuntimeError):
     """The cluster can't hold what was asked. The message is a table of what was asked and what exists."""
 
 
+class StoreTooSmall(ResourcesMissing):
+    """The cluster's object stores can't hold the results that may wait there at the same time."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """A worker's place: bundle number in its reservation, and its share of that bundle."""
@@ -150,6 +154,19 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
     for bundle in bundles:
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
+
+
+def check_store(needed: int, nodes: Sequence[Resources]) -> None:
+    """Refuses results of `needed` bytes that may wait at the same time in stores that hold less. Raises StoreTooSmall.
+
+    Ray would move what is too much to disk: a run that spends its time there is worse than one that is refused.
+    """
+    exists = totals(nodes)["object_store_memory"]
+    if needed > exists:
+        raise StoreTooSmall(
+            f"up to {needed / 1e9:.3g} GB of results wait in the object store, which holds {exists / 1e9:.3g} GB (30 % "
+            "of the memory and at most /dev/shm, where Ray was not told otherwise)"
+        )
 
 
 def shortage(

@@ -24,6 +24,7 @@ from separation.placement import (
     Resources,
     ResourcesMissing,
     check_fits,
+    check_store,
     own_cluster,
     reserve,
     shortage,
@@ -55,11 +56,18 @@ class RaySession:
             self._daemons = [process for process in descendants(os.getpid()) if process not in before]
 
     async def start(
-        self, *, placement: str, colocated: tuple[str, str], start_deadline: float, log_dir: Path | None
+        self,
+        *,
+        placement: str,
+        colocated: tuple[str, str],
+        start_deadline: float,
+        log_dir: Path | None,
+        store_bytes: int,
     ) -> dict[str, WorkerGroup]:
         """Reserves, creates and builds. Raises ResourcesMissing, WorkerFailed, WorkerDied, DeadlineExceeded."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         exists = totals(nodes)
+        check_store(store_bytes, nodes)
         reservations = reserve(self._pools, exists, placement=placement, colocated=colocated)
         check_fits(reservations, nodes)
         places = await self._take(reservations, nodes, start_deadline)
@@ -196,12 +204,17 @@ async def ray_cluster(
     colocated: tuple[str, str],
     start_deadline: float,
     log_dir: Path | None,
+    store_bytes: int,
 ) -> AsyncIterator[dict[str, WorkerGroup]]:
     """The Ray side of `cluster`."""
     session = RaySession(pools, address)
     try:
         yield await session.start(
-            placement=placement, colocated=colocated, start_deadline=start_deadline, log_dir=log_dir
+            placement=placement,
+            colocated=colocated,
+            start_deadline=start_deadline,
+            log_dir=log_dir,
+            store_bytes=store_bytes,
         )
     finally:
         session.close()

@@ -11,6 +11,7 @@ from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.prepare import Prepared
+from async_flowrl.training.batch import trained_steps
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Conditioning
 from separation.cluster import cluster
@@ -57,6 +58,14 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
     ]
 
 
+def stored_bytes(config: Config) -> int:
+    """Images and trajectories of max_staleness + 1 steps: what the object store must hold when the trainer is slow."""
+    pixels = config.rollout.resolution**2
+    # Packed or not, a latent has 16 channels at an eighth of the resolution; w trained steps need up to w + 1 of them.
+    per_image = 3 * pixels + (trained_steps(config) + 1) * 4 * 16 * pixels // 64
+    return (config.max_staleness + 1) * config.prompts_per_step * config.group_size * per_image
+
+
 def check_machine(prepared: Prepared) -> None:
     """Raises ConfigError, with a table, where a cluster of our own on this machine could not hold the pools."""
     runtime = prepared.config.runtime
@@ -77,6 +86,7 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
         placement=config.placement,
         start_deadline=config.deadlines.load,
         log_dir=logs,
+        store_bytes=stored_bytes(config),
     )
 
 

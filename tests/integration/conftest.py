@@ -40,7 +40,12 @@ def existing_cluster() -> Iterator[str]:
 
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 4, "resources": {"trainer": 1, "rollout": 2}, "include_dashboard": False},
+        head_node_args={
+            "num_cpus": 4,
+            "resources": {"trainer": 1, "rollout": 2},
+            "object_store_memory": 100_000_000,
+            "include_dashboard": False,
+        },
     )
     try:
         yield str(cluster.address)

@@ -193,7 +193,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_more_devices_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str) -> None:
+def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str) -> None:
     out = tmp_path / "run"
     began = time.monotonic()
     done = command("rollout.num_workers=3", f"runtime.address={existing_cluster}", f"output_dir={out}")
@@ -204,6 +204,12 @@ def test_more_devices_than_an_existing_cluster_has(tmp_path: Path, existing_clus
     assert ["resource", "asked", "exists", "missing"] in rows
     assert ["rollout", "3", "2", "1"] in rows
     assert time.monotonic() - began < 60
+    large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
+    done = command(*large, f"runtime.address={existing_cluster}", f"output_dir={out}")
+    assert done.returncode == 2, done.stderr
+    assert "GB of results wait in the object store, which holds 0.1 GB" in done.stderr
+    assert "the images and trajectories of 2 steps; use fewer or smaller images per step" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     again = command("total_steps=0", f"runtime.address={existing_cluster}", f"output_dir={out}")
     assert "is not empty" not in again.stderr
 

@@ -7,7 +7,9 @@ from separation.placement import (
     PROCESSES_PER_CORE,
     Reservation,
     ResourcesMissing,
+    StoreTooSmall,
     check_fits,
+    check_store,
     own_cluster,
     reserve,
     totals,
@@ -102,3 +104,11 @@ def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
     with pytest.raises(ResourcesMissing, match="2 cores") as caught:
         own_cluster([spec("rollout", 2 * PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
     assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]
+
+
+def test_a_store_that_is_too_small_is_refused() -> None:
+    nodes = [{"CPU": 2.0, "object_store_memory": 3e9}, {"CPU": 2.0, "object_store_memory": 1e9}]
+    check_store(4_000_000_000, nodes)
+    check_store(0, [{"CPU": 2.0}])
+    with pytest.raises(StoreTooSmall, match=r"up to 4\.5 GB of results wait in the object store, which holds 4 GB"):
+        check_store(4_500_000_000, nodes)
