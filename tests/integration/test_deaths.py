@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.prove import digest, events, finish, killed, start, undisturbed, wait_for
+from async_flowrl.prove import digest, events, finish, killed, running_worker, start, undisturbed, wait_for
+from separation.processes import Identity, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -16,8 +17,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", [])
 
 
-def pid_of(folder: Path, worker: str) -> int:
-    return int([event["pid"] for event in events(folder, "worker") if event["worker"] == worker][-1])
+def pid_of(folder: Path, worker: str, default: int | None = None) -> int:
+    """Of the newest process of that name; `default`, if there is one, where none is known yet."""
+    found = [event["pid"] for event in events(folder, "worker") if event["worker"] == worker]
+    return int(found[-1] if found or default is None else default)
 
 
 def test_a_killed_rollout_worker_and_a_killed_driver(expected: str, tmp_path: Path) -> None:
@@ -47,3 +50,32 @@ def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> No
     finish(run, folder)
     assert len(events(folder, "fault")) >= 2
     assert digest(folder) == expected
+
+
+def test_a_hung_rollout_worker_is_killed_before_its_place_is_used_again(expected: str, tmp_path: Path) -> None:
+    """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
+    folder = tmp_path / "run"
+    slow = ["rollout.num_workers=2", "debug.delays.generate=0.5", "debug.delays.constant=true"]
+    run = start(folder, [*slow, "deadlines.generate=10"])
+    hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
+    name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
+    os.kill(hung, signal.SIGSTOP)
+    place = name.split(".")[0]
+    wait_for(run, folder, lambda: pid_of(folder, f"{place}.1", default=0), "its place is used again")
+    assert Identity.of(hung) is None, "the hung process still lives"
+    finish(run, folder)
+    (fault,) = events(folder, "fault")
+    assert (fault["worker"], fault["kind"]) == (name, "DeadlineExceeded")
+    assert digest(folder) == expected
+
+
+def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(folder, ["debug.delays.generate=0.2", "deadlines.update=15"])
+    wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
+    everything = descendants(run.pid)
+    os.kill(pid_of(folder, "trainer-0"), signal.SIGSTOP)
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 1
+    assert b"was not done within its deadline" in errors
+    assert not [process for process in everything if process.alive()], "something is left running"
