@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config import Config, RolloutConfig
+from async_flowrl.config import Config, LoraConfig, RolloutConfig
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -28,12 +28,14 @@ class Rig:
 
     def __init__(self, gpus_per_worker: float = 1.0) -> None:
         torch.set_num_threads(1)
-        self.config = Config(rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker))
+        # alpha / rank is no power of two, so that scaling B rounds.
+        lora = LoraConfig(rank=8, alpha=12.0)
+        self.config = Config(lora=lora, rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker))
         self.worker = RolloutWorker(self.config, resolve_model(self.config.model), 0, "rollout-0")
         self.base_digest = self.worker.load()["base_digest"]
         assert isinstance(self.worker.engine, VllmOmniEngine)
         self.engine: VllmOmniEngine = self.worker.engine
-        self.policy = adapted_policy()
+        self.policy = adapted_policy(config=lora)
         self.reference = DiffusersEngine(self.policy)
 
     def hold(self, version: int) -> Mapping[str, torch.Tensor]:

@@ -177,7 +177,7 @@ def test_damaged_or_wrongly_scaled_deliveries_are_refused(rig: Rig) -> None:
     with pytest.raises(VllmOmniError, match=r"wrong bytes in transformer_blocks"):
         rig.engine.adopt(rig.activation(header), lambda: (header, damaged))
     scaled, data = rig.payload(53, alpha=32.0)
-    with pytest.raises(VllmOmniError, match=r"LoRA alpha 32\.0, expected 16\.0"):
+    with pytest.raises(VllmOmniError, match=r"LoRA alpha 32\.0, expected 12\.0"):
         rig.engine.adopt(rig.activation(scaled), lambda: (scaled, data))
     with pytest.raises(VllmOmniError, match="no version was adopted"):
         rig.engine.generate(request(2))

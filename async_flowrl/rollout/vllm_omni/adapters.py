@@ -101,13 +101,14 @@ class Adapters:
         modules, index = self._manager._lora_modules, 0
         live = modules.get(f"transformer.{engine_name(name)}")
         a: Any = layer.a
-        b: Any = layer.b * layer.scaling
         if live is None:
             place = packed_place(name, self._manager._packed_modules_mapping)
             live = None if place is None else modules.get(f"transformer.{place[0]}")
             index = 0 if place is None else place[1]
         if live is None or not live._diffusion_lora_active_slices[index]:
             raise WeightsMismatch(f"{name} is not adapted in vllm-omni's network")
+        # As vllm's LoRA loader does: rounded to the network's dtype, then scaled in it.
+        b: Any = layer.b.to(live.lora_b_stacked[index].dtype) * layer.scaling
         if live.n_slices > 1:
             a = live.slice_lora_a([a if i == index else None for i in range(live.n_slices)])[index]
             b = live.slice_lora_b([b if i == index else None for i in range(live.n_slices)])[index]
