@@ -46,6 +46,12 @@ AT_LEAST: Mapping[str, float] = {
     "evaluate.every": 0,
     "evaluate.images_per_prompt": 1,
     "evaluate.max_prompts": 1,
+    "evaluate.num_inference_steps": 1,
+    "trainer.ema_every": 1,
+    "trainer.warmup_steps": 0,
+    "trainer.weight_decay": 0,
+    "rollout.true_cfg_scale": 0,
+    "rollout.guidance_scale": 0,
     "lora.rank": 1,
     "debug.delays.slow_worker": 1,
 }

@@ -65,6 +65,8 @@ def read_config(path: Path) -> Config:
 
 def settings_of(lora: Path | None, model: str | None) -> Settings:
     """What the run that trained `lora` used; without a run, what suits the model."""
+    if lora is not None and not lora.exists():
+        raise ValueError(f"--lora {lora} does not exist")
     run = lora.resolve().parent / "config.yaml" if lora is not None else None
     if run is not None and run.is_file():
         trained = from_config(read_config(run))

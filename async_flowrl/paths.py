@@ -15,9 +15,9 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
 
 
-def find_data(path: str, base: Path | None = None) -> Path:
+def find_data(path: str, base: Path | None = None, *, key: str = "") -> Path:
     """An existing file. `~` is expanded; a relative path is looked up in `base` (the working directory), then among
-    the shipped files. Raises FileNotFoundError naming the nearest file name in the folders that were searched.
+    the shipped files. Raises FileNotFoundError naming `key` and the nearest file name in the folders searched.
     """
     given = Path(path).expanduser()
     roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
@@ -26,7 +26,8 @@ def find_data(path: str, base: Path | None = None) -> Path:
         if candidate.is_file():
             return candidate
     problem = "is a folder, not a file" if any(candidate.is_dir() for candidate in candidates) else "does not exist"
-    raise FileNotFoundError(f"{path} {problem} (looked for {' and '.join(map(str, candidates))}){_hint(candidates)}")
+    given_as, searched = f"{key}={path}" if key else path, " and ".join(map(str, candidates))
+    raise FileNotFoundError(f"{given_as} {problem} (looked for {searched}){_hint(candidates)}")
 
 
 def _hint(candidates: list[Path]) -> str:

@@ -13,6 +13,7 @@ from async_flowrl.policies.registry import ResolvedModel, resolve_model
 from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.run_directory import RunDirectory
+from async_flowrl.training import lora_file
 from async_flowrl.training.batch import check_batching
 
 
@@ -35,6 +36,8 @@ def prepare(config: Config) -> Prepared:
             num_inference_steps=config.rollout.num_inference_steps,
         )
         check_batching(config)
+        if config.lora.path is not None:
+            lora_file.read_for(config.lora)
         needs_target = check_rewards(config.reward)
         train = load_prompts(config.data, split="train", needs_target=needs_target)
         config = with_limits(config, len(train))

@@ -21,6 +21,7 @@ from checkpoint_engine import weights_digest
 from separation.table import format_table
 
 FINAL = ("TRAINED", "SKIPPED")
+RECORDS = ("metrics.jsonl", "events.jsonl", "summary.json")
 
 
 class Broken(ValueError):
@@ -169,6 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m async_flowrl.verify", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     root = parser.parse_args(arguments).run_dir.expanduser()
+    unfinished = [name for name in RECORDS if not (root / name).is_file()]
+    if unfinished:
+        sys.stderr.write(f"{root} is not the folder of a finished run: it has no {unfinished[0]}\n")
+        return 2
     try:
         rows = verify(root)
     except (OSError, ValueError, KeyError) as error:

@@ -30,8 +30,9 @@ def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Pa
     """
     if split not in SPLITS:
         raise ValueError(unknown_name("split", split, SPLITS))
-    given = config.train if split == "train" or config.evaluation is None else config.evaluation
-    path = find_data(given, base)
+    key = "train" if split == "train" or config.evaluation is None else "evaluation"
+    given = config.train if config.evaluation is None or key == "train" else config.evaluation
+    path = find_data(given, base, key=f"data.{key}")
     if path.suffix not in READERS:
         raise PromptError(unknown_name(f"the ending of data.{split} ({path})", path.suffix, READERS))
     prompts = [

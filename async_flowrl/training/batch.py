@@ -24,6 +24,11 @@ def check_batching(config: Config) -> None:
             raise ValueError(
                 f"dpo keeps both images of a pair on one rank: trainer.num_workers must be 1, got {trainer.num_workers}"
             )
+        if trainer.micro_batch_size < 2:
+            raise ValueError(
+                "dpo keeps both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2, "
+                f"got {trainer.micro_batch_size}"
+            )
     else:
         _divides("group_size / trainer.num_workers", share, "trainer.micro_batch_size", trainer.micro_batch_size)
     _divides("prompts_per_step", config.prompts_per_step, "trainer.updates_per_batch", trainer.updates_per_batch)

@@ -7,6 +7,8 @@ steps. Batch and stream hand-over make the same calls with the same arguments; o
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from async_flowrl.training.statistics import StepStatistics
 from async_flowrl.types import Scores
 from separation.group import RefLost, WorkerGroup
 from separation.supervise import deadline, together
+
+TOGETHER = 4
+"""Groups that go to the ranks in one call where so many are ready: between two calls they wait for milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,21 @@ class TrainerGang:
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
-        statistics = StepStatistics(step)
+        statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         clock = asyncio.get_running_loop().time
         began, self._waited = clock(), 0.0
         per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
         index = 0
-        async for group in self._handed(ctx, step):
+        async for groups in self._handed(ctx, step, per_update):
             if index == 0 and ctx.config.trainer.updates_per_batch > 1:
                 await self._proximal(ctx, step, per_update)
             if index % per_update == 0:
-                plan = self._plan(ctx, group, index // per_update, per_update)
+                plan = self._plan(ctx, groups[0], index // per_update, per_update)
                 await self._in_time(ctx, step, self.all("begin", step, plan))
-            await self._accumulate(ctx, group)
-            statistics.add_group(group.tickets, group.scores, group.advantages)
-            index += 1
+            await self._accumulate(ctx, groups)
+            for group in groups:
+                statistics.add_group(group.tickets, group.scores, group.advantages)
+            index += len(groups)
             if index % per_update == 0:
                 results: list[UpdateStats] = await self._in_time(ctx, step, self.all("finish"))
                 self._book(ctx, results)
@@ -69,18 +75,27 @@ class TrainerGang:
         timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
         return statistics.metrics() | timing
 
-    async def _handed(self, ctx: Context, step: int) -> AsyncIterator[HandedGroup]:
-        """The step's groups in order: each as soon as it is ready (stream), or once all of them are (batch)."""
+    async def _handed(self, ctx: Context, step: int, per_update: int) -> AsyncIterator[list[HandedGroup]]:
+        """The step's groups in order: each as soon as it is ready (stream), or once all of them are (batch).
+
+        What is ready at the same time comes together, a few groups of the same optimizer step at most.
+        """
         groups = range(ctx.config.prompts_per_step)
-        if ctx.config.hand_over == "batch":
+        batch = ctx.config.hand_over == "batch"
+        if batch:
             await self._until_ready(ctx, step, groups)
             self._batch = self._hand_over(ctx, step, groups)
-            for group in self._batch:
-                yield group
-        else:
-            for index in groups:
-                await self._until_ready(ctx, step, [index])
-                yield self._hand_over(ctx, step, [index])[0]
+        start = 0
+        while start < len(groups):
+            most = groups[start : min(start + TOGETHER, start - start % per_update + per_update)]
+            if batch:
+                yield self._batch[start : start + len(most)]
+                start += len(most)
+                continue
+            await self._until_ready(ctx, step, most[:1])
+            ready = list(takewhile(partial(ctx.table.ready, step), most))
+            yield [handed for group in ready for handed in self._hand_over(ctx, step, [group])]
+            start += len(ready)
 
     async def _until_ready(self, ctx: Context, step: int, groups: Sequence[int]) -> None:
         def ready() -> bool:
@@ -144,35 +159,42 @@ class TrainerGang:
         """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
         later = [group for group in self._batch[per_update:] if group.meta is not None]
         for group in later:
-            await self._with_trajectories(ctx, group, "proximal")
+            await self._with_trajectories(ctx, [group], "proximal")
 
-    async def _accumulate(self, ctx: Context, group: HandedGroup) -> None:
-        if group.meta is not None:
-            await self._with_trajectories(ctx, group, "accumulate")
+    async def _accumulate(self, ctx: Context, groups: Sequence[HandedGroup]) -> None:
+        if trained := [group for group in groups if group.meta is not None]:
+            await self._with_trajectories(ctx, trained, "accumulate")
 
-    async def _with_trajectories(self, ctx: Context, group: HandedGroup, method: str) -> None:
-        """Calls `method` on every rank with the group's trajectories; those that are lost are made again first.
+    async def _with_trajectories(self, ctx: Context, groups: Sequence[HandedGroup], method: str) -> None:
+        """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
 
         Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
         """
+        seconds, metas = ctx.config.deadlines.update * len(groups), [group.meta for group in groups]
         while True:
             try:
-                async with deadline(ctx.config.deadlines.update, f"update: {method} {describe(group.tickets[0])}"):
+                async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
+                    refs = [ref for group in groups for ref in trajectories(group)]
                     if len(self.workers.workers) > 1:
-                        await self.all("async_flowrl.training.plan:arrived", *trajectories(group))
-                    await self.all(method, [group.meta], *trajectories(group))
+                        await self.all("async_flowrl.training.plan:arrived", *refs)
+                    await self.all(method, metas, *refs)
                 return
             except RefLost as lost:
-                await self._make_again(ctx, group, lost)
+                await self._make_again(ctx, groups, lost)
 
-    async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:
-        """Waits for new payloads of a handed group. Its scores stay: its advantages came from them."""
-        first = group.tickets[0]
-        make_again(ctx, group.tickets, lost)
-        await self._until_ready(ctx, first.step, [first.group])
-        ctx.table.hand_over(first.step, first.group)
-        for ticket in group.tickets:
-            ticket.scores = group.scores
+    async def _make_again(self, ctx: Context, groups: Sequence[HandedGroup], lost: RefLost) -> None:
+        """Waits for new payloads of handed groups. Their scores stay: their advantages came from them.
+
+        It cannot be told whose payload was lost, so all groups of the call are made again.
+        """
+        for group in groups:
+            make_again(ctx, group.tickets, lost)
+        for group in groups:
+            first = group.tickets[0]
+            await self._until_ready(ctx, first.step, [first.group])
+            ctx.table.hand_over(first.step, first.group)
+            for ticket in group.tickets:
+                ticket.scores = group.scores
 
     async def _in_time(self, ctx: Context, step: int, call: Any) -> Any:
         async with deadline(ctx.config.deadlines.update, f"update: step {step}"):

@@ -7,7 +7,6 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import peft
@@ -30,6 +29,12 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
     Everything else is frozen. Call it before compiling or sharding. Raises ValueError on a target that names no module,
     a rank below 1 or an alpha that is not positive.
     """
+    attach_lora(transformer, config, policy)
+    initialise(transformer, seed)
+
+
+def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
+    """The adapter with values that still mean nothing, also on the meta device; raises as `add_lora` does."""
     if config.rank < 1:
         raise ValueError(f"lora.rank must be at least 1, got {config.rank}")
     if not config.alpha > 0:
@@ -47,7 +52,6 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
     for layer in lora_modules(transformer).values():
         cast("Any", layer).lora_A[ADAPTER].to(torch.float32)
         cast("Any", layer).lora_B[ADAPTER].to(torch.float32)
-    initialise(transformer, seed)
 
 
 def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
@@ -134,11 +138,7 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
     Tensors of dead branches in the file are left out: they change no output. Raises ValueError where rank, alpha or the
     set of adapted layers differ from the run's.
     """
-    if config.path is None:
-        raise ValueError("lora.path is not set")
-    source = lora_file.read(Path(config.path).expanduser())
-    _same("rank", source.rank, config.rank, config.path)
-    _same("alpha", source.alpha, config.alpha, config.path)
+    source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude) if policy.lora_exclude is not None else None
     tensors = {
         name: tensor
@@ -164,8 +164,3 @@ def load_tensors(transformer: nn.Module, tensors: Mapping[str, Tensor], *, where
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
-
-
-def _same(what: str, given: float, wanted: float, path: str) -> None:
-    if given != wanted:
-        raise ValueError(f"lora.path {path} has {what} {given:g}, this run lora.{what}={wanted:g}: they must be equal")

@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from async_flowrl.config import LoraConfig
+
 FILE_NAME = "pytorch_lora_weights.safetensors"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _METADATA = "lora_adapter_metadata"
@@ -95,6 +97,19 @@ def read(path: Path) -> LoraFile:
     if path.name == _PEFT_WEIGHTS and (path.parent / _PEFT_CONFIG).is_file():
         return _read_peft(path.parent)
     return _read_diffusers(path)
+
+
+def read_for(config: LoraConfig) -> LoraFile:
+    """The LoRA a run starts from (`lora.path`). Raises ValueError where its rank or alpha is not the run's."""
+    if config.path is None:
+        raise ValueError("lora.path is not set")
+    source = read(Path(config.path).expanduser())
+    for what, given, wanted in (("rank", source.rank, config.rank), ("alpha", source.alpha, config.alpha)):
+        if given != wanted:
+            raise ValueError(
+                f"lora.path {config.path} has {what} {given:g}, this run lora.{what}={wanted:g}: they must be equal"
+            )
+    return source
 
 
 def _read_diffusers(path: Path) -> LoraFile:

@@ -14,8 +14,8 @@ from async_flowrl.types import Scores
 class StepStatistics:
     """Collects groups and optimizer steps of one batch, in order."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, *, windowed: bool = False) -> None:
+        self.step, self.windowed = step, windowed
         self.rewards: list[tuple[float, ...]] = []
         self.rewards_of: dict[int, tuple[float, ...]] = {}
         self.parts: dict[str, list[float]] = defaultdict(list)
@@ -64,10 +64,10 @@ class StepStatistics:
         return line | self._by_window() | self._sample_size(line)
 
     def _by_window(self) -> dict[str, float]:
-        """What the losses reported, by where each group's window starts; nothing where all start alike."""
-        groups = [group for stats in self.updates for group in stats.groups]
-        if len({group.window_start for group in groups}) < 2:
+        """What the losses reported, by where each group's window starts; nothing for an algorithm without windows."""
+        if not self.windowed:
             return {}
+        groups = [group for stats in self.updates for group in stats.groups]
         return window_metrics(
             WindowGroup(group.window_start, self.rewards_of[group.group], group.metrics) for group in groups
         )

@@ -60,7 +60,7 @@ ONE_LINE = {
     "misspelt hub model": (["model.path=Qwen/Qwen-Imag"], ["did you mean 'Qwen/Qwen-Image'"]),
     "missing prompts": (
         ["data.train=prompts/ocr_trian.txt"],
-        ["data.train=prompts/ocr_trian.txt does not exist", "ocr_train.txt?"],
+        ["data.train=prompts/ocr_trian.txt does not", "ocr_train.txt?"],
     ),
     "group of one": (["group_size=1"], ["group_size must be at least 2, got 1"]),
     "negative staleness": (["max_staleness=-1"], ["max_staleness must be at least 0, got -1"]),

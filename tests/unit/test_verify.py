@@ -163,4 +163,4 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path: Path, finished: ToyRun) -> No
 
 def test_a_run_that_is_not_finished_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "cannot be verified: FileNotFoundError" in capsys.readouterr().err
+    assert "is not the folder of a finished run: it has no" in capsys.readouterr().err
