@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT, AdapterSpe
 from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments
 from async_flowrl.types import EMA, POLICY, Conditioning, RolloutRequest
 from checkpoint_engine import Activation, Layout
+
+_PORTS = (20_000, 32_768)
+"""Below what Linux hands out, above what Ray gives its workers."""
 
 
 class VllmOmniEngine:
@@ -116,7 +120,12 @@ class VllmOmniEngine:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """For vllm-omni's own rendezvous, which comes seconds later: so none of those the system hands out by itself."""
+    while True:
+        port = random.SystemRandom().randrange(*_PORTS)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -17,6 +17,12 @@ from async_flowrl.types import RolloutRequest
 class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
     """vllm-omni's Qwen-Image; denoising steps, noise and log-probs are `DiffusersEngine`'s and so the trainer's."""
 
+    def __init__(self, *, od_config: Any, prefix: str = "") -> None:
+        super().__init__(od_config=od_config, prefix=prefix)
+        # vllm-omni loads them in the dtype of their files; the reference computes everything in `model.dtype`.
+        self.text_encoder.to(od_config.dtype)
+        self.vae.to(od_config.dtype)
+
     def open_rollout(self, adapters: Adapters, opening: Opening) -> None:
         self.adapters = adapters
         policy = policy_around(self, DTYPES[opening.dtype], opening.max_sequence_length)
