@@ -39,6 +39,7 @@ class SharedMemoryStore:
     def __init__(self) -> None:
         self._own: dict[str, shared_memory.SharedMemory] = {}
         self._mapped: dict[str, shared_memory.SharedMemory] = {}
+        self._idle: dict[str, shared_memory.SharedMemory] = {}
         self._names: dict[int, str] = {}
         self._unlinked: list[shared_memory.SharedMemory] = []
         weakref.finalize(self, _unlink_all, self._own)
@@ -51,6 +52,8 @@ class SharedMemoryStore:
 
     def get(self, reference: str) -> ByteArray:
         segment = self._own.get(reference) or self._mapped.get(reference)
+        if segment is None and reference in self._idle:
+            segment = self._mapped[reference] = self._idle.pop(reference)
         if segment is None:
             segment = self._mapped[reference] = shared_memory.SharedMemory(reference)
             if parent_process() is None:
@@ -61,17 +64,28 @@ class SharedMemoryStore:
         data.flags.writeable = False
         return data
 
-    def release(self, reference: str) -> None:
-        """Ends a mapping made by `get`; arrays taken from it must be gone."""
+    def release(self, reference: str, *, keep: int = 0) -> None:
+        """Ends a mapping made by `get`; arrays taken from it must be gone.
+
+        With `keep` it stays mapped, for the next `get`, until so many others were released that way after it.
+        """
         segment = self._mapped.pop(reference, None)
-        if segment is not None:
+        if segment is None:
+            return
+        if not keep:
             segment.close()
+            return
+        self._idle[reference] = segment
+        while len(self._idle) > keep:
+            self._idle.pop(next(iter(self._idle))).close()
 
     def delete(self, reference: str) -> None:
-        segment = self._own.pop(reference)
-        segment.unlink()
-        self._unlinked.append(segment)
-        self._close_unlinked()
+        """Deletes a segment that was put here; the second time nothing happens."""
+        segment = self._own.pop(reference, None)
+        if segment is not None:
+            segment.unlink()
+            self._unlinked.append(segment)
+            self._close_unlinked()
 
     def allocate(self, nbytes: int) -> ByteArray:
         """A writable buffer uint8 [nbytes] in a segment of its own."""
@@ -87,7 +101,7 @@ class SharedMemoryStore:
         return self._names.get(_address(data))
 
     def free(self, data: ByteArray) -> None:
-        self.delete(self._names.pop(_address(data)))
+        self.delete(self._names.pop(_address(data), ""))
 
     def close(self) -> None:
         """Deletes every segment that was put or allocated here; arrays in use keep their bytes."""
@@ -130,6 +144,8 @@ class LocalSender:
         return self.publisher.draft(version)
 
     async def seal(self, version: int) -> Header:
+        if version in self.publisher.retained():
+            return self.publisher.seal(version)
         return await asyncio.to_thread(self.publisher.seal, version)
 
     async def payload(self, version: int) -> ByteArray:

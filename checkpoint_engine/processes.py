@@ -29,6 +29,8 @@ from checkpoint_engine.receiver import Receiver
 
 CONTROL = "abort_group"
 """The call that must get through while another is under way: it has a thread of its own at the receiver."""
+MAPPED = 4
+"""Buffers of a publisher that stay mapped at a receiver: mapping costs more than the copy out of it."""
 _Call = tuple[int, str, tuple[Any, ...]]
 
 
@@ -36,8 +38,11 @@ class SharedPayload:
     """A payload in shared memory; it stays there at least as long as something refers to this object."""
 
     def __init__(self, reference: str, data: ByteArray | None, drop: Callable[[str], None] | None = None) -> None:
-        """`data` is what stays in use, `drop` is called with the reference afterwards."""
-        self.reference, self._data = reference, data
+        """`data` is what stays in use, `drop` is called with the reference afterwards.
+
+        Without `drop` the segment is one of the publisher's buffers: `lasting`, later versions will be in it too.
+        """
+        self.reference, self.lasting, self._data = reference, drop is None, data
         if drop is not None:
             weakref.finalize(self, drop, reference)
 
@@ -111,7 +116,7 @@ class ProcessReceiver:
             threading.Thread(target=work, name=f"{name}-{work.__name__}", daemon=True).start()
 
     async def receive(self, header: Header, payload: SharedPayload, slot: str = RING) -> Ack:
-        ack: Ack = await self._call("receive", header, payload.reference, slot)
+        ack: Ack = await self._call("receive", header, payload.reference, slot, payload.lasting)
         return ack
 
     async def relay(self, header: Header, slot: str = RING) -> SharedPayload:
@@ -248,7 +253,7 @@ class serve:  # noqa: N801 - read as a verb
             except Exception as raised:  # travels to the caller, who judges it
                 error = raised.with_traceback(None)
             if method == "receive":
-                self._store.release(arguments[1])
+                self._store.release(arguments[1], keep=MAPPED if arguments[3] else 0)
             try:
                 with self._lock:
                     if number >= 0:
@@ -256,7 +261,7 @@ class serve:  # noqa: N801 - read as a verb
             except OSError:
                 return
 
-    def _do_receive(self, header: Header, reference: str, slot: str) -> Ack:
+    def _do_receive(self, header: Header, reference: str, slot: str, lasting: bool) -> Ack:
         return self._receiver.receive(header, self._store.get(reference), slot)
 
     def _do_relay(self, header: Header, slot: str) -> str:

@@ -9,21 +9,31 @@ from checkpoint_engine.collective import Member
 from checkpoint_engine.links import TorchLink
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
+ELSEWHERE = "use gloo, object_store or auto"
 TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
 
 
 def resolve_transport(configured: str, device: torch.device | str) -> str:
     """`auto` is nccl where the sender's device is a GPU and torch has NCCL, and the object store elsewhere.
 
-    Raises ValueError for a name that is none of TRANSPORTS.
+    Raises ValueError for a name that is none of TRANSPORTS, and for a transport that can't work with this device and
+    these libraries.
     """
     if configured not in TRANSPORTS:
         close = get_close_matches(configured, TRANSPORTS, n=1, cutoff=0.0)
         raise ValueError(f"transport is one of {list(TRANSPORTS)}, got {configured!r} (nearest: {close[0]})")
-    if configured != AUTO:
-        return configured
-    on_gpu = torch.device(device).type == "cuda" and dist.is_nccl_available()
-    return NCCL if on_gpu else OBJECT_STORE
+    on_gpu = torch.device(device).type == "cuda"
+    if configured == AUTO:
+        return NCCL if on_gpu and dist.is_nccl_available() else OBJECT_STORE
+    if configured in (NCCL, PYNCCL) and not on_gpu:
+        raise ValueError(f"transport {configured} needs weights on a GPU, here they are on {device}: {ELSEWHERE}")
+    if configured == NCCL and not dist.is_nccl_available():
+        raise ValueError(f"transport nccl needs a torch built with NCCL, this one has none: {ELSEWHERE}")
+    if configured == PYNCCL:
+        from checkpoint_engine.pynccl import load_nccl
+
+        load_nccl()
+    return configured
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:

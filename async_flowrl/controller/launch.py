@@ -7,6 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.controller.admission import check_base, load_rollout
@@ -14,6 +16,7 @@ from async_flowrl.prepare import Prepared
 from async_flowrl.training.batch import trained_steps
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Conditioning
+from checkpoint_engine.transports import resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.placement import ResourcesMissing, own_cluster
@@ -67,9 +70,16 @@ def stored_bytes(config: Config) -> int:
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError, with a table, where a cluster of our own on this machine could not hold the pools."""
-    runtime = prepared.config.runtime
-    if runtime.backend != "ray" or runtime.address is not None:
+    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport."""
+    config, runtime = prepared.config, prepared.config.runtime
+    if runtime.address is not None:
+        return
+    on_gpu = torch.cuda.is_available() and config.trainer.gpus_per_worker > 0
+    try:
+        resolve_transport(config.checkpoint_engine.transport, "cuda" if on_gpu else "cpu")
+    except ValueError as error:
+        raise ConfigError(f"checkpoint_engine.transport: {error}") from error
+    if runtime.backend != "ray":
         return
     try:
         own_cluster(pools(prepared), os.cpu_count() or 1)

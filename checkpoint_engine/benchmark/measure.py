@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from checkpoint_engine.benchmark.receiving import LIMIT, Bare, Process, ask, memcpy, tensors_of
@@ -21,8 +22,10 @@ from checkpoint_engine.transports import OBJECT_STORE, member_for
 
 TICK = 0.002
 """Seconds between two looks at the event loop's lag."""
-COPIES_AT_SENDER, COPIES_AT_RECEIVER = 8, 5
-"""Payload-sized buffers per process, at most, scratch included."""
+WARM_UP = 2
+"""Publishes that touch their buffers and meet for the first time."""
+COPIES_AT_SENDER, COPIES_AT_RECEIVER = 6, 3
+"""Payload-sized buffers per process: tensors, up to three versions and two for the primitive; live, held, next."""
 
 
 @dataclass
@@ -40,7 +43,6 @@ class Rig:
     async def open(self) -> None:
         self.tensors = tensors_of(self.megabytes)
         self.publisher = Publisher(self.tensors, retain=1)
-        self.scratch = self.publisher.layout.empty().zero_()
         self.source = self.publisher.layout.empty().zero_()
         self.sender = ProcessSender(self.publisher, member=member_for(self.transport))
         broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=self.transport)
@@ -73,10 +75,16 @@ async def rig(transport: str, megabytes: float, receivers: int) -> AsyncIterator
 
 
 class Primitive:
-    """The raw way of a transport to get the same bytes to the same processes, among the same processes."""
+    """The raw way of a transport to get the same bytes to the same processes, among the same processes.
+
+    A put is a copy into shared memory that is there already, a get a copy out of a mapping that is, as the engine's
+    buffers are: fresh pages and mappings would cost several times as much, and flatter the engine.
+    """
 
     def __init__(self, made: Rig) -> None:
         self._made, self._store = made, SharedMemoryStore()
+        self._target = self._store.allocate(made.source.shape[0])
+        self._target.fill(0)
         self._bare: Bare | None = None
         if made.transport == OBJECT_STORE:
             return
@@ -88,15 +96,17 @@ class Primitive:
         for process in made.processes:
             process.answer()
 
+    def copy(self) -> float:
+        """Seconds of one copy of the payload within this process."""
+        return memcpy(torch.from_numpy(self._target), self._made.source)
+
     def run(self) -> float:
         """Seconds until the last receiver has its bytes."""
         began = time.perf_counter()
         if self._bare is None:
-            reference = self._store.put(self._made.source.numpy())
-            ask(self._made.processes, "get", reference)
-            taken = time.perf_counter() - began
-            self._store.delete(reference)
-            return taken
+            self.copy()
+            ask(self._made.processes, "get", self._store.reference(self._target))
+            return time.perf_counter() - began
         for process in self._made.processes:
             process.order("broadcast")
         self._bare.broadcast(self._made.source)
@@ -104,57 +114,61 @@ class Primitive:
             process.answer()
         return time.perf_counter() - began
 
+    def close(self) -> None:
+        self._store.close()
+
 
 async def measure(transport: str, megabytes: float, receivers: int, *, repeats: int) -> dict[str, Any]:
-    """One cell: medians over `repeats` publishes, each paired with the raw primitive right after it."""
+    """One cell: medians over `repeats` publishes, each paired with the raw primitive and a copy right after it."""
     async with rig(transport, megabytes, receivers) as made:
         primitive = await asyncio.to_thread(Primitive, made)
-        rows = []
-        for version in range(repeats + 2):
-            row = await _publish(made, version)
+        rows, lags = [], []
+        for version in range(WARM_UP + repeats):
+            row, lag = await _publish(made, version)
             row["primitive_seconds"] = await asyncio.to_thread(primitive.run)
-            row["memcpy_seconds"] = memcpy(made.scratch, made.source)
-            row["activate_seconds"] = max(await asyncio.to_thread(ask, made.processes, "activate", version))
-            row["worker_memcpy_seconds"] = max(await asyncio.to_thread(ask, made.processes, "memcpy"))
+            row["memcpy_seconds"] = primitive.copy()
+            activations = await asyncio.to_thread(ask, made.processes, "activate", version)
+            row["activate_seconds"] = max(taken for taken, _ in activations)
+            row["fraction_of_primitive"] = row["primitive_seconds"] / row["delivery_seconds"]
+            row["trainer_stall_memcpys"] = row["stall_seconds"] / row["memcpy_seconds"]
+            row["worker_stall_memcpys"] = median(taken / copy for taken, copy in activations)
             rows.append(row)
-        measured = rows[2:]  # the first two touch their staging slots and meet
-        cell = {key: median(row[key] for row in measured) for key in measured[0]}
-        cell["loop_lag_seconds"] = max(row["loop_lag_seconds"] for row in measured)
+            lags.append(lag)
+        primitive.close()
+        measured, seen = rows[WARM_UP:], sorted(lag for each in lags[WARM_UP:] for lag in each)
         return {
             "transport": transport,
             "megabytes": megabytes,
             "receivers": receivers,
-            **cell,
-            "fraction_of_primitive": cell["primitive_seconds"] / cell["delivery_seconds"],
-            "trainer_stall_memcpys": cell["stall_seconds"] / cell["memcpy_seconds"],
-            "worker_stall_memcpys": cell["activate_seconds"] / cell["worker_memcpy_seconds"],
+            **{key: median(row[key] for row in measured) for key in measured[0]},
+            "loop_lag_p99_seconds": seen[int(0.99 * (len(seen) - 1))],
+            "loop_lag_seconds": seen[-1],
             "stats": asdict(made.delivery.stats),
         }
 
 
-async def _publish(made: Rig, version: int) -> dict[str, float]:
-    """Seconds of the stall (`publish`), of the delivery after it, and of the loop's greatest lag meanwhile."""
+async def _publish(made: Rig, version: int) -> tuple[dict[str, float], list[float]]:
+    """Seconds of the stall (`publish`) and of the delivery after it; how late the loop was meanwhile, tick by tick."""
     for tensor in made.tensors.values():
         tensor.fill_(float(version))
-    lag = asyncio.create_task(_watch())
+    lags: list[float] = []
+    watching = asyncio.create_task(_watch(lags))
     began = time.perf_counter()
     await made.delivery.publish(version)
     staged = time.perf_counter()
     await made.delivery.drain()
     done = time.perf_counter()
-    lag.cancel()
-    worst = (await asyncio.gather(lag))[0]
-    return {"stall_seconds": staged - began, "delivery_seconds": done - staged, "loop_lag_seconds": worst}
+    await asyncio.sleep(TICK)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    return {"stall_seconds": staged - began, "delivery_seconds": done - staged}, lags
 
 
-async def _watch() -> float:
-    worst, expected = 0.0, time.perf_counter() + TICK
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            await asyncio.sleep(TICK)
-            worst = max(worst, time.perf_counter() - expected)
-            expected = time.perf_counter() + TICK
-    return worst
+async def _watch(lags: list[float]) -> None:
+    while True:
+        expected = time.perf_counter() + TICK
+        await asyncio.sleep(TICK)
+        lags.append(time.perf_counter() - expected)
 
 
 async def after_kill(transport: str, *, megabytes: float = 50.0, receivers: int = 3) -> dict[str, Any]:

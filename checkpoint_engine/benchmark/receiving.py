@@ -50,28 +50,31 @@ class Orders:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._scratch = receiver.layout.empty().zero_()
         self._store = SharedMemoryStore()
         self._bare: Bare | None = None
 
     def ready(self) -> float:
-        return 0.0
-
-    def activate(self, version: int) -> float:
-        began = time.perf_counter()
-        self._receiver.activate("policy", version)
-        return time.perf_counter() - began
-
-    def memcpy(self) -> float:
-        """A copy of the whole payload from a held version's storage, as bare as it gets."""
         return memcpy(self._scratch, self._receiver._live)
 
+    def activate(self, version: int) -> tuple[float, float]:
+        """Of an activation, and of a copy of the whole payload, as bare as it gets, right after it."""
+        began = time.perf_counter()
+        self._receiver.activate("policy", version)
+        taken = time.perf_counter() - began
+        return taken, memcpy(self._scratch, self._receiver._live)
+
+    @property
+    def _scratch(self) -> Tensor:
+        """The receiver's slot for the next version, which is free between two deliveries."""
+        if not self._receiver._spare:
+            self._receiver._spare.append(self._receiver.layout.empty().zero_())
+        return self._receiver._spare[-1]
+
     def get(self, reference: str) -> float:
+        """Out of a mapping that stays, as those of the engine's receiver do."""
         began = time.perf_counter()
         self._scratch.numpy()[:] = self._store.get(reference)
-        taken = time.perf_counter() - began
-        self._store.release(reference)
-        return taken
+        return time.perf_counter() - began
 
     def open(self, port: int, rank: int, world: int) -> float:
         self._bare = Bare(port, rank, world)
@@ -118,9 +121,8 @@ class Process:
     def order(self, *order: Any) -> None:
         self._orders.send(order)
 
-    def answer(self) -> float:
-        seconds: float = self._orders.recv()
-        return seconds
+    def answer(self) -> Any:
+        return self._orders.recv()
 
     def kill(self) -> None:
         if self._process.pid is not None and self._process.is_alive():
@@ -132,7 +134,7 @@ class Process:
         self.end.close()
 
 
-def ask(processes: Sequence[Process], *order: Any) -> list[float]:
+def ask(processes: Sequence[Process], *order: Any) -> list[Any]:
     """All processes at once; their answers in order."""
     for process in processes:
         process.order(*order)

@@ -165,11 +165,17 @@ def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> N
 def test_auto_is_the_object_store_without_a_gpu_and_other_names_are_refused() -> None:
     assert resolve_transport("auto", "cpu") == "object_store"
     assert resolve_transport("auto", "cuda:0") == ("nccl" if dist.is_nccl_available() else "object_store")
-    assert [resolve_transport(name, "cpu") for name in ("gloo", "pynccl")] == ["gloo", "pynccl"]
+    assert [resolve_transport(name, "cpu") for name in ("gloo", "object_store")] == ["gloo", "object_store"]
     with pytest.raises(ValueError, match=r"got 'ncll' \(nearest: nccl\)"):
         resolve_transport("ncll", "cpu")
     with pytest.raises(ValueError, match="collective transports are"):
         make_member("object_store")
+
+
+@pytest.mark.parametrize("transport", ["nccl", "pynccl"])
+def test_transports_of_a_gpu_are_refused_elsewhere_in_one_sentence(transport: str) -> None:
+    with pytest.raises(ValueError, match=f"transport {transport} needs weights on a GPU, here they are on cpu: use gl"):
+        resolve_transport(transport, "cpu")
 
 
 def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
@@ -178,8 +184,12 @@ def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
     if not dist.is_nccl_available():
         with pytest.raises(ValueError, match="transport nccl needs a torch built with NCCL"):
             make_member("nccl").open(epoch, 0, store)
+        with pytest.raises(ValueError, match="transport nccl needs a torch built with NCCL"):
+            resolve_transport("nccl", "cuda")
     try:
         import cupy  # noqa: F401
     except ImportError:
         with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
             make_member("pynccl").open(epoch, 0, store)
+        with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
+            resolve_transport("pynccl", "cuda")

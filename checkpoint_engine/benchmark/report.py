@@ -1,0 +1,88 @@
+"""The benchmark's result as Markdown, and into a documentation page."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    ("transport", "transport", "{}"),
+    ("MB", "megabytes", "{:g}"),
+    ("receivers", "receivers", "{}"),
+    ("delivery s", "delivery_seconds", "{:.3f}"),
+    ("primitive s", "primitive_seconds", "{:.3f}"),
+    ("fraction", "fraction_of_primitive", "{:.2f}"),
+    ("trainer stall, copies", "trainer_stall_memcpys", "{:.2f}"),
+    ("worker stall, copies", "worker_stall_memcpys", "{:.2f}"),
+    ("loop lag p99 ms", "loop_lag_p99_ms", "{:.1f}"),
+)
+BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
+LARGE = 50.0
+"""Megabytes from which on the targets hold."""
+TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("fraction >= 0.8", "fraction_of_primitive", lambda value: value >= 0.8),
+    ("trainer stall <= 1.5 copies", "trainer_stall_memcpys", lambda value: value <= 1.5),
+    ("worker stall <= 1.5 copies", "worker_stall_memcpys", lambda value: value <= 1.5),
+    ("loop lag p99 < 100 ms", "loop_lag_p99_ms", lambda value: value < 100.0),
+)
+KILL_LIMIT = 5.0
+"""Seconds after a SIGKILL until the survivors have the version, at most."""
+
+
+def report(result: dict[str, Any]) -> str:
+    """Table, kills, what was left out, and how many rows met each target."""
+    machine = result["machine"]
+    load = " ".join(f"{value:.1f}" for value in machine["load"])
+    parts = [
+        _table(result["cells"]),
+        "\n".join(_kills(result["after_kill"])),
+        "\n".join(_targets(result)),
+        "\n".join(f"- Not measured: {reason}" for reason in result["skipped"]),
+        f"{machine['cores']} cores, torch {machine['torch']}, medians of {result['repeats']} publishes; "
+        f"load averages at the end: {load}",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def into_page(page: Path, result: dict[str, Any]) -> None:
+    """Puts the report between the page's two markers. Raises ValueError where they are missing."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no place for the numbers: it needs the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{report(result)}\n\n{END}{after}", encoding="utf-8")
+
+
+def _table(cells: list[dict[str, Any]]) -> str:
+    rows = [[title for title, _, _ in COLUMNS], ["---"] * len(COLUMNS)]
+    rows += [[form.format(cell[key]) for _, key, form in COLUMNS] for cell in map(_with_milliseconds, cells)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace(" --- |", "---|").replace("| ---", "|---")
+
+
+def _kills(kills: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for transport in dict.fromkeys(kill["transport"] for kill in kills):
+        mine = [kill for kill in kills if kill["transport"] == transport]
+        seconds = ", ".join(f"{kill['seconds']:.2f}" for kill in mine)
+        lines.append(
+            f"- SIGKILL of one receiver during {mine[0]['megabytes']:g} MB by {transport}: "
+            f"the {mine[0]['survivors']} survivors had the version after {seconds} s"
+        )
+    return lines
+
+
+def _targets(result: dict[str, Any]) -> list[str]:
+    large = [_with_milliseconds(cell) for cell in result["cells"] if cell["megabytes"] >= LARGE]
+    lines = []
+    for title, key, met in TARGETS:
+        missed = [f"{c['transport']} {c['megabytes']:g} MB to {c['receivers']}" for c in large if not met(c[key])]
+        which = f", not by {'; '.join(missed)}" if missed else ""
+        lines.append(
+            f"- {title} at {LARGE:g} MB and above: met by {len(large) - len(missed)} of {len(large)} rows{which}"
+        )
+    kills = result["after_kill"]
+    met_kills = sum(kill["seconds"] <= KILL_LIMIT for kill in kills)
+    return [*lines, f"- survivors served within {KILL_LIMIT:g} s of a SIGKILL: {met_kills} of {len(kills)}"]
+
+
+def _with_milliseconds(cell: dict[str, Any]) -> dict[str, Any]:
+    return cell | {"loop_lag_p99_ms": 1000 * cell["loop_lag_p99_seconds"]}
