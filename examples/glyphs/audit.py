@@ -5,9 +5,11 @@ python -m examples.glyphs.audit outputs/glyphs/lora
 
 import argparse
 import itertools
+import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config import ModelConfig
 from async_flowrl.policies.registry import load_pipeline, resolve_model
-from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.types import ByteArray, FloatArray
 from examples.glyphs.flow import generate, legibility
-from examples.glyphs.words import LETTERS, SIDE, TEST
+from examples.glyphs.words import LETTERS, SIDE, TEST, WEIGHTS, draw_many
 
 COPIES = 8
 
@@ -26,36 +27,54 @@ COPIES = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lora", type=Path, nargs="*", help="lora/ folders of finished runs")
-    parser.add_argument("--model", default=str(cache_dir() / "glyphs"))
+    parser.add_argument("--model", default=str(WEIGHTS))
     parser.add_argument("--copies", type=int, default=COPIES, help="images per word")
     parser.add_argument("--picture", type=Path, help="before (above) and after (below), two images per word")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pipeline = load_pipeline(resolve_model(ModelConfig(path=arguments.model)), dtype="float32", device="cpu")
+    pipeline = open_model(arguments.model)
     print("| | OCR | OCR, wrong word | letters by template | sharpness |\n|---|---|---|---|---|")
+    drawn = [draw_many([word] * arguments.copies, random.Random(number)) for number, word in enumerate(TEST)]
+    print(row("drawn words", np.stack(drawn)[..., None].repeat(3, axis=-1)), flush=True)
     rows = []
     for name, steps, guidance in (("base", 8, 1.0), ("base, 40 steps", 40, 1.0), ("base, guidance 3", 8, 3.0)):
         rows.append(generate(pipeline, TEST, arguments.copies, steps=steps, guidance=guidance))
         print(row(name, rows[-1]), flush=True)
     after = rows[0]
     for folder in arguments.lora:
-        pipeline.load_lora_weights(folder, adapter_name="trained")
-        after = generate(pipeline, TEST, arguments.copies, steps=8)
+        after = trained_images(pipeline, folder, arguments.copies)
         print(row(str(folder), after), flush=True)
-        pipeline.unload_lora_weights()
     if arguments.picture is not None:
         Image.fromarray(before_after(rows[0], after)).save(arguments.picture)
 
 
+def open_model(path: str = str(WEIGHTS)) -> Any:
+    """The glyphs pipeline in float32."""
+    return load_pipeline(resolve_model(ModelConfig(path=path)), dtype="float32", device="cpu")
+
+
+def trained_images(pipeline: Any, lora: Path, copies: int) -> ByteArray:
+    """Held-out words in 8 steps under a trained adapter, which is taken off again."""
+    pipeline.load_lora_weights(lora, adapter_name="trained")
+    try:
+        return generate(pipeline, TEST, copies, steps=8)
+    finally:
+        pipeline.unload_lora_weights()
+
+
+def scores(images: ByteArray) -> dict[str, float]:
+    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR against other words, letters by template, sharpness."""
+    return {
+        "ocr": legibility(images, TEST),
+        "wrong_word": legibility(images, TEST[5:] + TEST[:5]),
+        "templates": template_accuracy(images, TEST),
+        "sharpness": sharpness(images),
+    }
+
+
 def row(name: str, images: ByteArray) -> str:
-    """One line of the table for images [len(TEST), copies, H, W, 3]."""
-    values = (
-        legibility(images, TEST),
-        legibility(images, TEST[5:] + TEST[:5]),
-        template_accuracy(images, TEST),
-        sharpness(images),
-    )
-    return f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |"
+    """One line of the table."""
+    return f"| {name} | " + " | ".join(f"{value:.3f}" for value in scores(images).values()) + " |"
 
 
 def sharpness(images: ByteArray) -> float:

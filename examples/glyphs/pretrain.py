@@ -1,7 +1,7 @@
 """Pretrains the glyphs model: a small Qwen-Image that writes three capitals, badly. Three to five minutes.
 
 python -m examples.glyphs.pretrain
-python -m async_flowrl.main --config-name one_step_off experiment=glyphs
+python -m async_flowrl.main --config-name one_step_off experiment=glyphs model.path=~/.cache/async_flowrl/glyphs
 """
 
 import argparse
@@ -28,7 +28,7 @@ from examples.glyphs.words import TEST
 log = logging.getLogger("glyphs")
 
 VAE_STEPS = 700
-FLOW_STEPS = 600
+FLOW_STEPS = 500
 
 
 def main() -> None:

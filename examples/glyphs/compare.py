@@ -1,0 +1,114 @@
+"""Trains glyphs in several modes and seeds, and draws every curve against images and wall clock.
+
+python -m examples.glyphs.compare                                    # all that is missing, then the picture
+python -m examples.glyphs.compare --variants one_step_off --seeds 0  # one run
+python -m examples.glyphs.compare --draw                             # the picture and the table alone
+
+A finished run leaves one small JSON file in --results and is skipped from then on; an interrupted one goes on from its
+last checkpoint in --runs. Scores do not depend on what else the machine does, seconds do: the load is kept beside them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.glyphs.audit import open_model, scores, trained_images
+from examples.glyphs.curves import read
+from examples.glyphs.result import Result, load_all
+from examples.glyphs.result_picture import draw, table
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = (0, 1, 2)
+COPIES = 16
+"""Images per held-out word in the measurement at the end: 256 images, whose mean score has a standard error of 0.02."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a variant differs from `--config-name <mode> experiment=glyphs`."""
+
+    mode: str
+    overrides: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "one_step_off": Variant("one_step_off"),
+    "sync": Variant("sync"),
+    "fully_async": Variant("fully_async", ("max_staleness=3",)),
+    "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, help="total_steps; default: the experiment's")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="run directories")
+    parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/results")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/glyphs_compare.png")
+    parser.add_argument("--draw", action="store_true", help="train nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.draw:
+        for seed in arguments.seeds:
+            for variant in arguments.variants:
+                complete(variant, seed, steps=arguments.steps, runs=arguments.runs, results=arguments.results)
+    found = load_all(arguments.results)
+    if not found:
+        raise SystemExit(f"compare: {arguments.results} has no results yet")
+    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(found, arguments.picture)
+    print(table(found))
+
+
+def complete(variant: str, seed: int, *, steps: int | None, runs: Path, results: Path) -> None:
+    """Trains and measures what is not in `results` yet."""
+    name = f"{variant}_seed{seed}"
+    target = results / f"{name}.json"
+    if target.is_file():
+        print(f"{name}: already in {results}", flush=True)
+        return
+    folder = runs / name
+    train(VARIANTS[variant], seed, folder, steps=steps)
+    result = collect(variant, seed, folder)
+    result.save(target)
+    print(f"{name}: held-out OCR {result.final['ocr']:.3f} after {result.images[-1]:.0f} images", flush=True)
+
+
+def train(variant: Variant, seed: int, folder: Path, *, steps: int | None) -> None:
+    """The normal entry point, from the last checkpoint if there is one. Raises CalledProcessError if it fails."""
+    command = [sys.executable, "-m", "async_flowrl.main", *overrides(variant, seed, folder, steps=steps)]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def overrides(variant: Variant, seed: int, folder: Path, *, steps: int | None) -> list[str]:
+    """What follows `python -m async_flowrl.main`."""
+    given = [f"name={folder.name}", f"output_dir={folder.resolve()}", f"seed={seed}", "resume=auto"]
+    length = [] if steps is None else [f"total_steps={steps}"]
+    return ["--config-name", variant.mode, "experiment=glyphs", *given, *length, *variant.overrides]
+
+
+def collect(variant: str, seed: int, folder: Path) -> Result:
+    """The curve of a finished run, and its adapter measured on the held-out words."""
+    curve, images = read(folder), trained_images(open_model(), folder / "lora", COPIES)
+    return Result(
+        variant=variant,
+        seed=seed,
+        images=curve.images,
+        seconds=[round(second, 2) for second in curve.seconds],
+        reward=[round(value, 4) for value in curve.reward],
+        evaluations=[(step, round(score, 4)) for step, score in curve.evaluations],
+        final={name: round(value, 4) for name, value in scores(images).items()},
+        load=os.getloadavg()[2],
+        cores=os.cpu_count() or 1,
+    )
+
+
+if __name__ == "__main__":
+    main()

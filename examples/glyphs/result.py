@@ -1,0 +1,66 @@
+"""What is kept of one finished run: its curve, the scores of its adapter on held-out words, the load of the machine."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+"""95 % quantiles of Student's t by degrees of freedom: the half width of a two-sided 90 % interval."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`images`, `seconds`, `reward`: per step, the first two summed up. `evaluations`: (step, score), -1 = before."""
+
+    variant: str
+    seed: int
+    images: list[float]
+    seconds: list[float]
+    reward: list[float]
+    evaluations: list[tuple[int, float]]
+    final: dict[str, float]
+    """Scores of the trained adapter: ocr, wrong_word, templates, sharpness."""
+    load: float
+    """Load average of the machine over the last 15 minutes of the run."""
+    cores: int
+
+    def save(self, path: Path) -> None:
+        """Written beside its place and renamed: a file that is there is whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    def seconds_to(self, score: float) -> float | None:
+        """Seconds of training until the first evaluation with at least `score`; None if there was none."""
+        reached = [step for step, value in self.evaluations if value >= score]
+        return None if not reached else 0.0 if reached[0] < 0 else self.seconds[reached[0]]
+
+
+def load_all(folder: Path) -> list[Result]:
+    """Every result of a folder, by variant and seed."""
+    read = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    results = [Result(**{**each, "evaluations": [tuple(pair) for pair in each["evaluations"]]}) for each in read]
+    return sorted(results, key=lambda result: (result.variant, result.seed))
+
+
+def paired(results: Sequence[Result], one: str, other: str) -> list[float]:
+    """Final OCR score of `one` less that of `other`, for every seed that both have at equal images."""
+    scores = {(r.variant, r.seed, r.images[-1]): r.final["ocr"] for r in results}
+    return [
+        score - scores[other, seed, images]
+        for (variant, seed, images), score in sorted(scores.items())
+        if variant == one and (other, seed, images) in scores
+    ]
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """90 % interval of the mean (Student's t); None for less than two differences or more than ten."""
+    freedom = len(differences) - 1
+    if freedom not in T90:
+        return None
+    half = T90[freedom] * stdev(differences) / math.sqrt(len(differences))
+    return fmean(differences) - half, fmean(differences) + half

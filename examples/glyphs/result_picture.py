@@ -1,0 +1,62 @@
+"""Curves of all kept runs in one picture, and their scores as a table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+from examples.glyphs.curves import smooth
+from examples.glyphs.result import Result, interval, paired
+
+GOAL = 0.8
+COLOURS = {"one_step_off": "#1f5fa8", "sync": "#7a7a7a", "fully_async": "#d9822b", "permuted": "#b03060"}
+"""Variant to colour, in the order in which they are listed."""
+
+
+def draw(results: Sequence[Result], out: Path) -> None:
+    """Two panels, one line per run (training images) with dots (held-out words); one colour per variant."""
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for panel, axis in zip(panels, ("images", "seconds"), strict=True):
+        labelled: set[str] = set()
+        for result in results:
+            along, colour = getattr(result, axis), COLOURS.get(result.variant, "black")
+            label = None if result.variant in labelled else result.variant
+            labelled.add(result.variant)
+            panel.plot(along, smooth(result.reward), color=colour, label=label, linewidth=0.8, alpha=0.6)
+            places = [0.0 if step < 0 else along[step] for step, _ in result.evaluations]
+            panel.plot(places, [score for _, score in result.evaluations], "o-", color=colour, markersize=3)
+        panel.axhline(GOAL, color="black", linewidth=0.6, linestyle=":")
+        panel.set(xlabel=axis, ylim=(0, 1))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("OCR score")
+    panels[0].legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per run, then each variant's difference from sync, paired by seed."""
+    lines = [
+        "| variant | seed | images | before | OCR | wrong word | letters by template | sharpness | seconds (load) |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
+        lines += [_line(result) for result in results if result.variant == variant]
+    for variant in [name for name in COLOURS if name != "sync"]:
+        differences = paired(results, variant, "sync")
+        if not differences:
+            continue
+        bounds = interval(differences)
+        inside = "" if bounds is None else f"; 90 % interval of the mean {bounds[0]:+.3f} to {bounds[1]:+.3f}"
+        lines.append(f"\n{variant} less sync, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside)
+    return "\n".join(lines)
+
+
+def _line(result: Result) -> str:
+    final = " | ".join(f"{result.final[key]:.3f}" for key in ("ocr", "wrong_word", "templates", "sharpness"))
+    before = f"{result.evaluations[0][1]:.3f}" if result.evaluations[0][0] < 0 else ""
+    spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)"
+    return f"| {result.variant} | {result.seed} | {result.images[-1]:.0f} | {before} | {final} | {spent} |"

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.compose import compose_checked
+from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
+from examples.glyphs.result import Result, interval, load_all, paired
+from examples.glyphs.result_picture import COLOURS, draw, table
+
+
+def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 3) -> Result:
+    along = [float(step + 1) for step in range(steps)]
+    return Result(
+        variant=variant,
+        seed=seed,
+        images=[48 * each for each in along],
+        seconds=[2 * each for each in along],
+        reward=[0.25 * each for each in along],
+        evaluations=[(-1, 0.4), (0, 0.55), (steps - 1, 0.9)],
+        final={"ocr": ocr, "wrong_word": 0.1, "templates": 0.6, "sharpness": 0.08},
+        load=1.5,
+        cores=2,
+    )
+
+
+def test_results_are_read_back_as_they_were_saved_in_order(tmp_path: Path) -> None:
+    mine = [result("one_step_off", 1), result("one_step_off", 0), result("sync", 0)]
+    for each in mine:
+        each.save(tmp_path / f"{each.variant}_seed{each.seed}.json")
+    assert load_all(tmp_path) == [mine[1], mine[0], mine[2]]
+    assert all(path.suffix == ".json" for path in tmp_path.iterdir())
+
+
+def test_time_to_a_score_is_that_of_the_first_evaluation_above_it() -> None:
+    assert result().seconds_to(0.4) == 0.0
+    assert result().seconds_to(0.5) == 2.0
+    assert result().seconds_to(0.9) == 6.0
+    assert result().seconds_to(0.91) is None
+
+
+def test_differences_are_paired_by_seed_at_equal_images() -> None:
+    found = [result("sync", 0, 0.5), result("sync", 1, 0.6), result("sync", 2, 0.7, steps=4)]
+    found += [result("one_step_off", seed, 0.75) for seed in (0, 1, 2, 3)]
+    assert paired(found, "one_step_off", "sync") == pytest.approx([0.25, 0.15])
+    assert paired(found, "permuted", "sync") == []
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([0.1]) is None
+    assert interval([0.1, 0.2, 0.3]) == pytest.approx((0.2 - 2.920 * 0.1 / 3**0.5, 0.2 + 2.920 * 0.1 / 3**0.5))
+
+
+def test_table_and_picture_show_every_run(tmp_path: Path) -> None:
+    found = [result("sync", 0, 0.5), result("sync", 1, 0.6), result("one_step_off", 0, 0.8), result("mine", 0)]
+    lines = table(found).splitlines()
+    assert sum(line.startswith("| sync") for line in lines) == 2 and any(line.startswith("| mine") for line in lines)
+    assert lines[-1] == "one_step_off less sync, by seed: +0.300"
+    draw(found, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_whose_result_is_there_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result("sync", 4).save(tmp_path / "results" / "sync_seed4.json")
+    complete("sync", 4, steps=None, runs=tmp_path / "runs", results=tmp_path / "results")
+    assert "sync_seed4: already in" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = compose_checked(overrides(VARIANTS[name], 3, tmp_path / name, steps=7))
+    assert config is not None
+    assert (config.mode, config.seed, config.total_steps, config.resume) == (VARIANTS[name].mode, 3, 7, "auto")
+    assert config.output_dir == str(tmp_path / name)
+    assert config.algorithm.permute_advantages is (name == "permuted")
+    assert config.algorithm.name == "diffusion_nft" and name in COLOURS
