@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -161,12 +162,13 @@ class ToyTrainer:
         self.count = 0
 
     def accumulate(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
-        meta = metas[0]
-        latents = torch.from_numpy(np.concatenate([t.latents for t in trajectories]))
-        weights = torch.tensor(meta.advantages, dtype=torch.float32)[:, None]
-        self.gradient += (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T) / self.plan.rows
-        self.trained.append((self.step, meta.group, meta.version))
-        self.count += 1
+        left = iter(trajectories)
+        for meta in metas:
+            latents = torch.from_numpy(np.concatenate([t.latents for t in islice(left, meta.tickets)]))
+            weights = torch.tensor(meta.advantages, dtype=torch.float32)[:, None]
+            self.gradient += (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T) / self.plan.rows
+            self.trained.append((self.step, meta.group, meta.version))
+            self.count += 1
 
     def finish(self) -> UpdateStats:
         if self.count:

@@ -40,7 +40,7 @@ class Timing:
         known = {
             "generate": self.generate,
             "score": self.score,
-            "accumulate": self.update,
+            "accumulate": self.update * len(args[0]) if method == "accumulate" else 0.0,
             "receive": self.transfer,
             "save": self.save,
         }

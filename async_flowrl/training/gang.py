@@ -170,31 +170,31 @@ class TrainerGang:
 
         Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
         """
-        seconds, metas = ctx.config.deadlines.update * len(groups), [group.meta for group in groups]
         while True:
             try:
-                async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
+                async with deadline(ctx.config.deadlines.update, f"update: {method} {describe(groups[0].tickets[0])}"):
                     refs = [ref for group in groups for ref in trajectories(group)]
                     if len(self.workers.workers) > 1:
                         await self.all("async_flowrl.training.plan:arrived", *refs)
-                    await self.all(method, metas, *refs)
+                    await self.all(method, [group.meta for group in groups], *refs)
                 return
             except RefLost as lost:
-                await self._make_again(ctx, groups, lost)
+                if len(groups) == 1:
+                    await self._make_again(ctx, groups[0], lost)
+                    continue
+            # Whose payload was lost shows when they go one by one; a call that lacks an argument has done nothing.
+            for group in groups:
+                await self._with_trajectories(ctx, [group], method)
+            return
 
-    async def _make_again(self, ctx: Context, groups: Sequence[HandedGroup], lost: RefLost) -> None:
-        """Waits for new payloads of handed groups. Their scores stay: their advantages came from them.
-
-        It cannot be told whose payload was lost, so all groups of the call are made again.
-        """
-        for group in groups:
-            make_again(ctx, group.tickets, lost)
-        for group in groups:
-            first = group.tickets[0]
-            await self._until_ready(ctx, first.step, [first.group])
-            ctx.table.hand_over(first.step, first.group)
-            for ticket in group.tickets:
-                ticket.scores = group.scores
+    async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:
+        """Waits for new payloads of a handed group. Its scores stay: its advantages came from them."""
+        first = group.tickets[0]
+        make_again(ctx, group.tickets, lost)
+        await self._until_ready(ctx, first.step, [first.group])
+        ctx.table.hand_over(first.step, first.group)
+        for ticket in group.tickets:
+            ticket.scores = group.scores
 
     async def _in_time(self, ctx: Context, step: int, call: Any) -> Any:
         async with deadline(ctx.config.deadlines.update, f"update: step {step}"):

@@ -52,7 +52,7 @@ CALLS = {
     "rollout:prove": 4,
     "reward:score": 20,
     "trainer:begin": 5,
-    "trainer:accumulate": 20,
+    "trainer:accumulate": 5,
     "trainer:finish": 5,
     "trainer:stage": 5,
     "trainer:seal": 5,

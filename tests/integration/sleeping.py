@@ -47,7 +47,8 @@ class SleepingReward(ToyReward):
 
 class SleepingTrainer(ToyTrainer):
     def accumulate(self, metas: Any, *trajectories: Any) -> None:
-        time.sleep(GROUP.draw(f"update/{self.step}/{metas[0].group}") / self.config.trainer.num_workers)
+        for meta in metas:
+            time.sleep(GROUP.draw(f"update/{self.step}/{meta.group}") / self.config.trainer.num_workers)
         super().accumulate(metas, *trajectories)
 
 

@@ -96,19 +96,20 @@ ORDER = (
     one(
         "the trainer takes groups in completion order",
         f"{GANG}:TrainerGang._handed",
-        "            await self._until_ready(ctx, step, [index])\n",
-        "            left = [g for g in groups if not (t := ctx.table.group(step, g)) or t[0].state != 'HANDED']\n"
-        "            await ctx.ready.until(lambda: any(ctx.table.ready(step, g) for g in left))\n"
-        "            index = next(g for g in left if ctx.table.ready(step, g))\n",
+        "        await self._until_ready(ctx, step, most[:1])\n"
+        "        ready = list(takewhile(partial(ctx.table.ready, step), most))\n",
+        "        left = [g for g in groups if not (t := ctx.table.group(step, g)) or t[0].state != 'HANDED']\n"
+        "        await ctx.ready.until(lambda: any(ctx.table.ready(step, g) for g in left))\n"
+        "        ready = [next(g for g in left if ctx.table.ready(step, g))]\n",
         f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
         arguments={"mode": "stream"},
     ),
     one(
         "a group is trained twice",
         f"{GANG}:TrainerGang._accumulate",
-        'await self._with_trajectories(ctx, group, "accumulate")',
-        'await self._with_trajectories(ctx, group, "accumulate")\n'
-        '        await self._with_trajectories(ctx, group, "accumulate")',
+        'await self._with_trajectories(ctx, trained, "accumulate")',
+        'await self._with_trajectories(ctx, trained, "accumulate")\n'
+        '        await self._with_trajectories(ctx, trained, "accumulate")',
         f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
         arguments={"mode": "stream"},
     ),

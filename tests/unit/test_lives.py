@@ -49,7 +49,7 @@ def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, *
 
 
 def at(**calls: str) -> Fault:
-    """`at(accumulate_3="kill")`: the third accumulate of any trainer's first incarnation."""
+    """`at(finish_3="kill")`: the third finish of any trainer's first incarnation."""
     wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
     return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
 
@@ -70,7 +70,7 @@ def check_equal(found: Path, k: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["begin_2", "accumulate_14", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"]
+    "method", ["begin_2", "accumulate_4", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"]
 )
 def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -111,7 +111,7 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     """`unloaded`: it was just being replaced when the trainer died."""
 
     def fault(worker: str, method: str, number: int) -> str | None:
-        if (worker, method, number) == ("trainer-0", "accumulate", 8):
+        if (worker, method, number) == ("trainer-0", "accumulate", 2):
             return "kill"
         if what != "unloaded" and (worker, method, number) == ("rollout-1", "reset", 1):
             return what
@@ -241,7 +241,7 @@ def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(root, save__keep=9) is None
     older = root / "checkpoints" / "step_2"
-    assert go(root, at(accumulate_3="kill"), resume=str(older), save__keep=9) is None
+    assert go(root, at(accumulate_1="kill"), resume=str(older), save__keep=9) is None
     assert rollbacks(root) == [2, 2]
     check_equal(root)
 
