@@ -71,6 +71,12 @@ class Run:
             if e["event"] == "span" and e["worker"].startswith(pool) and e["name"] == name
         ]
 
+    @property
+    def sample_log(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
+        """What was trained, ticket by ticket with the weights it was made with, and the reward of every step."""
+        trained = [(e["ordinal"], e["step"], e["version"], e["digest"]) for e in self.tickets("TRAINED")]
+        return trained, self.column("reward/mean")
+
     def column(self, key: str) -> list[Any]:
         return [line[key] for line in self.metrics]
 

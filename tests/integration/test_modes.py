@@ -66,6 +66,7 @@ def test_the_same_weights_with_two_workers_and_delays_everywhere(
     assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
     assert inverted([event["ordinal"] for event in plain[mode].tickets("SCORING")]) is False
     assert run.digests == plain[mode].digests
+    assert run.sample_log == plain[mode].sample_log
     assert run.column("staleness/max") == plain[mode].column("staleness/max")
 
 
@@ -80,6 +81,7 @@ def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str
 
 def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> None:
     assert plain["stream"].digests == plain["sync"].digests
+    assert plain["stream"].sample_log == plain["sync"].sample_log
 
 
 def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_path: Path) -> None:
@@ -90,6 +92,7 @@ def test_colocated_is_separate(plain: dict[str, Run], tmp_path: Path) -> None:
     run = train(tmp_path, "sync", "placement=colocated")
     assert run.summary["placement"] == "colocated"
     assert run.digests == plain["sync"].digests
+    assert run.sample_log == plain["sync"].sample_log
 
 
 def test_streamed_groups_are_trained_while_later_ones_are_made(tmp_path: Path) -> None:

@@ -37,6 +37,17 @@ def test_processes_with_delays_give_the_weights_of_threads(threads: Run, tmp_pat
     pids = {e["worker"]: e["pid"] for e in run.events if e["event"] == "worker"}
     assert len(set(pids.values())) == 4
     assert run.digests == threads.digests
+    assert run.sample_log == threads.sample_log
+
+
+def test_gloo_delivers_what_the_object_store_delivers(threads: Run, tmp_path: Path) -> None:
+    run = train_here_on_ray(tmp_path, "one_step_off", "rollout.num_workers=2", "checkpoint_engine.transport=gloo")
+    sync = run.summary["sync"]
+    assert (sync["transport"], sync["fallbacks"]) == ("gloo", 0)
+    acknowledged = [e for e in run.events if e["event"] == "version" and e["state"] == "acknowledged"]
+    assert {e["worker"] for e in acknowledged} == {"rollout-0", "rollout-1"}
+    assert run.digests == threads.digests
+    assert run.sample_log == threads.sample_log
 
 
 def test_colocated_processes(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def inverted(found: ToyRun) -> bool:
     return order != sorted(order)
 
 
+def sample_log(found: ToyRun) -> list[tuple[Any, ...]]:
+    """Every trained ticket with the weights it was made with, and the reward of every step."""
+    trained = [(e["ordinal"], e["version"], e["digest"]) for e in found.tickets("TRAINED")]
+    return [*trained, *((line["reward/mean"], line["reward/std"]) for line in found.lines)]
+
+
 # What must hold in every run, whatever happened in it; the chaos and mutant tests use them too.
 
 
@@ -101,6 +107,7 @@ def test_the_weights_do_not_depend_on_workers_or_delays(mode: str, workers: int)
     assert inverted(shaken) == (workers > 1), "the disturbance did not happen"
     assert shaken.digest == calm.digest
     assert shaken.published() == calm.published()
+    assert sample_log(shaken) == sample_log(calm)
     assert {event["worker"] for event in shaken.tickets("RUNNING")} == {f"rollout-{i}" for i in range(workers)}
 
 
