@@ -170,9 +170,10 @@ class TrainerGang:
 
         Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
         """
+        seconds = ctx.config.deadlines.update * len(groups)
         while True:
             try:
-                async with deadline(ctx.config.deadlines.update, f"update: {method} {describe(groups[0].tickets[0])}"):
+                async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
                     refs = [ref for group in groups for ref in trajectories(group)]
                     if len(self.workers.workers) > 1:
                         await self.all("async_flowrl.training.plan:arrived", *refs)

@@ -338,7 +338,7 @@ def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> No
     """(The next life begins elsewhere: at the last checkpoint.)"""
     number = 1 if method == "canary" else 3
     with pytest.raises((WorkerDied, WorkerFailed, TimeoutError)) as error:
-        disturbed(once("trainer-0", method, number, what))
+        disturbed(once("trainer-0", method, number, what), deadlines__update=15.0)
     named = {"kill": "trainer-0 died", "raise": f"trainer-0.{method} raised RuntimeError: injected", "hang": "deadline"}
     assert named[what] in str(error.value)
 
