@@ -1,6 +1,7 @@
 """What the documents name exists: commands, settings, files, tests, and the loop that the README quotes."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -119,13 +120,30 @@ def test_the_readme_fits_a_sitting() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 200
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
-    path = ROOT / "docs" / "write_configuration.py"
-    spec = importlib.util.spec_from_file_location("write_configuration", path)
+def writer(name: str) -> Any:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.page() == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
+    return module
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    page = writer("write_configuration").page()
+    assert page == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
+
+
+def test_the_page_of_benchmarks_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = writer("write_benchmarks")
+    page = TEXTS["docs/benchmarks.md"]
+    assert module.written(page) == page, "run: python docs/write_benchmarks.py"
+    monkeypatch.setattr(module, "MEASURED", tmp_path)
+    cost = {"workers": 7, "max_staleness": 1, "hand_over": "batch", "tickets": 3, "cpu_per_ticket": 0.5}
+    (tmp_path / "controller.json").write_text(json.dumps([cost | {"tickets_per_s": 2.0, "bytes_per_ticket": 1.0}]))
+    assert "| 7 | 1 | batch | 500.00 |" in module.written(page)
+    with pytest.raises(SystemExit, match="controller: begin"):
+        module.written(page.replace("<!-- controller: begin -->", ""))
 
 
 def test_every_setting_is_on_its_page() -> None:

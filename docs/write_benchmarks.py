@@ -1,0 +1,75 @@
+"""python docs/write_benchmarks.py [NAME=FILE.json ...]: tables and picture of docs/benchmarks.md from measurements.
+
+    python -m async_flowrl.benchmark --out outputs/modes
+    python -m async_flowrl.benchmark --suite targets --out outputs/targets
+    python -m async_flowrl.benchmarking.controller --json > outputs/controller.json
+    python -m async_flowrl.benchmarking.profile --json model.tiny.layers=8 > outputs/profile.json
+    python docs/write_benchmarks.py modes=outputs/modes/benchmark.json targets=outputs/targets/targets.json \\
+        controller=outputs/controller.json profile=outputs/profile.json
+
+What is given is kept in docs/measured/; what is not given stays as it was measured last.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.benchmarking import controller, profile, suite, table
+
+DOCS = Path(__file__).resolve().parent
+PAGE, MEASURED, PICTURE = DOCS / "benchmarks.md", DOCS / "measured", DOCS / "images" / "benchmark.png"
+
+
+def of_modes(found: Mapping[str, Any]) -> str:
+    return (
+        f"{table.markdown(table.from_json(found))}\n![Images per second by mode, and the bound](images/benchmark.png)\n"
+    )
+
+
+def of_targets(found: Mapping[str, Any]) -> str:
+    return suite.markdown(suite.from_dictionary(found))
+
+
+def of_controller(found: Sequence[Mapping[str, Any]]) -> str:
+    return controller.markdown([controller.Cost(**cost) for cost in found])
+
+
+SECTIONS: Mapping[str, Callable[[Any], str]] = {
+    "modes": of_modes,
+    "targets": of_targets,
+    "controller": of_controller,
+    "profile": profile.markdown,
+}
+
+
+def written(page: str) -> str:
+    """`page` with what was measured between the markers of its section; a section never measured stays as it is."""
+    for name, markdown in SECTIONS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, found, rest = page.partition(begin)
+        old, found_end, after = rest.partition(end)
+        if not found or not found_end:
+            raise SystemExit(f"{PAGE} must have a line {begin} and, below it, a line {end}")
+        path = MEASURED / f"{name}.json"
+        text = markdown(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else old.lstrip("\n")
+        page = f"{before}{begin}\n{text}{end}{after}"
+    return page
+
+
+def main(arguments: Sequence[str]) -> None:
+    MEASURED.mkdir(exist_ok=True)
+    for argument in arguments:
+        name, _, path = argument.partition("=")
+        if name not in SECTIONS:
+            raise SystemExit(f"{name!r} is no section; there are {', '.join(SECTIONS)}")
+        shutil.copyfile(Path(path).expanduser(), MEASURED / f"{name}.json")
+    if (modes := MEASURED / "modes.json").exists():
+        table.picture(table.from_json(json.loads(modes.read_text(encoding="utf-8"))), PICTURE)
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
