@@ -38,16 +38,15 @@ class Member:
         self._buffer: Tensor | None = None
         self._aborted = threading.Event()
 
-    def open(self, epoch: Epoch, rank: int, store: Store | None = None) -> None:
-        """Meets the other members; the sender brings the store it serves. Raises TransferFailed.
+    def open(self, epoch: Epoch, rank: int) -> None:
+        """Meets the other members at the store that the sender serves. Raises TransferFailed.
 
         The meeting is a thread's: torch can't be interrupted in it and exceeds its time-out where peers are missing.
         """
         self.abort()
         aborted = self._aborted = threading.Event()
         meeting: Future[tuple[Link, list[Store]]] = Future()
-        arguments = (meeting, epoch, rank, store)
-        threading.Thread(target=self._meet, args=arguments, name="open-group", daemon=True).start()
+        threading.Thread(target=self._meet, args=(meeting, epoch, rank), name="open-group", daemon=True).start()
         limit = time.monotonic() + epoch.seconds
         while not meeting.done():
             if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
@@ -65,12 +64,12 @@ class Member:
             self.abort()
             raise TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: aborted")
 
-    def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int, store: Store | None) -> None:
+    def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
+        """By a connection of this epoch's own: one that still waits for a peer of an earlier epoch serves nobody."""
         try:
-            if store is None:
-                limit = timedelta(seconds=epoch.seconds)
-                store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
-            prefixed, link = PrefixStore(epoch.prefix, store), self._make()
+            link, limit = self._make(), timedelta(seconds=epoch.seconds)
+            store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
+            prefixed = PrefixStore(epoch.prefix, store)
             link.open(prefixed, epoch, rank)
         except BaseException as error:  # raised where `open` waits for it
             meeting.set_exception(error)
@@ -147,10 +146,7 @@ class CollectiveSender:
 
     def open(self, epoch: Epoch, rank: int = SENDER) -> None:
         self.address()
-        if self._server is None:
-            raise TransferFailed("the sender is closed")
-        self._server.set_timeout(timedelta(seconds=epoch.seconds))
-        self._member.open(epoch, rank, self._server)
+        self._member.open(epoch, rank)
 
     def draft(self, version: int) -> Draft:
         return self._publisher.draft(version)

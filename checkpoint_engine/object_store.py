@@ -29,6 +29,28 @@ class ObjectStore(Protocol):
     def delete(self, reference: Any) -> None: ...
 
 
+class _Segment(shared_memory.SharedMemory):
+    """One that may still be in use when the interpreter ends."""
+
+    def array(self) -> ByteArray:
+        """Keeps the segment mapped: an array made by `np.ndarray(buffer=...)` would be left dangling."""
+        buffer = self.buf
+        if buffer is None:
+            raise ValueError(f"segment {self.name} is closed")
+        return np.frombuffer(buffer, np.uint8)
+
+    def __del__(self) -> None:
+        _closed(self)
+
+
+def _closed(segment: _Segment) -> bool:
+    try:
+        segment.close()
+    except BufferError:
+        return False
+    return True
+
+
 class SharedMemoryStore:
     """An object store for the processes of one host, on POSIX shared memory. References are segment names.
 
@@ -37,16 +59,16 @@ class SharedMemoryStore:
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, shared_memory.SharedMemory] = {}
-        self._mapped: dict[str, shared_memory.SharedMemory] = {}
-        self._idle: dict[str, shared_memory.SharedMemory] = {}
+        self._own: dict[str, _Segment] = {}
+        self._mapped: dict[str, _Segment] = {}
+        self._idle: dict[str, _Segment] = {}
         self._names: dict[int, str] = {}
-        self._unlinked: list[shared_memory.SharedMemory] = []
+        self._closing: list[_Segment] = []
         weakref.finalize(self, _unlink_all, self._own)
 
     def put(self, data: ByteArray) -> str:
-        segment = shared_memory.SharedMemory(create=True, size=data.shape[0])
-        np.ndarray(data.shape, np.uint8, buffer=segment.buf)[:] = data
+        segment = _Segment(create=True, size=data.shape[0])
+        segment.array()[: data.shape[0]] = data
         self._own[segment.name] = segment
         return segment.name
 
@@ -55,44 +77,45 @@ class SharedMemoryStore:
         if segment is None and reference in self._idle:
             segment = self._mapped[reference] = self._idle.pop(reference)
         if segment is None:
-            segment = self._mapped[reference] = shared_memory.SharedMemory(reference)
+            segment = self._mapped[reference] = _Segment(reference)
             if parent_process() is None:
                 # The tracker of a process that only attaches would unlink the segment when that process ends; the
                 # children of one process share its tracker, which must know the segment until its owner deletes it.
                 resource_tracker.unregister(f"/{reference.lstrip('/')}", "shared_memory")
-        data: ByteArray = np.ndarray((segment.size,), np.uint8, buffer=segment.buf)
+        data = segment.array()
         data.flags.writeable = False
         return data
 
     def release(self, reference: str, *, keep: int = 0) -> None:
-        """Ends a mapping made by `get`; arrays taken from it must be gone.
+        """Ends a mapping made by `get`, as soon as the arrays taken from it are gone.
 
         With `keep` it stays mapped, for the next `get`, until so many others were released that way after it.
         """
         segment = self._mapped.pop(reference, None)
         if segment is None:
             return
-        if not keep:
-            segment.close()
-            return
-        self._idle[reference] = segment
-        while len(self._idle) > keep:
-            self._idle.pop(next(iter(self._idle))).close()
+        if keep:
+            self._idle[reference] = segment
+        else:
+            self._closing.append(segment)
+        while len(self._idle) > keep > 0:
+            self._closing.append(self._idle.pop(next(iter(self._idle))))
+        self._close()
 
     def delete(self, reference: str) -> None:
         """Deletes a segment that was put here; the second time nothing happens."""
         segment = self._own.pop(reference, None)
         if segment is not None:
             segment.unlink()
-            self._unlinked.append(segment)
-            self._close_unlinked()
+            self._closing.append(segment)
+            self._close()
 
     def allocate(self, nbytes: int) -> ByteArray:
         """A writable buffer uint8 [nbytes] in a segment of its own."""
-        self._close_unlinked()
-        segment = shared_memory.SharedMemory(create=True, size=nbytes)
+        self._close()
+        segment = _Segment(create=True, size=nbytes)
         self._own[segment.name] = segment
-        data: ByteArray = np.ndarray((nbytes,), np.uint8, buffer=segment.buf)
+        data = segment.array()[:nbytes]
         self._names[_address(data)] = segment.name
         return data
 
@@ -109,24 +132,16 @@ class SharedMemoryStore:
         for reference in list(self._own):
             self.delete(reference)
 
-    def _close_unlinked(self) -> None:
-        """Ends the mappings of deleted segments, except those that an array still uses."""
-        self._unlinked = [segment for segment in self._unlinked if not _closed(segment)]
+    def _close(self) -> None:
+        """Ends mappings that are not needed any more, except where an array still uses them."""
+        self._closing = [segment for segment in self._closing if not _closed(segment)]
 
 
 def _address(data: ByteArray) -> int:
     return int(data.__array_interface__["data"][0])
 
 
-def _closed(segment: shared_memory.SharedMemory) -> bool:
-    try:
-        segment.close()
-    except BufferError:
-        return False
-    return True
-
-
-def _unlink_all(own: dict[str, shared_memory.SharedMemory]) -> None:
+def _unlink_all(own: dict[str, _Segment]) -> None:
     for segment in own.values():
         segment.unlink()
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
-from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.collective import CollectiveSender, Member
+from checkpoint_engine.errors import TransferCorrupted, TransferFailed
+from checkpoint_engine.links import Epoch, TorchLink
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,17 +64,40 @@ def test_open_broadcast_abort_and_open_again(make: Callable[[], Member]) -> None
 
 
 @LINKS
-def test_what_comes_out_of_a_broadcast_is_what_went_in(make: Callable[[], Member]) -> None:
-    publisher = Publisher(tensors())
+def test_a_broadcast_sends_the_staged_bytes_and_seals_them_meanwhile(make: Callable[[], Member]) -> None:
+    source = tensors()
+    publisher = Publisher(source)
     publisher.stage(0)
-    header = publisher.seal(0)
+    for tensor in source.values():
+        tensor.zero_()
     member = make()
     sender = CollectiveSender(publisher, member)
     sender.open(alone(sender, 0))
-    sender.ready(0, header)
-    payload = torch.from_numpy(publisher.payload(0)[1])
-    assert torch.equal(member.broadcast(payload), payload)
+    sender.ready(0, publisher.draft(0))
+    sender.send(publisher.draft(0))
+    header, data = publisher.payload(0)
+    assert member._buffer is not None and torch.equal(member._buffer.cpu(), torch.from_numpy(data.copy()))
+    assert header == publisher.draft(0).sealed(publisher.layout.digests(data))
     sender.close()
+
+
+def test_bytes_that_arrive_on_the_device_are_digested_bucket_by_bucket_and_kept() -> None:
+    publisher = Publisher(tensors())
+    publisher.stage(0)
+    header = publisher.seal(0)
+    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in tensors().items()})
+    intake = receiver.expect(publisher.draft(0))
+    intake.storage.copy_(torch.from_numpy(publisher.payload(0)[1].copy()))
+    for end in (1000, 300_000, header.nbytes):
+        intake.arrived(end)
+    assert intake.accept(header).digest == header.digest
+    assert receiver.activate("policy", 0) == receiver.live_digest() == header.digest
+    damaged = receiver.expect(publisher.draft(0))
+    damaged.storage.copy_(intake.storage)
+    damaged.storage[5] ^= 1
+    damaged.arrived(header.nbytes)
+    with pytest.raises(TransferCorrupted, match="wrong bytes in m0"):
+        damaged.accept(header)
 
 
 @LINKS
@@ -110,7 +134,7 @@ def test_staging_on_the_device_is_ordered_before_what_changes_the_weights() -> N
         for tensor in source.values():
             tensor.fill_(-1.0)
         header = publisher.seal(version)
-        views = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1]))
+        views = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1].copy()))
         assert all((view == float(version)).all() for view in views.values()), header.version
 
 
@@ -147,7 +171,6 @@ def test_times(megabytes: float, record_property: Callable[[str, object], None])
     source = tensors(megabytes)
     publisher = Publisher(source, retain=1)
     receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in source.items()}, capacity=1)
-    receiver_end = CollectiveReceiver(receiver, torch_link())
     times: dict[str, list[float]] = {"stage": [], "seal": [], "receive": [], "activate": [], "copy": []}
     spare = torch.empty(publisher.layout.nbytes, dtype=torch.uint8, device="cuda")
     other = torch.empty_like(spare)
@@ -167,7 +190,6 @@ def test_times(megabytes: float, record_property: Callable[[str, object], None])
         timed("seal", lambda v=version: publisher.seal(v))  # type: ignore[misc]
         timed("receive", lambda v=version: receiver.receive(*publisher.payload(v)))  # type: ignore[misc]
         timed("activate", lambda v=version: receiver.activate("policy", v))  # type: ignore[misc]
-    receiver_end.close()
     for name, values in times.items():
         record_property(f"{name}_ms", statistics.median(values))
         print(f"{megabytes:.0f} MB {name}: {statistics.median(values):.2f} ms")

@@ -62,6 +62,10 @@ ONE_LINE = {
         ["data.train=prompts/ocr_trian.txt"],
         ["data.train=prompts/ocr_trian.txt does not", "ocr_train.txt?"],
     ),
+    "nccl without a GPU": (
+        ["checkpoint_engine.transport=nccl", "trainer.gpus_per_worker=0"],
+        ["transport nccl needs weights on a GPU, here they are on cpu", "use gloo, object_store or auto"],
+    ),
     "group of one": (["group_size=1"], ["group_size must be at least 2, got 1"]),
     "negative staleness": (["max_staleness=-1"], ["max_staleness must be at least 0, got -1"]),
     "staleness of another mode": (["max_staleness=3"], ["mode=one_step_off means max_staleness=1, got 3"]),

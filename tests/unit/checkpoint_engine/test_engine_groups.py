@@ -7,37 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from engine_local import Local
 from engine_parts import ALPHA, RANK, blank, ends, lora, sealed
 from engine_processes import CONTEXT, SECONDS
 from engine_ranks import rank_main
 
-from checkpoint_engine import Ack, Delivery, Publisher, Receiver, TransferFailed
-from checkpoint_engine.base import Draft
+from checkpoint_engine import Delivery, Publisher, Receiver, TransferFailed
 from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
-from checkpoint_engine.object_store import LocalReceiver
 from checkpoint_engine.processes import ProcessSender
 from checkpoint_engine.transports import make_member, resolve_transport
-
-
-class Local(LocalReceiver):
-    """A receiver of this process that can join groups."""
-
-    def __init__(self, receiver: Receiver, name: str) -> None:
-        super().__init__(receiver, name)
-        self.group = CollectiveReceiver(receiver, make_member("gloo"))
-
-    async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await asyncio.to_thread(self.group.open, epoch, rank)
-
-    async def ready(self, epoch: int, draft: Draft) -> None:
-        self.group.ready(epoch, draft)
-
-    async def accept(self, draft: Draft) -> Ack:
-        return await asyncio.to_thread(self.group.accept, draft)
-
-    async def abort_group(self) -> None:
-        self.group.abort()
 
 
 def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], list[str], int]]:
@@ -180,16 +159,15 @@ def test_transports_of_a_gpu_are_refused_elsewhere_in_one_sentence(transport: st
 
 def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
     epoch = Epoch(1, "secret", "127.0.0.1", 1, 1, 1.0)
-    store = dist.HashStore()
     if not dist.is_nccl_available():
         with pytest.raises(ValueError, match="transport nccl needs a torch built with NCCL"):
-            make_member("nccl").open(epoch, 0, store)
+            make_member("nccl").open(epoch, 0)
         with pytest.raises(ValueError, match="transport nccl needs a torch built with NCCL"):
             resolve_transport("nccl", "cuda")
     try:
         import cupy  # noqa: F401
     except ImportError:
         with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
-            make_member("pynccl").open(epoch, 0, store)
+            make_member("pynccl").open(epoch, 0)
         with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
             resolve_transport("pynccl", "cuda")

@@ -1,0 +1,107 @@
+"""A sender and receivers of one process that meet over gloo, with faults of the link to order."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import torch
+from engine_parts import ALPHA, RANK, blank, lora
+from torch import Tensor
+
+from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver
+from checkpoint_engine.base import Draft
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective import CollectiveReceiver, Member
+from checkpoint_engine.links import Epoch, Limit, TorchLink
+from checkpoint_engine.object_store import LocalReceiver
+from checkpoint_engine.processes import ProcessSender
+
+
+def gloo() -> TorchLink:
+    return TorchLink("gloo")
+
+
+class Local(LocalReceiver):
+    """A receiver of this process that can join groups."""
+
+    def __init__(
+        self, receiver: Receiver, name: str, link: Callable[[], TorchLink] = lambda: TorchLink("gloo")
+    ) -> None:
+        super().__init__(receiver, name)
+        self.group = CollectiveReceiver(receiver, Member(link))
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        return await super().receive(header, payload._data, slot)
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await asyncio.to_thread(self.group.open, epoch, rank)
+
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        self.group.ready(epoch, draft)
+
+    async def accept(self, draft: Draft) -> Ack:
+        return await asyncio.to_thread(self.group.accept, draft)
+
+    async def abort_group(self) -> None:
+        self.group.abort()
+
+
+class FlippingLink(TorchLink):
+    """Flips a bit of the `at`-th byte of what it receives, payloads and trailers alike where it is that long."""
+
+    def __init__(self, at: int, longest: int | None = None) -> None:
+        super().__init__("gloo")
+        self.at, self.longest = at, longest
+
+    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+        hit = self.longest is None or buffer.shape[0] <= self.longest
+
+        def spoil(end: int) -> None:
+            if hit and end - buffer.shape[0] <= self.at < end and self.at < buffer.shape[0]:
+                buffer[self.at] ^= 1
+            seen(end)
+
+        super().broadcast(buffer, limit, spoil)
+
+
+class LinkedRig:
+    """One publisher and receivers in this process, over gloo."""
+
+    def __init__(self, tensors: dict[str, Tensor], *, link: Callable[[], TorchLink] | None = None) -> None:
+        self.tensors = tensors
+        self.publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
+        self.sender = ProcessSender(self.publisher, member=Member(gloo))
+        self.replaced: list[str] = []
+        self.broadcast = CollectiveBroadcast(self.sender)
+        self.delivery = Delivery(self.sender, replace=self.replace, broadcast=self.broadcast)
+        self.link = link or gloo
+        self.ends: list[Local] = []
+
+    async def replace(self, name: str, error: BaseException) -> None:
+        self.replaced.append(name)
+
+    async def join(self, name: str, **options: float) -> Local:
+        options = {"alpha": ALPHA, "rank": RANK} | options
+        end = Local(Receiver(blank(self.tensors), **options), name, self.link)  # type: ignore[arg-type]
+        self.ends.append(end)
+        await self.delivery.join(end)
+        return end
+
+    async def publish(self, version: int) -> None:
+        await self.delivery.publish(version)
+        await self.delivery.drain()
+
+
+@contextlib.asynccontextmanager
+async def linked(*, link: Callable[[], TorchLink] | None = None, width: int = 512) -> AsyncIterator[LinkedRig]:
+    torch.set_num_threads(1)
+    made = LinkedRig(lora(width=width), link=link)
+    try:
+        async with asyncio.timeout(60.0):
+            yield made
+    finally:
+        await made.delivery.close()
+        made.sender.close()
+        for end in made.ends:
+            end.group.close()

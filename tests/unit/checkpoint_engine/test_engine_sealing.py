@@ -1,0 +1,169 @@
+"""A version is digested beside its transfer, at both ends, and lands where it stays."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_local import FlippingLink, linked
+from engine_parts import ALPHA, RANK, ends, flipped, lora, sealed
+
+from checkpoint_engine import Publisher, TransferCorrupted, TransferFailed, WeightsMismatch
+from checkpoint_engine import links as links_module
+from checkpoint_engine.base import Header
+from checkpoint_engine.collective import CollectiveReceiver, Member
+from checkpoint_engine.links import Limit, Link, TorchLink
+from checkpoint_engine.sealing import trailer, trailer_bytes
+
+VICTIM = "block.1.lora_A.weight"
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "BUCKET_BYTES", 4096)
+
+
+class Handed:
+    """A link whose other end is an array: what it gives for the payload, then for the trailer."""
+
+    def __init__(self, *parts: bytes, fails: bool = False) -> None:
+        self.parts, self.fails = list(parts), fails
+
+    def open(self, store: object, epoch: object, rank: int) -> None: ...
+
+    def broadcast(self, buffer: torch.Tensor, limit: Limit, seen: object) -> None:
+        part = np.frombuffer(self.parts.pop(0), np.uint8)
+        for start in range(0, buffer.shape[0], 1000):
+            buffer[start : start + 1000] = torch.from_numpy(part[start : start + 1000].copy())
+            seen(min(start + 1000, buffer.shape[0]))  # type: ignore[operator]
+            if self.fails:
+                raise RuntimeError("the peer is gone")
+
+    def abort(self) -> None: ...
+
+
+def taking(receiver: object, link: Link) -> CollectiveReceiver:
+    member = Member(lambda: link)
+    member._link, member._epoch = link, links_module.Epoch(1, "secret", "h", 1, 2, 5.0)
+    return CollectiveReceiver(receiver, member)  # type: ignore[arg-type]
+
+
+def test_bytes_come_into_the_slot_that_is_kept_and_nothing_is_copied_again() -> None:
+    publisher, receiver = ends(lora())
+    header, data = sealed(publisher, 0)
+    slot = receiver.layout.empty()
+    receiver._spare.append(slot)
+    ack = taking(receiver, Handed(data.tobytes(), trailer(header))).accept(publisher.draft(0))
+    assert ack.digest == header.digest and receiver._held["ring", "policy", 0][1] is slot
+    assert receiver.activate("policy", 0) == receiver.live_digest() == header.digest
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda h, d: (flipped(d, h.layout.entries[2].offset + 9), trailer(h)), f"wrong bytes in {VICTIM}"),
+        (lambda h, d: (d, bytes([trailer(h)[0] ^ 1]) + trailer(h)[1:]), "damaged trailer"),
+        (lambda h, d: (d, trailer(h)[:-1] + bytes([trailer(h)[-1] ^ 1])), "damaged trailer"),
+        (lambda h, d: (d, trailer(replace(h, version=7).sealed(h.digests))), "damaged trailer"),
+    ],
+)
+def test_damage_in_a_broadcast_asks_for_a_resend_and_leaves_what_is_held(spoil, message: str) -> None:
+    publisher, receiver = ends(lora())
+    receiver.receive(*sealed(publisher, 0))
+    header, data = sealed(publisher, 1)
+    payload, behind = spoil(header, data)
+    with pytest.raises(TransferCorrupted, match=message):
+        taking(receiver, Handed(payload.tobytes(), behind)).accept(publisher.draft(1))
+    assert receiver.held() == (("policy", 0, "ring"),)
+
+
+def test_a_slot_that_a_transport_may_still_write_to_is_not_used_again() -> None:
+    publisher, receiver = ends(lora(width=512))
+    header, data = sealed(publisher, 0)
+    slot = receiver.layout.empty()
+    receiver._spare.append(slot)
+    with pytest.raises(TransferFailed, match="the peer is gone"):
+        taking(receiver, Handed(data.tobytes(), trailer(header), fails=True)).accept(publisher.draft(0))
+    receiver.receive(header, data)
+    slot.zero_()
+    assert receiver.activate("policy", 0) == receiver.live_digest() == header.digest
+
+
+def test_the_trailer_is_the_digests_and_the_digest_of_the_whole() -> None:
+    publisher, _ = ends(lora())
+    header, _ = sealed(publisher, 0)
+    assert len(trailer(header)) == trailer_bytes(header.layout) == 16 * len(header.digests) + 32
+    assert isinstance(header, Header) and publisher.draft(0).sealed(header.digests) == header
+
+
+def test_others_that_want_a_version_wait_while_it_is_sealed_beside_its_transfer() -> None:
+    publisher, _ = ends(lora())
+    publisher.stage(0)
+    work = publisher.begin(0)
+    work.feed(100)
+    found: list[Header] = []
+    thread = threading.Thread(target=lambda: found.append(publisher.seal(0)))
+    thread.start()
+    publisher.stage(1)
+    publisher.stage(2, deadline=0.0)
+    assert found == [] and publisher.retained() == ()
+    header = work.finish()
+    thread.join()
+    assert found == [header] and work.finish() is header and publisher.begin(0).header is header
+    again = Publisher(lora(), alpha=ALPHA, rank=RANK)
+    assert sealed(again, 0)[0] == header
+
+
+@pytest.mark.parametrize("longest", [None, 16 * 6 + 32], ids=["payload", "trailer"])
+def test_a_bit_flipped_on_the_link_is_cured_by_the_store(longest: int | None) -> None:
+    async def main() -> None:
+        async with linked(link=lambda: FlippingLink(70, longest)) as made:
+            end = await made.join("a")
+            await made.publish(0)
+            header = made.publisher.payload(0)[0]
+            assert end.receiver.activate("policy", 0) == header.digest == end.receiver.live_digest()
+            assert (made.delivery.stats.fallbacks, made.broadcast.failures, made.replaced) == (1, 0, [])
+
+    asyncio.run(main())
+
+
+def test_a_stale_copy_stops_the_run_before_it_leaves_and_names_the_tensor() -> None:
+    async def main() -> None:
+        async with linked() as made:
+            end = await made.join("a")
+            await made.publish(0)
+            made.publisher.freeze(0)
+            made.tensors[VICTIM].mul_(1.01)
+            await made.delivery.publish(1)
+            with pytest.raises(WeightsMismatch, match=f"version 1 .* {VICTIM} begins"):
+                await made.delivery.drain()
+            assert end.receiver.held() == (("policy", 0, "ring"),)
+
+    asyncio.run(main())
+
+
+def test_a_wrong_alpha_stops_the_run_before_a_collective_begins() -> None:
+    async def main() -> None:
+        async with linked() as made:
+            end = await made.join("a", alpha=2 * ALPHA)
+            await made.delivery.publish(0)
+            with pytest.raises(WeightsMismatch, match=r"alpha 8.0, expected 16.0"):
+                await made.delivery.drain()
+            assert end.receiver.held() == ()
+
+    asyncio.run(main())
+
+
+def test_a_link_waits_no_longer_than_its_limit_and_hears_an_abort() -> None:
+    limit = Limit.of(threading.Event(), 0.0)
+    with pytest.raises(TransferFailed, match="no answer within 0 s"):
+        limit.pause()
+    limit = Limit.of(threading.Event(), 60.0)
+    limit.pause()
+    limit.aborted.set()
+    with pytest.raises(TransferFailed, match="aborted"):
+        limit.check()
+    with pytest.raises(TransferFailed, match="the group is not open"):
+        TorchLink("gloo").broadcast(torch.zeros(1, dtype=torch.uint8), limit, print)
