@@ -2,6 +2,7 @@
 
     python -m async_flowrl.plan --generate 40 --update 40 --sync 1 --devices 8
     python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
+    python -m async_flowrl.plan --memory --config-name one_step_off experiment=qwen_image_ocr
 
 `--generate` and `--update` are device-seconds per training step: what one rollout worker, or one trainer rank, would
 take alone. Every prediction runs the real loop, tickets and gate in virtual time, on workers that only wait.
@@ -71,7 +72,7 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
     devices, split = given.devices, given.split
     limits = Limits(
         devices=devices or (sum(split) if split else 2),
-        memory=given.memory * GIB,
+        memory=given.store * GIB,
         reward=given.reward_workers or 1,
         split=split,
         steps=given.steps,
@@ -139,11 +140,12 @@ def parser() -> argparse.ArgumentParser:
     number("--devices", type=count, help="devices to split (default 2, or the run's)")
     number("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
     number("--reward-workers", type=count, help="not counted among the devices (default 1, or the run's)")
-    number("--memory", type=factor, default=math.inf, metavar="GIB", help="object store for images and trajectories")
+    number("--store", type=factor, default=math.inf, metavar="GIB", help="object store for images and trajectories")
     number("--image-megabytes", type=seconds, default=0.0, help="one image with its trajectory in the object store")
     number("--adapter-megabytes", type=seconds, default=0.0, help="one version of the weights")
     number("--no-colocate", action="store_true", help="both models do not fit one device")
     number("--steps", type=count, help="steps to simulate (default: enough for some 1,000 tickets)")
+    number("--memory", action="store_true", help="device memory of a configuration instead; has options of its own")
     number("--json", action="store_true", help="print the plan as JSON")
     return found
 
@@ -188,7 +190,13 @@ def _at_least(value: str, least: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--memory" in words:
+        from async_flowrl.planning.memory_report import main as report_memory
+
+        words.remove("--memory")
+        return report_memory(words)
+    given = parser().parse_args(words)
     try:
         advice = advise(*work_of(given))
     except ValueError as error:

@@ -44,6 +44,9 @@ class VideoPolicy(PipelinePolicy):
         numbers = torch.tensor([float(ord(c)) / 128 for c in text[:TEXT].ljust(TEXT)])
         return {"prompt_embeds": numbers.numpy()}
 
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (TEXT,)}
+
     def _set_schedule(self, steps: int, tokens: int) -> None:
         self._scheduler.set_timesteps(steps)
 

@@ -6,7 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
 
@@ -57,6 +58,12 @@ class FluxPolicy(PipelinePolicy):
         return {
             "prompt_embeds": embeds[0].float().cpu().numpy(),
             "pooled_prompt_embeds": pooled[0].float().cpu().numpy(),
+        }
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "prompt_embeds": (self._text_tokens(512), self._config.joint_attention_dim),
+            "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
         }
 
     def latent_shape(self, resolution: int) -> tuple[int, int]:

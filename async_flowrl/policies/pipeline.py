@@ -1,4 +1,4 @@
-"""What families built on a diffusers pipeline share: schedule, token grid, guidance, decoding, loading.
+"""What policies built on a diffusers pipeline share: schedule, token grid, guidance, decoding.
 
 A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
 """
@@ -7,14 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-import diffusers
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from torch import Tensor, nn
 
-from async_flowrl.policies.loading import quiet, settle, weight_options
 from async_flowrl.types import ByteArray, Conditioning, Sampling
 
 
@@ -74,6 +71,14 @@ class PipelinePolicy(ABC):
 
     @abstractmethod
     def _encode_one(self, text: str) -> Conditioning: ...
+
+    @abstractmethod
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode` gives for a prompt of usual length; for plans, nothing is computed from it."""
+
+    def _text_tokens(self, usual: int) -> int:
+        """The longest text the encoder is asked for where it pads, otherwise `usual`."""
+        return int(self._text_options.get("max_sequence_length", usual))
 
     def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
         """The pipeline's own schedule, float32 [T+1], exactly 1 first and exactly 0 last.
@@ -208,64 +213,3 @@ class PipelinePolicy(ABC):
             "true_cfg_scale": sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
-
-
-class PipelineFamily:
-    """Loads a pipeline policy from a diffusers folder or a hub name."""
-
-    policy: ClassVar[type[PipelinePolicy]]
-    pipeline: ClassVar[str]
-    """diffusers' class names, of the pipeline and of its transformer."""
-    transformer: ClassVar[str]
-    usual_guidance: tuple[float, float]
-
-    def load(
-        self,
-        path: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        parts: str,
-        revision: str | None = None,
-        max_sequence_length: int | None = None,
-    ) -> PipelinePolicy:
-        """`parts` is "all" or "transformer" (no text encoder, no VAE weights)."""
-        with quiet():
-            if parts == "all":
-                pipeline = getattr(diffusers, self.pipeline).from_pretrained(path, **weight_options(dtype, revision))
-            else:
-                pipeline = None
-                transformer = getattr(diffusers, self.transformer).from_pretrained(
-                    path, subfolder="transformer", **weight_options(dtype, revision)
-                )
-                scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
-                    path, subfolder="scheduler", revision=revision
-                )
-                vae = diffusers.AutoencoderKL.load_config(path, subfolder="vae", revision=revision)
-        if pipeline is not None:
-            for component in pipeline.components.values():
-                if isinstance(component, nn.Module):
-                    settle(component, device)
-            return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
-        settle(transformer, device)
-        return self.policy(
-            transformer,
-            scheduler,
-            side=self.policy.pixels_per_token(vae, transformer.config),
-            dtype=dtype,
-            max_sequence_length=max_sequence_length,
-        )
-
-    def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
-        """The policy of a pipeline that is loaded already."""
-        return self.policy(
-            pipeline.transformer,
-            pipeline.scheduler,
-            side=self.policy.pixels_per_token(pipeline.vae.config, pipeline.transformer.config),
-            dtype=dtype,
-            pipeline=pipeline,
-            max_sequence_length=max_sequence_length,
-        )
-
-    def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
-        return self.policy.guidance_arguments(sampling)

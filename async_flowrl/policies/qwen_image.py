@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
 _ATTENTION = (
@@ -56,6 +57,10 @@ class QwenImagePolicy(PipelinePolicy):
         if mask is not None:
             embeds = embeds[:, mask[0].bool()]
         return {"prompt_embeds": embeds[0].float().cpu().numpy()}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A prompt of 128 tokens; nothing is padded."""
+        return {"prompt_embeds": (128, self._config.joint_attention_dim)}
 
     def latent_shape(self, resolution: int) -> tuple[int, int]:
         """[tokens, 64] of a square image."""

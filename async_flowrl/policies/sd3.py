@@ -6,7 +6,8 @@ from typing import Any, cast
 from diffusers.pipelines.flux.pipeline_flux import retrieve_timesteps
 from torch import Tensor
 
-from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
 
@@ -52,6 +53,12 @@ class SD3Policy(PipelinePolicy):
         """The scheduler's own spacing; shifted by image tokens only where the model asks for that."""
         dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
         retrieve_timesteps(self._scheduler, steps, "cpu", **dynamic)
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "prompt_embeds": (77 + self._text_tokens(256), self._config.joint_attention_dim),
+            "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
+        }
 
     def latent_shape(self, resolution: int) -> tuple[int, int, int]:
         """[channels, h, w] of a square image."""

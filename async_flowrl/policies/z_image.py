@@ -6,7 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.pipeline import PipelineFamily, PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
 _PATCH = 2
@@ -41,6 +42,10 @@ class ZImagePolicy(PipelinePolicy):
             text, device=pipeline.text_encoder.device, do_classifier_free_guidance=False, **self._text_options
         )
         return {"prompt_embeds": embeds.float().cpu().numpy()}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A prompt of 128 tokens; nothing is padded."""
+        return {"prompt_embeds": (128, self._config.cap_feat_dim)}
 
     def latent_shape(self, resolution: int) -> tuple[int, int, int]:
         """[channels, h, w] of a square image."""

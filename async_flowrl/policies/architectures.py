@@ -1,0 +1,85 @@
+"""What the published models are made of, so that a plan needs neither their weights nor a network connection."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_VAE_16: Mapping[str, Any] = {
+    "_class_name": "AutoencoderKL",
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 1.5305,
+    "shift_factor": 0.0609,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+CLIP_L, CLIP_G, T5_XXL = 123_060_480, 694_659_840, 4_762_310_656
+"""Parameters of the text encoders: CLIP-L (with projection 123,650,304), OpenCLIP bigG, T5 v1.1 XXL's encoder."""
+CLIP_L_PROJECTION = 768 * 768
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Configurations as in the model's folders, and the parameters of all its text encoders together."""
+
+    family: str
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    text_parameters: int
+
+
+_QWEN_IMAGE = Architecture(
+    "qwen_image",
+    # The class's own defaults.
+    {},
+    {"_class_name": "AutoencoderKLQwenImage", "temperal_downsample": [False, True, True]},
+    # Qwen2.5-VL-7B.
+    8_292_166_656,
+)
+_SD35: Mapping[str, Any] = {"sample_size": 128, "attention_head_dim": 64, "qk_norm": "rms_norm"}
+
+KNOWN: Mapping[str, Architecture] = {
+    "Qwen/Qwen-Image": _QWEN_IMAGE,
+    "Qwen/Qwen-Image-2512": _QWEN_IMAGE,
+    "stabilityai/stable-diffusion-3.5-medium": Architecture(
+        "sd3",
+        {
+            **_SD35,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": list(range(13)),
+        },
+        _VAE_16,
+        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
+    ),
+    "stabilityai/stable-diffusion-3.5-large": Architecture(
+        "sd3",
+        {
+            **_SD35,
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+        },
+        _VAE_16,
+        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
+    ),
+    "black-forest-labs/FLUX.1-dev": Architecture(
+        "flux",
+        {"guidance_embeds": True},
+        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        CLIP_L + T5_XXL,
+    ),
+    "Tongyi-MAI/Z-Image-Turbo": Architecture(
+        # Qwen3-4B without its output head.
+        "z_image",
+        {},
+        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        4_022_468_096,
+    ),
+}

@@ -1,0 +1,205 @@
+"""The memory plan against what real tensors take."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl import plan as planner
+from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.config import Config
+from async_flowrl.planning.footprint import Allocations, fused_attention
+from async_flowrl.planning.memory import plan_memory, ticket_bytes, training_peak
+from async_flowrl.planning.memory_report import describe
+from async_flowrl.planning.shell import Shell, shell_of
+from async_flowrl.policies.architectures import KNOWN
+from async_flowrl.training.lora import lora_parameters
+from tests.families import NAMES, adapted, how
+
+ROOT = Path(__file__).parents[3]
+RECIPES = {"qwen_image_ocr": 20_430_401_088, "sd35_ocr": 2_243_171_520, "flux_pickscore": 11_901_408_320}
+"""The transformers' parameters."""
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return typed(compose_overrides("one_step_off", [f"experiment={name}", *overrides]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
+    config = recipe(name)
+    found = plan_memory(config)
+    assert found.shell.base_parameters == RECIPES[name]
+    assert found.trainer.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers)
+    assert found.rollout.parts["base weights"] == 2 * RECIPES[name]
+    assert "fits a device of 79 GiB" in describe(found, config, 79.0)
+    assert found.trainer.total < found.rollout.total < 79 * 2**30
+
+
+def test_what_does_not_fit_is_said_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["model=tiny_sd3", "model.tiny.layers=12", "model.tiny.heads=4", "trainer.micro_batch_size=8"]
+    assert planner.main(["--memory", *plain, "--device", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "a trainer rank does not fit 1 GiB" in said and "trainer.gradient_checkpointing=true" in said
+    assert planner.main(["--memory", *plain, "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)["trainer_rank"]["activations"]
+    assert planner.main(["--memory", *plain, "trainer.gradient_checkpointing=true", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trainer_rank"]["activations"] < kept / 4
+    assert planner.main(["--memory", "model.path=Someone/Unknown", "model.family=flux"]) == 2
+    assert "was not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: bool) -> None:
+    """The same update on the meta device and on real tensors of the same tiny model."""
+    config = typed(
+        compose_overrides("one_step_off", ["model=tiny" if family == "qwen_image" else f"model=tiny_{family}"])
+    )
+    config.model.tiny.heads, config.lora.rank = 4, 4
+    config.rollout.guidance_scale = how(family).guidance_scale
+    config.rollout.resolution, config.trainer.micro_batch_size = 128, 2
+    config.trainer.gradient_checkpointing = checkpointing
+    planned = shell_of(config)
+    real = adapted(family)
+    for parameter in real.transformer.parameters():
+        assert parameter.dtype == torch.float32
+    live = Shell(real, 0, (), 0, 0, 0, 0)  # type: ignore[arg-type]
+    assert planned.adapter_parameters == sum(p.numel() for p in lora_parameters(real.transformer).values())
+    training_peak(config, live, device="cpu")  # what is made once and kept, rotary tables say, is made before
+    found, expected = training_peak(config, planned), training_peak(config, live, device="cpu")
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+RESIDENT = """
+import torch
+from diffusers import FluxTransformer2DModel
+from async_flowrl.planning.footprint import Allocations, fused_attention
+torch.set_num_threads(1)
+model = FluxTransformer2DModel(num_layers=2, num_single_layers=3, num_attention_heads=8, attention_head_dim=64,
+    axes_dims_rope=(16, 24, 24), joint_attention_dim=64, pooled_projection_dim=64).requires_grad_(False)
+def update():
+    d = next(model.parameters()).device
+    x = torch.zeros(4, 640, 64, device=d, requires_grad=True)
+    model(x, torch.zeros(4, 128, 64, device=d), torch.zeros(4, 64, device=d), torch.ones(4, device=d),
+        torch.zeros(640, 3, device=d), torch.zeros(128, 3, device=d), return_dict=False)[0].mean().backward()
+def resident(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+before = resident("VmRSS:")
+update()
+grown = resident("VmHWM:") - before
+model = model.to("meta")
+with fused_attention(), Allocations() as counted:
+    update()
+print(grown, counted.peak)
+"""
+
+
+def test_the_resident_set_grows_by_what_is_counted() -> None:
+    """The kernel's own account of a process, some 300 MB, whose allocator returns what is freed at once."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    ran = subprocess.run(
+        [sys.executable, "-c", RESIDENT],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    grown, counted = map(int, ran.stdout.split())
+    assert counted > 250e6
+    assert counted == pytest.approx(grown, rel=0.1)
+
+
+def test_storages_count_from_their_making_until_nothing_refers_to_them() -> None:
+    with Allocations() as counted:
+        one = torch.empty(1000, device="meta")
+        view = one.view(10, 100)[2:]
+        assert counted.live == 4000
+        two = one + 1
+        two.mul_(2)
+        assert counted.live == 8000
+        del one, two
+        assert counted.live == 4000
+        del view
+    assert (counted.live, counted.peak) == (0, 8000)
+
+
+def test_attention_is_counted_as_a_fused_kernel() -> None:
+    query = torch.empty(1, 2, 512, 16, device="meta", requires_grad=True)
+    with fused_attention(), Allocations() as counted:
+        out = nn.functional.scaled_dot_product_attention(query, query, query)
+    assert out.shape == query.shape
+    assert counted.peak == 4 * (query.numel() + 2 * 512)
+
+
+def test_a_tickets_bytes_are_those_of_its_arrays() -> None:
+    from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+    from tests.tiny import request, tiny_policy
+
+    config = Config()
+    made = DiffusersEngine(tiny_policy()).generate(request(16))
+    assert made.trajectory is not None
+    arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
+    told = ticket_bytes(config, shell_of(config))
+    text = (128 - len(made.trajectory.conditioning["prompt_embeds"])) * 32 * 4
+    assert told - text == sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
+
+
+@pytest.mark.slow
+def test_text_encoders_have_the_parameters_that_are_written_down() -> None:
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        CLIPTextModelWithProjection,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3Config,
+        Qwen3Model,
+        T5Config,
+        T5EncoderModel,
+    )
+
+    large = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    giant = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
+    text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    with torch.device("meta"):
+        clip = CLIPTextModel(CLIPTextConfig(**large))
+        projected = CLIPTextModelWithProjection(CLIPTextConfig(**large, projection_dim=768))
+        bigger = CLIPTextModelWithProjection(CLIPTextConfig(**giant, projection_dim=1280))
+        t5 = T5EncoderModel(
+            T5Config(d_model=4096, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu")
+        )
+        qwen3 = Qwen3Model(
+            Qwen3Config(
+                hidden_size=2560,
+                intermediate_size=9728,
+                num_hidden_layers=36,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=128,
+                vocab_size=151936,
+            )
+        )
+        qwen2 = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(
+                text_config={**text, "num_key_value_heads": 4, "vocab_size": 152064},
+                vision_config=vision,
+                tie_word_embeddings=False,
+            )
+        )
+
+    def count(*modules: nn.Module) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    assert KNOWN["Qwen/Qwen-Image"].text_parameters == count(qwen2)
+    assert KNOWN["stabilityai/stable-diffusion-3.5-medium"].text_parameters == count(projected, bigger, t5)
+    assert KNOWN["black-forest-labs/FLUX.1-dev"].text_parameters == count(clip, t5)
+    assert KNOWN["Tongyi-MAI/Z-Image-Turbo"].text_parameters == count(qwen3)
