@@ -42,6 +42,7 @@ class Bookkeeping:
     async def before_training(self, ctx: Context) -> None:
         """Checkpoint 0 exists before step 0; what an earlier life had to evaluate and did not is evaluated first."""
         await self._save(ctx, ctx.table.step)
+        await self.checkpoints.written()
         for version in self._unevaluated(ctx):
             await self.evaluations.start(ctx, version)
         self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
@@ -56,6 +57,7 @@ class Bookkeeping:
         self.metrics.append(step, dict.fromkeys(MEASURED) | line | self._evaluation_keys(step))
         self.monitor.log(step, line)
         self.evaluations.check()
+        await self.checkpoints.check()
         version = step + 1
         if self.checkpoints.due(version):
             await self._save(ctx, version)
@@ -94,6 +96,7 @@ class Bookkeeping:
     def abandon(self) -> None:
         """Ends what is still outstanding after the loop, by success or failure."""
         self.evaluations.cancel()
+        self.checkpoints.abandon()
 
     def show(self, result: EvaluationResult) -> None:
         """Called in a thread when an evaluation is complete: its means join the line of the step before it."""

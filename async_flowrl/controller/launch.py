@@ -39,7 +39,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             arguments=shared,
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
-            lanes=("publish", "control"),
+            lanes=("publish", "save", "control"),
             gang=True,
         ),
         PoolSpec(

@@ -35,6 +35,7 @@ class Checkpoints:
     gang: TrainerGang
     misses: int = 0
     saved: list[int] = field(default_factory=list)
+    _writing: asyncio.Task[None] | None = None
 
     def due(self, version: int) -> bool:
         every = self.config.save.every
@@ -42,13 +43,19 @@ class Checkpoints:
 
     async def insist(self, table: TicketTable, version: int) -> None:
         """The last checkpoint of a run: there is no later one to make up for it. Raises SaveFailed after MISSES."""
+        await self.written()
         while version not in self.saved:
             await self.save(table, version)
+            await self.written()
             if version not in self.saved:
                 await asyncio.sleep(PAUSE)
 
     async def save(self, table: TicketTable, version: int) -> None:
-        """Copies the trainer's state (the trainer waits for that), then writes it beside the next update."""
+        """Copies the trainer's state (the trainer waits for that); it is written beside the next updates.
+
+        One is written at a time. Raises what went wrong with the one before.
+        """
+        await self.written()
         if version in self.saved:
             return
         await self.gang.all("snapshot")
@@ -58,9 +65,28 @@ class Checkpoints:
             "config_hash": config_hash(self.config),
             "numerics": numerics(self.config),
         }
+        self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
+
+    async def written(self) -> None:
+        """Waits for the checkpoint that is being written, if one is. Raises WorkerDied, WorkerFailed, SaveFailed."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def check(self) -> None:
+        """Raises what went wrong with a checkpoint, without waiting for one that is still being written."""
+        if self._writing is not None and self._writing.done():
+            await self.written()
+
+    def abandon(self) -> None:
+        """Waits no longer; what the worker still writes is whole or does not count."""
+        if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
+            self._writing.exception()  # Whatever it is, the life has ended by something else.
+
+    async def _write(self, version: int, controller: dict[str, Any]) -> None:
         writer = self.gang.workers.workers[0]
         try:
-            await writer.call("save", str(self.directory.checkpoints), controller, lane="publish")
+            await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise

@@ -85,7 +85,7 @@ LIVES = (
     ),
     one(
         "a checkpoint that could not be written counts as saved",
-        f"{SAVING}:Checkpoints.save",
+        f"{SAVING}:Checkpoints._write",
         "        return\n    self.misses = 0",
         "        pass\n    self.misses = 0",
         f"{TEST}:test_the_last_checkpoint_is_insisted_on",
@@ -93,7 +93,7 @@ LIVES = (
     ),
     one(
         "missed checkpoints are never an error",
-        f"{SAVING}:Checkpoints.save",
+        f"{SAVING}:Checkpoints._write",
         "self.misses >= MISSES",
         "False",
         f"{TEST}:test_a_disk_that_stays_full_ends_the_run_by_name",

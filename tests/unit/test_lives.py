@@ -69,9 +69,7 @@ def check_equal(found: Path, k: int = 1) -> None:
     assert [row for row in verify(found) if not row[1]] == []
 
 
-@pytest.mark.parametrize(
-    "method", ["begin_2", "accumulate_4", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"]
-)
+@pytest.mark.parametrize("method", ["begin_2", "accumulate_4", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"])
 def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(root, at(**{method: "kill"})) is None
@@ -113,13 +111,17 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     def fault(worker: str, method: str, number: int) -> str | None:
         if (worker, method, number) == ("trainer-0", "accumulate", 2):
             return "kill"
-        if what != "unloaded" and (worker, method, number) == ("rollout-1", "reset", 1):
-            return what
-        # Generation takes a second, an update too: the worker is dead for two seconds when the trainer dies.
-        return "kill" if what == "unloaded" and (worker, method, number) == ("rollout-1", "generate", 6) else None
+        return what if (worker, method, number) == ("rollout-1", "reset", 1) else None
+
+    async def kill_before(outside: Outside, groups: Groups) -> None:
+        """A replacement is there after one second, without a model for another; the trainer dies in between."""
+        while groups["trainer"].workers[0].calls.get("accumulate", 0) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        groups["rollout"].workers[1].kill()
 
     root = tmp_path / "run"
-    assert go(root, fault) is None
+    assert go(root, fault, disturb=kill_before if what == "unloaded" else None) is None
     assert len(rollbacks(root)) == 1
     names = [event["worker"] for event in events(root, "worker")]
     assert "rollout-1.1" in names
@@ -147,6 +149,19 @@ def test_a_checkpoint_does_not_grow_with_the_pipeline(tmp_path: Path) -> None:
         sizes.append({file.name: file.stat().st_size for file in tensors})
     assert len(sizes[0]) == 3
     assert sizes[0] == sizes[1]
+
+
+def test_checkpoints_are_written_beside_training(tmp_path: Path) -> None:
+    """Each takes longer than a step; the next one waits for it, training does not."""
+    lengths = {}
+    for name, seconds, every in (("fast", 0.0, 3), ("slow", 9.0, 3), ("late", 30.0, 1)):
+        world = World(Timing(save=seconds), no_fault, ListObserver())
+        assert run_controller(config(save__every=every), tmp_path / name, world) is None
+        lengths[name] = [round(e["ended"] - e["started"], 3) for e in events(tmp_path / name, "step")][1:]
+        check_equal(tmp_path / name)
+    assert lengths["slow"] == lengths["fast"], "a step waited for a checkpoint"
+    assert sum(lengths["late"]) > 4 * 30.0, "two were written at the same time"
+    assert [path.name for path in written(tmp_path / "slow" / "checkpoints")] == ["step_6", "step_3"]
 
 
 def test_a_full_disk_is_loud_and_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
