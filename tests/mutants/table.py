@@ -148,8 +148,8 @@ ORDER = (
 WEIGHT = (
     one(
         "weights are acknowledged before they are verified",
-        f"{RECEIVER}:Receiver._copy_verified",
-        "digest_span(span, entry.offset) != digest",
+        f"{RECEIVER}:Receiver._check_digests",
+        "found != expected",
         "False",
         f"{FAULTS}:test_damaged_weights_are_sent_again",
         arguments={"number": 3, "what": "corrupt"},
