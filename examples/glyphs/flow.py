@@ -15,7 +15,7 @@ from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import ByteArray, Sampling
 from examples.glyphs.vae import encode, normalise
-from examples.glyphs.words import SIDE, draw_many, prompt, training_words
+from examples.glyphs.words import SIDE, draw_many, pretraining_words, prompt
 
 OCR_OPTIONS = {"enlarge": 2, "line_width": 128}
 """As in configs/reward/ocr_small.yaml."""
@@ -65,7 +65,7 @@ def train_flow(
     The learning rate is constant after a warm-up, so that a shorter run is the beginning of a longer one. `watch` is
     called with the number of steps done, every hundred steps.
     """
-    words = training_words()
+    words = pretraining_words()
     latents = latents_of(pipeline.vae, words, copies)
     ids, nothing = prompt_ids(pipeline, [prompt(word) for word in words]), prompt_ids(pipeline, [" "])
     transformer, rng = pipeline.transformer.train(), torch.Generator().manual_seed(3)

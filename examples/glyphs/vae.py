@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from async_flowrl.types import ByteArray
-from examples.glyphs.words import draw_many, training_words
+from examples.glyphs.words import draw_many, pretraining_words
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def train_vae(vae: Any, steps: int, *, batch: int = 16, learning_rate: float = 6
     learnt variance goes back to 1 in the first hundred steps and nothing gets through the latents any more.
     """
     rng = random.Random(1)
-    words = training_words()
+    words = pretraining_words()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
     vae.train()

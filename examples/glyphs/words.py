@@ -12,6 +12,11 @@ from async_flowrl.types import ByteArray
 
 LETTERS = "ACEHMNPRTU"
 """Capitals that OCR does not mistake for digits."""
+_TRAINED = (
+    "ACE ACT ANT APE APT ARC ARM ART ATE CAN CAP CAR CUE CUP EAT HAM HAT HER HUE HUT MAN MAP MEN MUM NAP NUN NUT "
+    "PAN PAR PEA PEN PER PET PUN PUT RAM RAN RAT RUE RUM RUN TAN TAP TAR TEN"
+)
+TRAIN = tuple(_TRAINED.split())
 _HELD_OUT = "CAT ARE CUT EAR HEN HUM MAT MET NET PAT RAP RUT TEA NAH CAM RAE"
 TEST = tuple(_HELD_OUT.split())
 WEIGHTS = Path(__file__).parent / "weights"
@@ -23,15 +28,15 @@ _SHIFT = 1
 _PAPER, _INK = (150, 255), (0, 90)
 
 
-def training_words() -> list[str]:
-    """Every string of three letters but the held-out words: 984 of them, for the pretraining and for RL."""
-    every = ("".join(letters) for letters in itertools.product(LETTERS, repeat=3))
-    return [word for word in every if word not in TEST]
-
-
 def prompt(word: str) -> str:
     """What the text encoder is told."""
     return f'the word "{word}"'
+
+
+def pretraining_words() -> list[str]:
+    """Every string of three letters but the held-out words: 984 of them."""
+    every = ("".join(letters) for letters in itertools.product(LETTERS, repeat=3))
+    return [word for word in every if word not in TEST]
 
 
 def draw(word: str, rng: random.Random, side: int = SIDE) -> ByteArray:
