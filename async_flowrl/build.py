@@ -22,6 +22,7 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.report import mfu
 from async_flowrl.prepare import Prepared, ends_before_its_epochs, prepare
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
@@ -144,6 +145,8 @@ def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest
         return exits.RESUMABLE
     if summary["plan"] is not None:
         sys.stdout.write(f"{'plan':8} {summary['plan']['sentence']}\n")
+    if known := mfu(summary):
+        sys.stdout.write(f"{'MFU':8} {known}\n")
     for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
         sys.stdout.write(f"{label:8} {path}\n")
     return exits.OK

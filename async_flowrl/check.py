@@ -62,6 +62,7 @@ ABOVE_ZERO = (
     "trainer.eps",
     "lora.alpha",
     "time_limit",
+    "hardware.peak_tflops",
     "deadlines.load",
     "deadlines.generate",
     "deadlines.score",

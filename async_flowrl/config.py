@@ -228,6 +228,12 @@ class ProfileConfig:
 
 
 @dataclass
+class HardwareConfig:
+    peak_tflops: float | None = None
+    """Dense TFLOP/s of one worker's device in model.dtype: what MFU is a share of; null = of NVIDIA devices by name."""
+
+
+@dataclass
 class DeadlinesConfig:
     """Seconds each phase may take before the run stops with the name of what was late."""
 
@@ -305,6 +311,7 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

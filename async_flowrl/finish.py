@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from async_flowrl.config import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.launch import ROLLOUT
 from async_flowrl.observability.events import Event, EventLog, effective, read_events
@@ -21,6 +22,7 @@ from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import State, TicketTable
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.lora_file import write as write_lora
+from separation.group import Worker
 
 
 async def finish(
@@ -43,6 +45,7 @@ async def finish(
         weights_digest=digest,
         tickets=ticket_counts(ctx.table),
         pools=pools.totals(),
+        peak=await peak_of(config, trainer),
         sync=ctx.weights.report(),
     )
     events.flush()
@@ -62,6 +65,14 @@ async def finish(
         return summary
 
     return await asyncio.to_thread(write)
+
+
+async def peak_of(config: Config, trainer: Worker) -> float | None:
+    """FLOP/s of a worker's device: as configured, or as its name says; the pools' devices are alike."""
+    if config.hardware.peak_tflops is not None:
+        return config.hardware.peak_tflops * 1e12
+    known: float | None = await trainer.call("async_flowrl.observability.flops:device_peak")
+    return known
 
 
 def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:

@@ -91,6 +91,8 @@ class Span:
     name: str
     start: float
     end: float
+    flops: float | None = None
+    """Floating-point operations of the network inside it, where they are known."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from async_flowrl.config import Config
 from async_flowrl.recipe import Recipe
 from async_flowrl.tickets import TicketTable
+from async_flowrl.types import Span
 from separation.group import Worker, WorkerGroup
 
 
@@ -51,6 +52,12 @@ class Observer(Protocol):
     def state(self, worker: str, state: str) -> None:
         """`worker` is now busy, wait_data, wait_weights, sync or idle."""
         ...
+
+
+def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
+    """Records what a worker says it did."""
+    known = fields if span.flops is None else {**fields, "flops": span.flops}
+    observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **known)
 
 
 class Trainer(Protocol):

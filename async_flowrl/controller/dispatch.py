@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from async_flowrl.controller.admission import check_base, load_rollout
-from async_flowrl.controller.context import Context
+from async_flowrl.controller.context import Context, book_span
 from async_flowrl.tickets import Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
@@ -95,9 +95,7 @@ async def generate(ctx: Context, worker: Worker, ticket: Ticket) -> bool:
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
     """Checks a result at the table's door and books its spans; False for a duplicate."""
     for span in report.spans:
-        ctx.observer.event(
-            "span", worker=worker.name, name=span.name, start=span.start, end=span.end, ordinal=ticket.ordinal
-        )
+        book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
     return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)
 
 
@@ -161,7 +159,7 @@ async def score_once(ctx: Context, index: int, group: list[Ticket], images: list
     async with deadline(ctx.config.deadlines.score, f"score: {describe(group[0])} on {worker.name}"):
         scores: Scores = await worker.call("score", ctx.recipe.prompt(group[0]), *images)
     for span in scores.spans:
-        ctx.observer.event("span", worker=worker.name, name=span.name, start=span.start, end=span.end)
+        book_span(ctx.observer, worker.name, span)
     ctx.observer.state(worker.name, "wait_data")
     return scores
 

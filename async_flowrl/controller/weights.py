@@ -71,6 +71,7 @@ class PublishedWeights:
         """Waits for `version` - 2 to be sealed (there are two staging slots), then until `version` is staged."""
         clock = asyncio.get_running_loop().time
         began = clock()
+        self._book("sync")
         if (older := self._sealed.get(version - 2)) is not None:
             await older.wait()
         self._sealed[version] = asyncio.Event()
@@ -78,7 +79,13 @@ class PublishedWeights:
             del self._sealed[old]
         await self.delivery.publish(version)
         self.staged_seconds += clock() - began
+        self._book("idle")
         self.ctx.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
+
+    def _book(self, state: str) -> None:
+        """What the trainer ranks do while they stand still for a version, and after it until the next update."""
+        for rank in self.gang.workers.workers:
+            self.ctx.observer.state(rank.name, state)
 
     async def welcome(self, worker: Worker) -> None:
         table = self.ctx.table

@@ -42,6 +42,8 @@ def line_chart(lines: Iterable[Line], *, x_label: str, y_label: str) -> str:
         colour = PALETTE[number % len(PALETTE)]
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in curve if y is not None)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        if len(curve) == 1:
+            parts.append(f'<circle cx="{path.split(",")[0]}" cy="{path.split(",")[1]}" r="3" fill="{colour}"/>')
         if len(drawn) > 1:
             parts.append(_text(LEFT + number * (WIDTH - LEFT) / len(drawn), 14, name, colour=colour))
     return _svg(WIDTH, HEIGHT, parts)

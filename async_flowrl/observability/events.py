@@ -4,7 +4,7 @@
 |---|---|
 | ticket | ordinal, kind, step, state, worker, attempt, version, digest |
 | version | stream, version, digest, state (staged, sent, acknowledged, published), worker |
-| span | worker, name, start, end, perhaps ordinal |
+| span | worker, name, start, end, perhaps ordinal, perhaps flops |
 | state | worker, state (busy, wait_data, wait_weights, sync, idle) |
 | rollback | step: everything of that step and later that was recorded before no longer counts |
 | fault | worker, kind, message |

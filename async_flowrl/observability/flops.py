@@ -5,7 +5,7 @@ again for the weight's, each only where that gradient is wanted: frozen weights 
 more than twice the forward pass, not three times. Norms, activations and the sampler are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -71,6 +71,33 @@ def counted(module: nn.Module) -> Iterator[Flops]:
         nn.functional.scaled_dot_product_attention = attend
         for hook in hooks:
             hook.remove()
+
+
+class Meter:
+    """FLOPs of work that comes again and again: counted when its shape is new, known from then on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[Hashable, Flops] = {}
+
+    @contextmanager
+    def measure(self, shape: Hashable) -> Iterator[None]:
+        """Around work of this shape, its backward pass included."""
+        if shape in self._known:
+            yield
+            return
+        with counted(self._module) as found:
+            yield
+        self._known[shape] = found
+
+    def flops(self, shape: Hashable) -> float:
+        """Of one piece of work that was measured."""
+        return self._known[shape].total
+
+
+def device_peak() -> float | None:
+    """FLOP/s of the device this process computes on, where its name is known."""
+    return peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def peak(device: torch.device) -> float | None:

@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from async_flowrl.observability.charts import Line, legend, line_chart, timeline
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import Interval, intersect, length
@@ -43,6 +45,8 @@ SHOWN = (
 )
 LOST = 0.1
 """Below this share of its time, what a pool loses is not worth a word."""
+WORTH = 0.97
+"""Another split of the devices is worth a word if steps would take at most this share of their time."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -53,7 +57,7 @@ def write_report(run_dir: Path) -> Path:
     found = tracks(history)
     parts = [
         f"<h1>{escape(run_dir.name)}</h1>",
-        f'<p class="lead">{escape(bottleneck(_step_pools(found, _window(history))))}</p>',
+        f'<p class="lead">{escape(verdict(run_dir, found, history))}</p>',
         _facts(summary, metrics),
         *_curves(metrics, history),
         *_timelines(found, history),
@@ -70,8 +74,20 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
-    """One sentence from the pools' seconds per state: what to change to make the run shorter."""
+def verdict(run_dir: Path, found: Sequence[Track], history: Sequence[Event]) -> str:
+    """The bottleneck of a run, from its events and the shape of its step."""
+    window, settings = _window(history), _text(run_dir / "config.yaml")
+    config: Any = OmegaConf.create(settings) if settings else {}
+    separate = config.get("placement") == "separate"
+    split = better_split(found, window, int(config.get("group_size", 1))) if separate else None
+    return bottleneck(_step_pools(found, window), split)
+
+
+def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = None) -> str:
+    """One sentence from the pools' seconds per state: what to change to make the run shorter.
+
+    `split` (see better_split) is tried first where one of the pools is too small.
+    """
     share = {
         (pool, state): value / sum(seconds.values())
         for pool, seconds in pools.items()
@@ -96,15 +112,36 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
             f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
             f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
         )
+    instead = f"try {split} devices" if split else None
     if waited > starved:
         return (
-            f"The rollout side is the bottleneck: the trainer waited for images {waited:.0%} of the time; more rollout "
-            "workers or fewer denoising steps shorten the run."
+            f"Rollout-bound: the trainer waited for images {waited:.0%} of the time; "
+            f"{instead or 'more rollout workers or fewer denoising steps shorten the run'}."
         )
-    return (
-        f"The training side is the bottleneck: rollout workers had nothing to do {starved:.0%} of the time; more "
-        "trainer ranks shorten the run, and fewer rollout workers do not lengthen it."
-    )
+    advice = "more trainer ranks shorten the run, and fewer rollout workers do not lengthen it"
+    return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
+
+
+def better_split(found: Sequence[Track], window: Interval, group_size: int) -> str | None:
+    """ "5:3" if so many rollout and trainer devices would do the same work in less time than the ones there were.
+
+    Trainer ranks must divide a group. Work is what each pool was busy with; colocated pools have nothing to split.
+    """
+    work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
+    for track in found:
+        if (pool := pool_of(track.place)) in work:
+            work[pool] += length(intersect(track.busy, [window]))
+            devices[pool] += 1
+    total = sum(devices.values())
+
+    def seconds(rollout: int) -> float:
+        return max(work["rollout"] / rollout, work["trainer"] / (total - rollout))
+
+    possible = [rollout for rollout in range(1, total) if group_size % (total - rollout) == 0]
+    if not possible or min(devices.values()) == 0:
+        return None
+    best = min(possible, key=seconds)
+    return f"{best}:{total - best}" if seconds(best) < WORTH * seconds(devices["rollout"]) else None
 
 
 def _step_pools(found: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
@@ -131,9 +168,17 @@ def _facts(summary: dict[str, Any], metrics: Sequence[Metrics]) -> str:
     rows += [(key.replace("_", " "), summary[key]) for key in SHOWN if summary.get(key) is not None]
     if (summary.get("overlap") or {}).get("share") is not None:
         rows.append(("overlap, share of min(G, T)", summary["overlap"]["share"]))
+    rows += [("MFU", found)] if (found := mfu(summary)) else []
+    rows += [("plan", summary["plan"]["sentence"])] if summary.get("plan") else []
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(_number(value))}</td></tr>" for name, value in rows)
     pools = summary.get("pools") or {}
     return f"<table>{cells}</table>{_pool_table(pools) if pools else ''}"
+
+
+def mfu(summary: Mapping[str, Any]) -> str:
+    """Model FLOPs utilisation per pool in words; empty where the device's peak is not known."""
+    known = {pool: value for pool, value in (summary.get("mfu") or {}).items() if value is not None}
+    return ", ".join(f"{pool} {value:.1%}" for pool, value in known.items())
 
 
 def _pool_table(pools: dict[str, dict[str, float]]) -> str:

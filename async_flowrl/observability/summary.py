@@ -6,6 +6,7 @@ from typing import Any
 
 from async_flowrl.config import Config
 from async_flowrl.observability.events import Event, effective
+from async_flowrl.observability.flops import utilisation
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
@@ -28,6 +29,8 @@ class Outcome:
     """Totals of the PoolLedger."""
     sync: Mapping[str, Any]
     """publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt, fallbacks."""
+    peak: float | None = None
+    """FLOP/s of a worker's device, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,22 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
             "seconds_per_step": steady.bound if steady else None,
         },
         "efficiency": steady.bound / steady.seconds_per_step if steady else None,
+        "flops_per_s": (rates := flops_per_second(found, steady.window) if steady else {}),
+        "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,
         "warnings": _warnings(kept),
         "reward_first": _tenth(metrics, first=True),
         "reward_last": _tenth(metrics, first=False),
     }
+
+
+def flops_per_second(found: Sequence[Track], window: Interval) -> dict[str, float]:
+    """Per pool that counts them: what a worker's network computes per second of wall clock, on average."""
+    rates: dict[str, list[float]] = {}
+    for track in found:
+        inside = [span["flops"] for span in track.spans if "flops" in span and window[0] <= span["end"] <= window[1]]
+        rates.setdefault(pool_of(track.place), []).append(sum(inside) / (window[1] - window[0]))
+    return {pool: sum(each) / len(each) for pool, each in rates.items() if sum(each) > 0}
 
 
 def this_life(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:

@@ -95,8 +95,9 @@ def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any
         for span in spans:
             arguments = {k: v for k, v in span.items() if k not in ("time", "event", "name", "start", "end")}
             found.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
+    publishes = {"sync": "publish"} if pool_of(track.place) == "trainer" else {}
     for state, interval in track.waits:
-        found.append(_block(state, interval, number * 100, start, {}))
+        found.append(_block(publishes.get(state, state), interval, number * 100, start, {}))
     return found
 
 

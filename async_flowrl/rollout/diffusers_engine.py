@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
+from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.seeds import generator
@@ -53,6 +54,7 @@ class DiffusersEngine:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"rollout.batch_size must be at least 1, got {batch_size}")
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
+        self._meter = Meter(policy.transformer)
         self._prompts: OrderedDict[tuple[str, str | None], dict[str, Tensor]] = OrderedDict()
 
     def encode(self, texts: Sequence[str]) -> list[Conditioning]:
@@ -78,14 +80,15 @@ class DiffusersEngine:
         begun = time.time()
         plan = self._plan(request)
         size = self.batch_size or len(request.images)
-        chunks = [
-            self._denoise(plan, range(start, min(start + size, len(request.images))))
-            for start in range(0, len(request.images), size)
-        ]
+        parts = [range(start, min(start + size, len(request.images))) for start in range(0, len(request.images), size)]
+        shape = request.sampling, len(request.images), _shapes(plan.positive), _shapes(plan.negative or {})
+        with self._meter.measure(shape):
+            chunks = [self._denoise(plan, images) for images in parts]
         trajectory = self._trajectory(plan, chunks) if request.kind == TRAIN else None
         denoised = time.time()
         images = self._decode(chunks, request.sampling.resolution)
-        spans = (Span("generate", begun, denoised), Span("decode", denoised, time.time()))
+        generated = Span("generate", begun, denoised, self._meter.flops(shape))
+        spans = (generated, Span("decode", denoised, time.time()))
         return Rollout(images, trajectory, spans)
 
     def _plan(self, request: RolloutRequest) -> _Plan:
@@ -178,6 +181,10 @@ class DiffusersEngine:
 
     def _decode(self, chunks: Sequence[_Chunk], resolution: int) -> ByteArray:
         return np.concatenate([self.policy.decode(chunk.final, resolution) for chunk in chunks])
+
+
+def _shapes(conditioning: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, tensor.shape) for name, tensor in sorted(conditioning.items()))
 
 
 def _check(request: RolloutRequest) -> None:

@@ -33,6 +33,7 @@ _FREE = (
     "save",
     "evaluate",
     "monitor",
+    "hardware",
     "deadlines",
     "runtime",
     "debug.delays",

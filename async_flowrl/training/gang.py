@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.controller.context import Context
+from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
@@ -209,7 +209,7 @@ class TrainerGang:
     def _book(self, ctx: Context, results: list[UpdateStats]) -> None:
         for worker, stats in zip(self.workers.workers, results, strict=True):
             for span in stats.spans:
-                ctx.observer.event("span", worker=worker.name, name=span.name, start=span.start, end=span.end)
+                book_span(ctx.observer, worker.name, span)
 
 
 def trajectories(group: HandedGroup) -> list[Any]:

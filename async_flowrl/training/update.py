@@ -5,9 +5,11 @@ A batch and a stream hand-over call the same functions in the same order, so the
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.batch import Group
 from async_flowrl.training.passes import Parts, Passes
@@ -31,6 +33,7 @@ class Update:
         self._plan = StepPlan(rows=0)
         self._tally = Tally()
         self._before: list[Span] = []
+        self._meter = Meter(parts.policy.transformer)
         self._profiler = StepProfiler(parts.config, f"trainer-{parts.gang.rank}")
 
     def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
@@ -114,10 +117,13 @@ class Update:
         anchors = passes.anchors(group, batches, plan, tally)
         sums = RowSums()
         for index, batch in enumerate(batches):
-            with tally.span("forward"):
-                output, behaviour = passes.train(group, index, batch, anchors)
-            with tally.span("backward"):
-                (output.loss.sum() / plan.rows).backward()  # type: ignore[no-untyped-call]
+            shape = len(batch.sigma), tuple(value.shape for value in group.conditioning.values())
+            with self._meter.measure(shape):
+                with tally.span("forward"):
+                    output, behaviour = passes.train(group, index, batch, anchors)
+                with tally.span("backward"):
+                    (output.loss.sum() / plan.rows).backward()  # type: ignore[no-untyped-call]
+            tally.spans[-1] = replace(tally.spans[-1], flops=self._meter.flops(shape))
             sums.add(output)
             if index == 0 and behaviour is not None and passes.probing(plan, tally):
                 sums.set_mean("behaviour_gap", passes.behaviour_gap(batch, behaviour))

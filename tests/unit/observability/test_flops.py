@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config import Config
-from async_flowrl.observability.flops import counted, utilisation
+from async_flowrl.observability.flops import Meter, counted, utilisation
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -49,6 +49,21 @@ def test_rollout_is_what_torch_counts(policy: Policy) -> None:
         policy.velocity(latents, sigma, encoded, None, SAMPLING)
     assert ours.total == pytest.approx(torchs.get_total_flops(), rel=1e-3)
     assert ours.backward == 0
+
+
+def test_a_meter_counts_each_shape_once() -> None:
+    layer = nn.Linear(8, 16, bias=False)
+    meter = Meter(layer)
+    for rows in (5, 5, 7):
+        with meter.measure(rows):
+            layer(torch.randn(rows, 8)).sum().backward()
+        assert meter.flops(rows) == 2 * (2 * rows * 8 * 16)
+    assert not layer._forward_hooks
+    with pytest.raises(RuntimeError, match="it went wrong"), meter.measure(9):
+        raise RuntimeError("it went wrong")
+    with meter.measure(9):
+        layer(torch.randn(9, 8))
+    assert meter.flops(9) == 2 * 9 * 8 * 16
 
 
 def test_frozen_weights_cost_no_gradient_of_theirs() -> None:

@@ -15,7 +15,7 @@ from async_flowrl.config import MonitorConfig
 from async_flowrl.observability.charts import Line, line_chart, timeline
 from async_flowrl.observability.images import CELL, GAP, LINE, write_grid
 from async_flowrl.observability.monitor import Display, Monitor
-from async_flowrl.observability.report import bottleneck, write_report
+from async_flowrl.observability.report import better_split, bottleneck, write_report
 from async_flowrl.observability.timeline import tracks
 
 
@@ -70,8 +70,12 @@ def test_the_timeline_colours_idle_time_red() -> None:
 @pytest.mark.parametrize(
     ("trainer", "rollout", "sentence"),
     [
-        ({"busy": 60, "wait_data": 40}, {"busy": 98, "idle": 2}, "The rollout side is the bottleneck"),
-        ({"busy": 98, "wait_data": 2}, {"busy": 50, "idle": 50}, "The training side is the bottleneck"),
+        ({"busy": 60, "wait_data": 40}, {"busy": 98, "idle": 2}, "Rollout-bound: the trainer waited for images 40%"),
+        (
+            {"busy": 98, "wait_data": 2},
+            {"busy": 50, "idle": 50},
+            "Training-bound: rollout workers had nothing to",
+        ),
         ({"busy": 50, "wait_data": 50}, {"busy": 50, "idle": 50}, "The pools take turns"),
         ({"busy": 95, "wait_data": 5}, {"busy": 95, "idle": 5}, "The pools are balanced"),
         ({"busy": 90, "wait_data": 10}, {"busy": 50, "wait_weights": 50}, "Delivering weights is the bottleneck"),
@@ -81,6 +85,25 @@ def test_the_timeline_colours_idle_time_red() -> None:
 )
 def test_the_bottleneck_is_named(trainer: dict[str, float], rollout: dict[str, float], sentence: str) -> None:
     assert bottleneck({"trainer": trainer, "rollout": rollout}).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("busy", "split"), [((8.0, 4.0), "5:3"), ((8.0, 8.0), None), ((2.0, 8.0), "2:6"), ((0.5, 8.0), "1:7")]
+)
+def test_another_split_is_tried_where_it_would_be_faster(busy: tuple[float, float], split: str | None) -> None:
+    """Eight devices, four each; a group of 840 images can be shared by any number of ranks."""
+    events = [
+        {"time": 10.0, "event": "span", "worker": f"{pool}-{index}", "name": "work", "start": 0.0, "end": seconds}
+        for pool, seconds in zip(("rollout", "trainer"), busy, strict=True)
+        for index in range(4)
+    ]
+    found = tracks(events)
+    assert better_split(found, (0.0, 10.0), 840) == split
+    assert better_split(found, (0.0, 10.0), 1) in (None, "7:1")
+    if split:
+        pools = {"trainer": {"busy": 60, "wait_data": 40}, "rollout": {"busy": 98, "idle": 2}}
+        assert bottleneck(pools, split).endswith(f"; try {split} devices.")
+    assert better_split(tracks(events[:4]), (0.0, 10.0), 840) is None, "no trainer was seen"
 
 
 def test_the_report_is_one_file_and_escapes_what_it_shows(tmp_path: Path) -> None:

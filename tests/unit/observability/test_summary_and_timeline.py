@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from async_flowrl.config import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
+from async_flowrl.observability.report import mfu
 from async_flowrl.observability.summary import Outcome, gradient_kept, staleness, summarise
 from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
 
@@ -111,6 +112,32 @@ def test_totals_of_the_summary() -> None:
     assert found["workers"] == {"rollout": 1, "trainer": 1, "reward": 1}
     assert found["weights_digest"] == "digest"
     json.dumps(found, allow_nan=False)
+
+
+def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
+    events = list(made_up(20, 2.0, 1.0, 1, 2))
+    for event in events:
+        if event["event"] == "span" and event["worker"].startswith("rollout"):
+            event["flops"] = 6e9
+    known = summarise(Config(max_staleness=1), metrics(20, 1), events, Outcome(50.0, "", {}, {}, {}, peak=60e9))
+    assert set(known["flops_per_s"]) == {"rollout"}
+    assert known["mfu"]["rollout"] == pytest.approx(known["flops_per_s"]["rollout"] / 60e9)
+    # Two workers, one ticket each per step, whose generation takes a second of a step of one.
+    assert known["mfu"]["rollout"] == pytest.approx(0.1, rel=0.1)
+    unknown = summarise(Config(max_staleness=1), metrics(20, 1), events, Outcome(50.0, "", {}, {}, {}))
+    assert unknown["mfu"] == {"rollout": None}
+    assert mfu(known) == f"rollout {known['mfu']['rollout']:.1%}"
+    assert mfu(unknown) == mfu({}) == ""
+
+
+def test_a_trainer_that_stands_still_for_a_version_publishes() -> None:
+    events = [
+        {"time": 1.0, "event": "state", "worker": "trainer-0", "state": "sync"},
+        {"time": 2.0, "event": "state", "worker": "trainer-0", "state": "idle"},
+        {"time": 3.0, "event": "state", "worker": "trainer-0", "state": "busy"},
+    ]
+    blocks = {e["name"]: e["dur"] for e in trace(events)["traceEvents"] if e["ph"] == "X"}
+    assert blocks == {"publish": 1e6, "idle": 1e6}
 
 
 def test_times_of_a_resumed_run_are_those_of_its_last_life() -> None:
