@@ -30,6 +30,7 @@ from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
+from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,10 @@ async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirec
         async with open_cluster(prepared, directory.logs) as groups:
             gang = TrainerGang(groups[TRAINER], prepared.algorithm)
             info = await load_pools(config, groups, gang)
-            negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
-            await send_negatives(gang, negatives)
-            await restore(gang, directory, resume)
+            async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
+                negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
+                await send_negatives(gang, negatives)
+                await restore(gang, directory, resume)
             ledgers = open_ledgers(prepared, directory, resume)
             try:
                 transport = resolve_transport(config.checkpoint_engine.transport, info["device"])

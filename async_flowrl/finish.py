@@ -23,6 +23,7 @@ from async_flowrl.tickets import State, TicketTable
 from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.lora_file import write as write_lora
 from separation.group import Worker
+from separation.supervise import deadline
 
 
 async def finish(
@@ -37,9 +38,11 @@ async def finish(
     """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
     config = ctx.config
     trainer = gang.workers.workers[0]
-    digest = await trainer.call("weights_digest")
     average = config.trainer.ema_decay is not None
-    tensors = {name: torch.from_numpy(value.copy()) for name, value in (await trainer.call("tensors", average)).items()}
+    async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
+        digest = await trainer.call("weights_digest")
+        found = await trainer.call("tensors", average)
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in found.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
         weights_digest=digest,

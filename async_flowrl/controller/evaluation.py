@@ -8,9 +8,10 @@ import numpy as np
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
-from async_flowrl.tickets import State, Ticket
+from async_flowrl.tickets import State, Ticket, describe
 from async_flowrl.types import ByteArray, Prompt, Scores
 from separation.group import RefLost
+from separation.supervise import deadline
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
         for ticket in tickets:
             if ticket.ordinal not in images:
                 try:
-                    images[ticket.ordinal] = await ctx.rollout.fetch(ticket.payload[0])
+                    async with deadline(ctx.config.deadlines.generate, f"generate: images of {describe(ticket)}"):
+                        images[ticket.ordinal] = await ctx.rollout.fetch(ticket.payload[0])
                 except RefLost as lost:
                     make_again(ctx, [ticket], lost)
     scored = [ticket for ticket in tickets if ticket.scores is not None]

@@ -113,9 +113,10 @@ async def recover(run: Run) -> Resume:
     async with asyncio.TaskGroup() as tasks:
         for worker in run.groups[ROLLOUT].workers:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
-    await send_negatives(run.gang, run.negatives)
     resume = newest(run.directory)
-    await restore(run.gang, run.directory, resume)
+    async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
+        await send_negatives(run.gang, run.negatives)
+        await restore(run.gang, run.directory, resume)
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume

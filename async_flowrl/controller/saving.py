@@ -14,6 +14,7 @@ from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint,
 from async_flowrl.training.fingerprint import config_hash, numerics
 from async_flowrl.training.gang import TrainerGang
 from separation.group import WorkerFailed
+from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class Checkpoints:
         await self.written()
         if version in self.saved:
             return
-        await self.gang.all("snapshot")
+        async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
+            await self.gang.all("snapshot")
         controller = {
             "version": version,
             "published": {str(v): digest for v, digest in table.published.items()},
@@ -86,7 +88,8 @@ class Checkpoints:
     async def _write(self, version: int, controller: dict[str, Any]) -> None:
         writer = self.gang.workers.workers[0]
         try:
-            await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
+            async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
+                await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise

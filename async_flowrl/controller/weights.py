@@ -102,7 +102,7 @@ class PublishedWeights:
     async def keep_for_evaluation(self, version: int) -> None:
         """The version itself, or the EMA as it is now where the run has one."""
         if self.averaged is not None:
-            await self.averaged.keep(version)
+            await self._in_time(f"the average at version {version}", self.averaged.keep(version))
             return
         await self._sealed[version].wait()
         await self.delivery.keep(version)

@@ -23,6 +23,7 @@ from async_flowrl.controller.bookkeeping import evaluation_due
 from async_flowrl.controller.saving import MISSES, SaveFailed
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
+from separation.supervise import DeadlineExceeded
 from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
@@ -35,9 +36,9 @@ STEPS = 6
 CELLS: dict[str, tuple[str, ...]] = {
     "trainer: update": ("kill",),
     "trainer: publish": ("kill",),
-    "trainer: snapshot": ("kill",),
-    "trainer: writes a checkpoint": ("kill", "torn", "full", "full for good"),
-    "trainer: comes back": ("kill",),
+    "trainer: snapshot": ("kill", "hang"),
+    "trainer: writes a checkpoint": ("kill", "hang", "torn", "full", "full for good"),
+    "trainer: comes back": ("kill", "hang"),
     "rollout: forgets": ("kill", "hang"),
     "controller": ("kill", "kill twice", "torn", "stop"),
     "newest checkpoint": ("flip", "truncate", "remove"),
@@ -48,11 +49,11 @@ BESIDE = [
     pair for pair in WORKER_PAIRS if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update")
 ]
 """Faults of workers that may happen in the same run."""
-NAMED = (SaveFailed,)
+NAMED = (SaveFailed, DeadlineExceeded)
 
 
 def fatal(place: str, fault: str) -> bool:
-    return fault == "full for good"
+    return fault == "full for good" or (place.startswith("trainer") and fault == "hang")
 
 
 @dataclass
@@ -242,8 +243,12 @@ def outcome(seed: int) -> Ended:
             check(root, made)
         except NAMED as error:
             how = type(error).__name__
-            if made.hits.count(("trainer: writes a checkpoint", "full for good")) < MISSES:
+            full = made.hits.count(("trainer: writes a checkpoint", "full for good"))
+            hung = any(fatal(*hit) for hit in made.hits)
+            if isinstance(error, SaveFailed) and full < MISSES:
                 wrong = f"ended by {error!r} though the disk was full for less than {MISSES} checkpoints"
+            if isinstance(error, DeadlineExceeded) and not (hung and "deadline" in str(error)):
+                wrong = f"ended by {error!r} though no trainer hung"
         except Exception as error:
             how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
     return Ended(seed, how, tuple(made.hits), 0.0, wrong)
