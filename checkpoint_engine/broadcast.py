@@ -54,11 +54,18 @@ class CollectiveBroadcast:
     """A `Broadcast` for `Delivery`. Several deliveries may share it: their collectives run one after another."""
 
     def __init__(
-        self, sender: GroupSender, *, name: str = "gloo", setup_seconds: float = 3.0, ready_seconds: float = 2.0
+        self,
+        sender: GroupSender,
+        *,
+        name: str = "gloo",
+        setup_seconds: float = 3.0,
+        ready_seconds: float = 2.0,
+        sender_seconds: float = 30.0,
     ) -> None:
+        """`sender_seconds` is how long the sender may be busy with something else before it is asked to be ready."""
         self.name = name
         self.failures = 0
-        self._sender, self._setup, self._ready = sender, setup_seconds, ready_seconds
+        self._sender, self._setup, self._ready, self._patience = sender, setup_seconds, ready_seconds, sender_seconds
         self._secret = secrets.token_hex(16)
         self._number = 0
         self._members: tuple[str, ...] = ()
@@ -75,7 +82,7 @@ class CollectiveBroadcast:
             return {}
         async with self._order:
             try:
-                draft = await self._within(self._ready, self._sender.draft(version))
+                draft = await self._within(self._patience, self._sender.draft(version))
                 await self._meet(draft, members)
                 results = await self._exchange(draft, members)
             except Exception as error:  # whatever it was, the caller delivers another way, and finds out

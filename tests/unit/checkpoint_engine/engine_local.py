@@ -47,19 +47,25 @@ class Local(LocalReceiver):
         self.group.abort()
 
 
-class FlippingLink(TorchLink):
-    """Flips a bit of the `at`-th byte of what it receives, payloads and trailers alike where it is that long."""
+TRAILER, PAYLOAD = range(1 << 9), range(1 << 9, 1 << 40)
+"""Their lengths, here."""
 
-    def __init__(self, at: int, longest: int | None = None) -> None:
+
+class FlippingLink(TorchLink):
+    """Flips a bit of the `at`-th byte of what it receives, where that is of one of these lengths."""
+
+    def __init__(self, at: int, lengths: range) -> None:
         super().__init__("gloo")
-        self.at, self.longest = at, longest
+        self.at, self.lengths = at, lengths
 
     def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
-        hit = self.longest is None or buffer.shape[0] <= self.longest
+        left = buffer.shape[0] in self.lengths
 
         def spoil(end: int) -> None:
-            if hit and end - buffer.shape[0] <= self.at < end and self.at < buffer.shape[0]:
+            nonlocal left
+            if left and self.at < end:
                 buffer[self.at] ^= 1
+                left = False
             seen(end)
 
         super().broadcast(buffer, limit, spoil)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_local import FlippingLink, linked
+from engine_local import PAYLOAD, TRAILER, FlippingLink, linked
 from engine_parts import ALPHA, RANK, ends, flipped, lora, sealed
 
-from checkpoint_engine import Publisher, TransferCorrupted, TransferFailed, WeightsMismatch
+from checkpoint_engine import Publisher, Receiver, TransferCorrupted, TransferFailed, WeightsMismatch
 from checkpoint_engine import links as links_module
 from checkpoint_engine.base import Header
 from checkpoint_engine.collective import CollectiveReceiver, Member
@@ -116,15 +116,29 @@ def test_others_that_want_a_version_wait_while_it_is_sealed_beside_its_transfer(
     assert sealed(again, 0)[0] == header
 
 
-@pytest.mark.parametrize("longest", [None, 16 * 6 + 32], ids=["payload", "trailer"])
-def test_a_bit_flipped_on_the_link_is_cured_by_the_store(longest: int | None) -> None:
+@pytest.mark.parametrize("lengths", [PAYLOAD, TRAILER], ids=["payload", "trailer"])
+def test_a_bit_flipped_on_the_link_is_cured_by_the_store(lengths: range) -> None:
     async def main() -> None:
-        async with linked(link=lambda: FlippingLink(70, longest)) as made:
+        async with linked(link=lambda: FlippingLink(70, lengths)) as made:
             end = await made.join("a")
             await made.publish(0)
             header = made.publisher.payload(0)[0]
             assert end.receiver.activate("policy", 0) == header.digest == end.receiver.live_digest()
             assert (made.delivery.stats.fallbacks, made.broadcast.failures, made.replaced) == (1, 0, [])
+
+    asyncio.run(main())
+
+
+def test_without_its_digests_a_bit_flipped_on_the_link_goes_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receiver, "_check_digests", lambda *_: None)
+
+    async def main() -> None:
+        async with linked(link=lambda: FlippingLink(70, PAYLOAD)) as made:
+            end = await made.join("a")
+            await made.publish(0)
+            header = made.publisher.payload(0)[0]
+            assert made.delivery.stats.fallbacks == 0
+            assert end.receiver.activate("policy", 0) == header.digest != end.receiver.live_digest()
 
     asyncio.run(main())
 
