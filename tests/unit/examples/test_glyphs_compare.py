@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.compose import compose_checked
+from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
+from examples.glyphs.flow import generate, legibility
 from examples.glyphs.result import Result, interval, load_all, paired
 from examples.glyphs.result_picture import COLOURS, draw, table
+from examples.glyphs.words import TEST, WEIGHTS
 
 
 def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 3) -> Result:
@@ -75,3 +78,19 @@ def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monke
     assert config.output_dir == str(tmp_path / name)
     assert config.algorithm.permute_advantages is (name == "permuted")
     assert config.algorithm.name == "diffusion_nft" and name in COLOURS
+
+
+@pytest.mark.slow
+def test_the_shipped_model_is_small_and_writes_badly() -> None:
+    assert sum(path.stat().st_size for path in WEIGHTS.rglob("*")) < 10_000_000
+    score = legibility(generate(open_model(), TEST, 2, steps=8), TEST)
+    assert 0.2 < score < 0.6
+
+
+def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
+    kept = load_all(ROOT / "examples/glyphs/results")
+    config = compose_checked(["experiment=glyphs", "model.path=tiny", f"output_dir={tmp_path / 'run'}"])
+    assert config is not None and kept
+    images = config.total_steps * config.prompts_per_step * config.group_size
+    assert all(result.variant in VARIANTS and result.images[-1] == images for result in kept)
+    assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in kept)
