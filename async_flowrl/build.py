@@ -157,7 +157,7 @@ def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest
 def refused(error: BaseException) -> str | None:
     """What a worker had against its configuration when it loaded (an adapter for layers that do not exist, say)."""
     cause = innermost(error)
-    loading = isinstance(cause, WorkerFailed) and cause.method == "load" and cause.kind == "ValueError"
+    loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
     return cause.message if isinstance(cause, WorkerFailed) and loading else None
 
 

@@ -39,6 +39,7 @@ AT_LEAST: Mapping[str, float] = {
     "trainer.micro_batch_size": 1,
     "trainer.updates_per_batch": 1,
     "trainer.threads": 1,
+    "trainer.prefetch": 0,
     "reward.num_workers": 1,
     "reward.retries": 0,
     "save.every": 0,

@@ -29,6 +29,8 @@ class ModelConfig:
     """What the network computes in: float32 or bfloat16. Latents, sigmas and log-probs are float32 always."""
     max_sequence_length: int | None = None
     """Text tokens a prompt is padded or cut to, where the family does that; None = the diffusers pipeline's default."""
+    attention_backend: str | None = None
+    """One of diffusers' attention backends, e.g. flash or _native_cudnn; None = torch's own choice of kernel."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
 
@@ -54,6 +56,8 @@ class RolloutConfig:
     """Images per forward pass; None = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
     threads: int = 1
     """torch threads per worker. Part of what determines the weights bit for bit."""
+    compile: bool = False
+    """torch.compile of each block, by the diffusers engine."""
     resolution: int = 32
     num_inference_steps: int = 6
     true_cfg_scale: float = 1.0
@@ -178,8 +182,12 @@ class TrainerConfig:
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = False
+    compile: bool = False
+    """torch.compile of each block. Its kernels round differently from those of a rollout that does not compile."""
     cpu_offload: bool = False
     """FSDP2 CPU offload of the frozen base."""
+    prefetch: int = 1
+    """Blocks of the sharded base that are gathered ahead of the one that computes."""
     ema_decay: float | None = None
     """EMA of the trainable weights; evaluation and export then use it."""
     ema_every: int = 8

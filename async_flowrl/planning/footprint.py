@@ -1,7 +1,8 @@
 """How much tensor memory a computation needs at its worst moment, counted while it runs; on the meta device too.
 
 Every storage that an operation makes counts from then until nothing refers to it any more, so that what autograd keeps,
-what checkpointing recomputes and what is only there in passing are all seen. Views count nothing.
+what checkpointing recomputes and what is only there in passing are all seen. Views count nothing; of a sharded tensor
+the shard counts.
 """
 
 import weakref
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
                 self._count(tensor.untyped_storage(), args, kwargs)
         return out

@@ -88,7 +88,10 @@ class PolicyFamily(Protocol):
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> Policy:
-        """`parts` is "all" (rollout) or "transformer" (trainer)."""
+        """`parts` is "all" (rollout), "transformer" (a trainer alone) or "structure" (a trainer rank among others).
+
+        "structure" is the transformer with its parameters on the meta device; they are filled shard by shard.
+        """
         ...
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:

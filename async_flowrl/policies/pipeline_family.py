@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
@@ -33,25 +34,27 @@ class PipelineFamily:
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
-        """`parts` is "all" or "transformer" (no text encoder, no VAE weights)."""
+        """`parts` is "all" (weights go straight to `device`), "transformer" (no text encoder, no VAE weights) or
+        "structure" (the transformer with its parameters on the meta device)."""
+        kind = getattr(diffusers, self.transformer)
         with quiet():
             if parts == "all":
-                pipeline = getattr(diffusers, self.pipeline).from_pretrained(path, **weight_options(dtype, revision))
+                placed = {} if device.type == "cpu" else {"device_map": str(device)}
+                pipeline = getattr(diffusers, self.pipeline).from_pretrained(
+                    path, **placed, **weight_options(dtype, revision)
+                )
+                for component in pipeline.components.values():
+                    if isinstance(component, nn.Module):
+                        settle(component, device)
+                return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
+            if parts == "structure":
+                described = kind.load_config(path, subfolder="transformer", revision=revision)
+                transformer: Any = _structure(kind, described, dtype)
             else:
-                pipeline = None
-                transformer = getattr(diffusers, self.transformer).from_pretrained(
-                    path, subfolder="transformer", **weight_options(dtype, revision)
-                )
-                scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
-                    path, subfolder="scheduler", revision=revision
-                )
-                vae = diffusers.AutoencoderKL.load_config(path, subfolder="vae", revision=revision)
-        if pipeline is not None:
-            for component in pipeline.components.values():
-                if isinstance(component, nn.Module):
-                    settle(component, device)
-            return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
-        settle(transformer, device)
+                transformer = kind.from_pretrained(path, subfolder="transformer", **weight_options(dtype, revision))
+                settle(transformer, device)
+            scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler", revision=revision)
+            vae = diffusers.AutoencoderKL.load_config(path, subfolder="vae", revision=revision)
         return self.policy(
             transformer,
             scheduler,
@@ -105,3 +108,19 @@ class PipelineFamily:
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         return self.policy.guidance_arguments(sampling)
+
+
+def _structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The network as `from_pretrained` makes it before it reads weights: parameters on meta, tables computed."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights():
+            network: nn.Module = kind.from_config(dict(described))
+    finally:
+        torch.set_default_dtype(before)
+    saved = network.state_dict(keep_vars=True)
+    for name, buffer in network.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    return network.eval().requires_grad_(False)

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from async_flowrl.config import ModelConfig
 from async_flowrl.naming import unknown_name
 from async_flowrl.policies.base import Policy, PolicyFamily
+from async_flowrl.policies.kernels import use_attention
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -28,6 +30,7 @@ PIPELINES = {
     "ZImagePipeline": "z_image",
 }
 """`_class_name` of model_index.json to family."""
+PARTS = ("all", "transformer", "structure")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _KNOWN = (
@@ -53,6 +56,7 @@ class ResolvedModel:
     family: str
     revision: str | None
     max_sequence_length: int | None = None
+    attention_backend: str | None = None
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -70,7 +74,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     length = config.max_sequence_length
     if length is not None and length < 1:
         raise ValueError(f"model.max_sequence_length must be at least 1, got {length}")
-    return replace(_resolve(config), max_sequence_length=length)
+    return replace(_resolve(config), max_sequence_length=length, attention_backend=config.attention_backend)
 
 
 def _resolve(config: ModelConfig) -> ResolvedModel:
@@ -95,11 +99,12 @@ def _resolve(config: ModelConfig) -> ResolvedModel:
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
     """The policy with its weights in torch's own aligned memory; all processes get equal bits.
 
-    `parts` is "all" (rollout: with text encoder and VAE) or "transformer" (trainer).
+    `parts` is "all" (rollout: with text encoder and VAE), "transformer" (trainer) or "structure" (the transformer
+    without weights).
     """
-    if parts not in ("all", "transformer"):
-        raise ValueError(unknown_name("parts", parts, ["all", "transformer"]))
-    return load_family(resolved.family).load(
+    if parts not in PARTS:
+        raise ValueError(unknown_name("parts", parts, PARTS))
+    policy = load_family(resolved.family).load(
         resolved.path,
         dtype=DTYPES[dtype],
         device=torch.device(device),
@@ -107,6 +112,22 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
         revision=resolved.revision,
         max_sequence_length=resolved.max_sequence_length,
     )
+    if resolved.attention_backend is not None:
+        use_attention(policy.transformer, resolved.attention_backend)
+    return policy
+
+
+def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:
+    """Raises ValueError where a hub model is not at the revision that `where` recorded under `model`.
+
+    A local folder has none; the digest of its weights is compared instead.
+    """
+    before = recorded.get("model", {}).get("revision")
+    if before is not None and before != model.revision:
+        raise ValueError(
+            f"{where} was trained on revision {before} of {model.path}, this run has {model.revision}: set "
+            f"model.revision={before}"
+        )
 
 
 def load_family(name: str) -> PolicyFamily:

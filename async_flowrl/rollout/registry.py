@@ -2,6 +2,7 @@
 
 from async_flowrl.config import Config
 from async_flowrl.naming import unknown_name
+from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -31,4 +32,6 @@ def _diffusers(config: Config, model: ResolvedModel, device: str) -> tuple[Rollo
     digest = base_digest(dict(policy.transformer.named_parameters()))
     add_lora(policy.transformer, config.lora, policy, config.seed)
     policy.transformer.requires_grad_(False).eval()
+    if config.rollout.compile:
+        compile_blocks(policy)
     return DiffusersEngine(policy, batch_size=config.rollout.batch_size, device=device), digest

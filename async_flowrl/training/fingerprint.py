@@ -43,11 +43,15 @@ _NUMERICAL = (
     "ticket_size",
     "rollout.batch_size",
     "rollout.threads",
+    "rollout.compile",
+    "model.attention_backend",
     "trainer.num_workers",
     "trainer.threads",
     "trainer.micro_batch_size",
     "trainer.timesteps_per_forward",
     "trainer.gradient_checkpointing",
+    "trainer.compile",
+    "trainer.prefetch",
     "trainer.cpu_offload",
 )
 """The same mathematics in other shapes: only the order of roundings depends on it."""

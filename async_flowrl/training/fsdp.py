@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.policies.base import Policy
@@ -62,6 +62,16 @@ def shard(policy: Policy, adapter: set[nn.Parameter], gang: Gang, *, device: tor
     for module in [*policy.blocks, transformer]:
         fully_shard(module, mesh=mesh, ignored_params=adapter, offload_policy=policy_offload)
     return f"fsdp2 over {gang.world}" + (", base offloaded" if offload else "")
+
+
+def prefetch(policy: Policy, ahead: int) -> None:
+    """Gathers `ahead` blocks while one computes, forward and backward; nothing to do where the base is not sharded."""
+    blocks = [block for block in policy.blocks if isinstance(block, FSDPModule)]
+    if ahead < 1:
+        return
+    for order, name in ((blocks, "forward"), (blocks[::-1], "backward")):
+        for place, block in enumerate(order):
+            getattr(block, f"set_modules_to_{name}_prefetch")(order[place + 1 : place + 1 + ahead])
 
 
 def checkpoint_blocks(policy: Policy) -> None:

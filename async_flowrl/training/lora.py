@@ -30,6 +30,10 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
     a rank below 1 or an alpha that is not positive.
     """
     attach_lora(transformer, config, policy)
+    for layer in lora_modules(transformer).values():
+        for side in (cast("Any", layer).lora_A[ADAPTER], cast("Any", layer).lora_B[ADAPTER]):
+            if side.weight.is_meta:
+                side.to_empty(device="cpu")
     initialise(transformer, seed)
 
 

@@ -17,18 +17,20 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config import Config
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.loading import ONE_AT_A_TIME
-from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
 from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.fsdp import Gang, checkpoint_blocks, shard
+from async_flowrl.training.fsdp import Gang, checkpoint_blocks, prefetch, shard
 from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.outgoing import Outgoing
 from async_flowrl.training.passes import Parts
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.streaming import digest_of_stored, stream_base
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory
@@ -82,13 +84,18 @@ class TrainerWorker:
     def _load(self) -> dict[str, Any]:
         self.gang = Gang.current()
         config, trainer = self.config, self.config.trainer
-        # On the CPU first: a base too large for one device is moved shard by shard.
-        policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+        # Alone on the CPU first. In a gang nothing is read until every rank has memory for its shard, and no more.
+        parts = "structure" if self.gang.joined else "transformer"
+        policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
         sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
         check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
-        digest, count = base_digest(base), sum(parameter.numel() for parameter in base.values())
+        count = sum(parameter.numel() for parameter in base.values())
+        if self.gang.joined:
+            digest = digest_of_stored(self.model, config.model.dtype, self.gang, set(base))
+        else:
+            digest = base_digest(base)
         add_lora(policy.transformer, config.lora, policy, config.seed)
         if config.lora.path is not None:
             load_warm_start(policy.transformer, config.lora, policy)
@@ -96,7 +103,12 @@ class TrainerWorker:
         self.parameters = FlatParameters(adapter, self.device)
         if trainer.gradient_checkpointing:
             checkpoint_blocks(policy)
+        if trainer.compile:
+            compile_blocks(policy)
         layout = shard(policy, set(adapter.values()), self.gang, device=self.device, offload=trainer.cpu_offload)
+        prefetch(policy, trainer.prefetch)
+        if self.gang.joined:
+            stream_base(policy.transformer, self.model, config.model.dtype, self.gang, device=self.device)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters)
@@ -246,6 +258,7 @@ class TrainerWorker:
     def restore(self, path: str) -> int:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
         found = read_checkpoint(Path(path))
+        check_revision(found.trainer, self.model, path)
         self.parameters.load(self.parameters.pack(found.tensors["weights"], where="weights"))
         self.optimizer.load(found.tensors["optimizer"], int(found.trainer["optimizer_steps"]))
         self.versions.load(found.tensors)

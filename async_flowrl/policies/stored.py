@@ -1,0 +1,51 @@
+"""A transformer's weights as they lie in their files, read one tensor at a time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_FOLDER = "transformer"
+_NAME = "diffusion_pytorch_model.safetensors"
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """Tensors by their names in the network, cast to `dtype` where they are floating point; none of them is kept.
+
+    `path` is a local diffusers folder, or a hub name whose files are downloaded at `revision`. Only safetensors are
+    read. Raises ValueError where there are none.
+    """
+
+    def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None) -> None:
+        folder = (Path(path) if revision is None else _download(path, revision)) / _FOLDER
+        index = folder / f"{_NAME}.index.json"
+        if index.is_file():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._files = {name: folder / file for name, file in files.items()}
+        elif (folder / _NAME).is_file():
+            with safe_open(folder / _NAME, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), folder / _NAME)
+        else:
+            raise ValueError(f"{folder} holds no {_NAME}: only safetensors weights are loaded")
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _download(path: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = [f"{_FOLDER}/*.safetensors", f"{_FOLDER}/*.json"]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))

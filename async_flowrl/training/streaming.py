@@ -1,0 +1,87 @@
+"""Base weights into sharded ranks: the first rank reads them, one tensor at a time, and every rank keeps its share.
+
+No rank but the first opens the files, and none ever holds more than its shard and one whole tensor.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from async_flowrl.policies.registry import DTYPES, ResolvedModel
+from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.training.fsdp import Gang
+from checkpoint_engine import base_digest
+
+
+def digest_of_stored(model: ResolvedModel, dtype: str, gang: Gang, parameters: set[str]) -> str:
+    """The base's digest from the files, on the first rank; empty on the others, which do not read them.
+
+    Only `parameters` count, as where a model is loaded whole.
+    """
+    if gang.rank != 0:
+        return ""
+    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision)
+    return base_digest(_Chosen(stored, parameters))
+
+
+def stream_base(transformer: nn.Module, model: ResolvedModel, dtype: str, gang: Gang, *, device: torch.device) -> None:
+    """Gives every parameter on the meta device memory and every weight of the files its place.
+
+    Call it after sharding, with the adapter attached and already in memory; `device` is where collectives run. Raises
+    ValueError where files and network name different tensors.
+    """
+    offloaded = any(isinstance(p, DTensor) and p.to_local().device.type == "cpu" for p in transformer.parameters())
+    cast("Any", transformer)._apply(
+        lambda t: torch.empty_like(t, device="cpu" if offloaded else device) if t.is_meta else t
+    )
+    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision) if gang.rank == 0 else None
+    targets = base_tensors(transformer)
+    _same_names(targets, stored)
+    for name in sorted(targets):
+        target = targets[name]
+        whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if stored is not None:
+            whole.copy_(stored[name])
+        dist.broadcast(whole, 0)
+        _place(target, whole, gang)
+
+
+def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by their names in the model's files, without the adapter."""
+    state = cast("Any", transformer).state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
+
+
+@torch.no_grad()
+def _place(target: Tensor, whole: Tensor, gang: Gang) -> None:
+    """FSDP2 shards by rows, as torch.chunk does; ranks beyond the last row hold none."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    chunks = torch.chunk(whole, gang.world, dim=0)
+    if gang.rank < len(chunks):
+        target.to_local().copy_(chunks[gang.rank])
+
+
+def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:
+    """On all ranks, so that none waits for one that gave up."""
+    odd = [sorted(targets.keys() ^ stored.keys())] if stored is not None else [None]
+    dist.broadcast_object_list(odd, 0)
+    if odd[0]:
+        lacking = "the files lack" if odd[0][0] in targets else "the network has no"
+        raise ValueError(f"the weights do not fit the model: {lacking} {odd[0][0]} ({len(odd[0])} names differ)")
+
+
+class _Chosen(dict[str, Tensor]):
+    """Some tensors of a lazy mapping, still lazy."""
+
+    def __init__(self, source: Mapping[str, Tensor], names: set[str]) -> None:
+        super().__init__(dict.fromkeys(names & source.keys(), torch.empty(0)))
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source[name]

@@ -1,0 +1,72 @@
+"""Attention backends and compiled blocks compute the same; what cannot be had is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from async_flowrl.policies.kernels import compile_blocks, use_attention
+from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
+from async_flowrl.training.fsdp import checkpoint_blocks
+from async_flowrl.training.lora import lora_parameters
+from tests.families import NAMES, adapted, conditioning, how, model_config, policy_of
+
+
+def gradients(family: str, *, compiled: bool, checkpointed: bool) -> list[torch.Tensor]:
+    policy = adapted(family)
+    if checkpointed:
+        checkpoint_blocks(policy)
+    if compiled:
+        compile_blocks(policy, backend="aot_eager")
+    names = [name for name, _ in policy.transformer.named_parameters()]
+    assert not any("_orig_mod" in name for name in names)
+    positive, negative = conditioning(policy)
+    x = torch.randn(2, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
+    velocity = policy.velocity(x, torch.tensor([0.9, 0.3]), positive, negative, how(family))
+    velocity.square().sum().backward()
+    return [velocity.detach(), *(p.grad for p in lora_parameters(policy.transformer).values() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks_give_the_same_gradients(checkpointed: bool) -> None:
+    plain = gradients("flux", compiled=False, checkpointed=checkpointed)
+    compiled = gradients("flux", compiled=True, checkpointed=checkpointed)
+    assert len(plain) == len(compiled) > 10
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(plain, compiled, strict=True))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_attention_goes_through_the_backend_or_is_refused(family: str) -> None:
+    policy, resolved = policy_of(family, parts="transformer"), resolve_model(model_config(family))
+    if family == "sd3":
+        with pytest.raises(ValueError, match="has no effect on SD3Transformer2DModel"):
+            use_attention(policy.transformer, "_native_math")
+        return
+    other = load_policy(
+        replace(resolved, attention_backend="_native_math"), dtype="float32", device="cpu", parts="transformer"
+    )
+    positive, _ = conditioning(policy_of(family))
+    x = torch.randn(2, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
+    found = [p.velocity(x, torch.tensor([0.9, 0.3]), positive, None, how(family)) for p in (policy, other)]
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    chosen = {str(m.processor._attention_backend) for m in other.transformer.modules() if hasattr(m, "processor")}
+    assert len(chosen) == 1 and "MATH" in chosen.pop().upper()
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
+
+
+def test_unknown_and_missing_backends_are_refused() -> None:
+    transformer = policy_of("flux", parts="transformer").transformer
+    with pytest.raises(ValueError, match=r"model\.attention_backend must be one of .*did you mean 'flash'"):
+        use_attention(transformer, "flsh")
+    with pytest.raises(ValueError, match=r"model\.attention_backend=sage cannot be used: "):
+        use_attention(transformer, "sage")
+
+
+def test_a_resumed_run_has_the_revision_it_began_with() -> None:
+    model = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "new")
+    check_revision({"model": {"path": "Qwen/Qwen-Image", "revision": "new"}}, model, "step_3")
+    check_revision({"model": {"path": "tiny", "revision": None}}, replace(model, revision=None), "step_3")
+    with pytest.raises(ValueError, match=r"step_3 was trained on revision old .*: set model\.revision=old"):
+        check_revision({"model": {"path": "Qwen/Qwen-Image", "revision": "old"}}, model, "step_3")

@@ -1,0 +1,51 @@
+"""What two ranks do in the tests of streamed weights; a module of its own, so that it can be spawned."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as processes
+from torch.distributed.tensor import DTensor
+
+from async_flowrl.config import LoraConfig
+from async_flowrl.planning.footprint import Allocations
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.training.fsdp import Gang, shard
+from async_flowrl.training.lora import add_lora, lora_parameters
+from async_flowrl.training.streaming import base_tensors, digest_of_stored, stream_base
+from separation.rendezvous import free_port, gang_environment, join, leave
+from tests.families import model_config
+
+
+def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    """By rank and (family, dtype): the whole tensors, the digest, and the most memory that loading took."""
+    for family, _ in cases:
+        resolve_model(model_config(family))
+    processes.spawn(_rank, args=(free_port("127.0.0.1"), cases, str(folder)), nprocs=2)
+    return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(2)]
+
+
+def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> None:
+    torch.set_num_threads(1)
+    join(gang_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=120.0), device="cpu")
+    found = {case: _load(*case) for case in cases}
+    (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
+    leave()
+
+
+def _load(family: str, dtype: str) -> dict[str, Any]:
+    gang, model = Gang.current(), resolve_model(model_config(family))
+    policy = load_policy(model, dtype=dtype, device="cpu", parts="structure")
+    digest = digest_of_stored(model, dtype, gang, {name for name, _ in policy.transformer.named_parameters()})
+    add_lora(policy.transformer, LoraConfig(rank=2), policy, seed=0)
+    adapter = lora_parameters(policy.transformer)
+    shard(policy, set(adapter.values()), gang, device=torch.device("cpu"), offload=False)
+    with Allocations() as counted:
+        stream_base(policy.transformer, model, dtype, gang, device=torch.device("cpu"))
+    tensors = {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in base_tensors(policy.transformer).items()
+    }
+    sharded = sum(isinstance(t, DTensor) for t in base_tensors(policy.transformer).values())
+    return {"tensors": tensors, "digest": digest, "peak": counted.peak, "sharded": sharded}

@@ -1,0 +1,54 @@
+"""Base weights read by the first rank alone and streamed to the others, against loading them directly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from streaming_ranks import streamed
+
+from async_flowrl.config import ModelConfig
+from async_flowrl.policies.registry import DTYPES, resolve_model
+from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.training.streaming import base_tensors
+from checkpoint_engine import base_digest
+from tests.families import NAMES, model_config, policy_of
+
+
+def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:
+    """Bit for bit, in shards, with room for little more than half of the model and one tensor."""
+    cases = [(family, dtype) for family in NAMES for dtype in ("float32", "bfloat16")]
+    ranks = streamed(cases, tmp_path)
+    for family, dtype in cases:
+        direct = policy_of(family, parts="transformer", dtype=dtype).transformer
+        expected = base_tensors(direct)
+        for rank in ranks:
+            found = rank[family, dtype]["tensors"]
+            assert found.keys() == expected.keys()
+            wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+            assert wrong == []
+            assert [name for name in found if found[name].dtype != expected[name].dtype] == []
+            assert rank[family, dtype]["sharded"] == len(list(direct.parameters()))
+        assert ranks[0][family, dtype]["digest"] == base_digest(dict(direct.named_parameters()))
+        assert ranks[1][family, dtype]["digest"] == ""
+        sizes = [t.numel() * t.element_size() for t in expected.values()]
+        assert ranks[1][family, dtype]["peak"] < 0.6 * sum(sizes) + max(sizes)
+
+
+def test_files_are_read_a_tensor_at_a_time_and_only_safetensors(tmp_path: Path) -> None:
+    path = resolve_model(model_config("flux")).path
+    stored = StoredWeights(path, dtype=DTYPES["bfloat16"])
+    direct = dict(policy_of("flux", parts="transformer", dtype="bfloat16").transformer.named_parameters())
+    assert set(stored) == direct.keys() and len(stored) == len(direct)
+    assert all(torch.equal(stored[name], direct[name]) for name in stored)
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="only safetensors weights are loaded"):
+        StoredWeights(str(tmp_path), dtype=torch.float32)
+
+
+def test_the_structure_of_a_model_takes_no_memory_for_its_weights() -> None:
+    from async_flowrl.policies.registry import load_policy
+
+    structure = load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="structure")
+    assert all(parameter.is_meta for parameter in structure.transformer.parameters())
+    assert structure.latent_shape(32) == (4, 64)
