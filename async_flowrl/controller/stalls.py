@@ -7,7 +7,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from async_flowrl.config import DeadlinesConfig
+from async_flowrl.config import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets import Ticket, describe
 from separation.supervise import StallReport, StallRow
@@ -48,9 +48,14 @@ class TicketAges:
         return StallRow(describe(ticket), str(ticket.state), ticket.worker or "-", now - since, holds)
 
 
-def limit(deadlines: DeadlinesConfig) -> float:
-    """Seconds without a change after which nothing can be under way any more."""
-    return deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + deadlines.update
+def limit(config: Config) -> float:
+    """Seconds without a change after which nothing can be under way any more.
+
+    The trainer may take `deadlines.update` for each group of a call, and be given all of a step's in one.
+    """
+    deadlines = config.deadlines
+    update = config.prompts_per_step * deadlines.update
+    return deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
 
 
 async def watch_for_stalls(ctx: Context) -> None:
@@ -65,5 +70,5 @@ async def watch_for_stalls(ctx: Context) -> None:
         report = ages.report(ctx, clock())
         ctx.observer.event("stall", seconds=clock() - changed, report=str(report))
         logger.info("nothing has changed for %.0f s:\n%s", clock() - changed, report)
-        if clock() - changed > limit(deadlines):
+        if clock() - changed > limit(ctx.config):
             raise Stalled(f"nothing has changed for {clock() - changed:.0f} s:\n{report}")

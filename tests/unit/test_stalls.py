@@ -18,7 +18,7 @@ def test_tickets_that_nobody_may_run_end_the_run_by_name(monkeypatch: pytest.Mon
         virtual(config, observer=observer)
     stalls = observer.of("stall")
     assert stalls[0]["seconds"] == pytest.approx(config.deadlines.stall)
-    assert stalls[-1]["seconds"] > limit(config.deadlines)
+    assert stalls[-1]["seconds"] > limit(config)
 
 
 def test_a_slow_run_is_not_a_stalled_one() -> None:
