@@ -14,8 +14,6 @@ from async_flowrl.rewards.registry import build_reward, check_rewards
 from async_flowrl.types import Prompt
 
 PROMPT = Prompt(0, "a red fox, and then a very long line of words that no CLIP takes in whole when it counts letters")
-    0, "a red fox, and then a very long line of words that no CLIP of this size takes in whole, since it counts letters"
-)
 
 
 @pytest.fixture(scope="module")
