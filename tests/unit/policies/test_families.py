@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
+from async_flowrl.observability.flops import counted
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of
 from async_flowrl.policies.tiny import build_tiny
@@ -243,6 +246,16 @@ def test_bfloat16_computes_there_and_returns_float32(family: str) -> None:
         )
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.3
+
+
+def test_the_flops_counter_sees_what_torch_sees(family: str) -> None:
+    """With attention unfused, as two batched products that torch's own counter counts too."""
+    policy = adapted(family)
+    positive, _ = conditioning(policy)
+    x, sigma = latents(policy), torch.full((N,), 0.5)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, counted(policy.transformer) as ours:
+        policy.velocity(x, sigma, positive, None, how(family)).square().sum().backward()
+    assert ours.total == pytest.approx(torchs.get_total_flops(), rel=0.02)
 
 
 def test_evaluations_make_images(policy: Policy, family: str) -> None:
