@@ -75,7 +75,8 @@ class Link(Protocol):
     def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
         """Fills the buffer uint8 [n] of every member with the sender's, bucket by bucket. Raises TransferFailed.
 
-        `seen(end)` is called, beside the transfer of later buckets, when the bytes up to `end` have gone or come.
+        `seen(end)` is called beside the transfer of other buckets: when the bytes up to `end` are about to leave, so
+        that they leave from the cache, or when they have come.
         """
         ...
 
@@ -94,9 +95,10 @@ class TorchLink:
             raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
         self.backend = backend
         self._group: Any = None
+        self._sends = False
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        limit = timedelta(seconds=epoch.seconds)
+        limit, self._sends = timedelta(seconds=epoch.seconds), rank == SENDER
         if self.backend == "gloo":
             self._group = dist.ProcessGroupGloo(store, rank, epoch.world, limit)
         else:
@@ -113,6 +115,8 @@ class TorchLink:
         under_way: deque[tuple[Any, int]] = deque()
         for bucket in torch.split(buffer, BUCKET_BYTES):
             end += bucket.shape[0]
+            if self._sends:
+                seen(end)
             under_way.append((group.broadcast([bucket], options), end))
             if len(under_way) == BUCKETS_UNDER_WAY:
                 self._settle(*under_way.popleft(), limit, seen)
@@ -129,7 +133,8 @@ class TorchLink:
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
         work.wait()
-        seen(end)
+        if not self._sends:
+            seen(end)
 
     def abort(self) -> None:
         group, self._group = self._group, None
