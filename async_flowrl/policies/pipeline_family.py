@@ -39,9 +39,8 @@ class PipelineFamily:
         kind = getattr(diffusers, self.transformer)
         with quiet():
             if parts == "all":
-                placed = {} if device.type == "cpu" else {"device_map": str(device)}
                 pipeline = getattr(diffusers, self.pipeline).from_pretrained(
-                    path, **placed, **weight_options(dtype, revision)
+                    path, device_map=device.type, **weight_options(dtype, revision)
                 )
                 for component in pipeline.components.values():
                     if isinstance(component, nn.Module):
