@@ -108,7 +108,7 @@ def test_variants_use_the_same_devices() -> None:
     assert names == ["sync colocated 1 x 2 threads", "sync colocated 2 x 1", "stream"]
     assert chosen(MACHINE, config, []) == variants(MACHINE, config)
     with pytest.raises(ValueError, match="did you mean 'stream'"):
-        chosen(MACHINE, config, ["streem"])
+        chosen(MACHINE, config, ["steam"])
     with pytest.raises(ValueError, match="at least 2 devices"):
         Machine.here(1, None)
     assert Machine.here(None, (5, 3)).trainer == 3
