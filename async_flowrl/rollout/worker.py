@@ -34,7 +34,7 @@ from async_flowrl.types import (
     Trajectory,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Ack, Activation, Header, Receiver
+from checkpoint_engine import RING, Ack, Activation, Draft, Header, Receiver
 from checkpoint_engine.collective import Epoch
 
 
@@ -75,11 +75,11 @@ class RolloutWorker:
         """Joins the group of a collective delivery (sync lane, like the next two)."""
         self.collective.open(transport, epoch, rank)
 
-    def group_ready(self, epoch: int, header: Header) -> None:
-        self.collective.receiver.ready(epoch, header)
+    def group_ready(self, epoch: int, draft: Draft) -> None:
+        self.collective.receiver.ready(epoch, draft)
 
-    def group_accept(self, header: Header) -> Ack:
-        return self.collective.receiver.accept(header)
+    def group_accept(self, draft: Draft) -> Ack:
+        return self.collective.receiver.accept(draft)
 
     def abort_group(self) -> None:
         """On the control lane: it must get through while `group_accept` is under way."""
