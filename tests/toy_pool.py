@@ -164,7 +164,8 @@ class VirtualWorker:
                 self.kill()
             if fault in ("kill", "hang"):
                 await asyncio.Event().wait()
-            values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
+            # A method that is to raise does so even if an argument is lost too.
+            values = [] if fault == "raise" else [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
             try:
                 return self._method(method, self._spoilt(fault, values), fault), fault
             except Torn:
