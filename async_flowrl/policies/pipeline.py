@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
 from torch import Tensor, nn
 
 from async_flowrl.types import ByteArray, Conditioning, Sampling

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from diffusers.pipelines.flux.pipeline_flux import retrieve_timesteps
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
 from torch import Tensor
 
 from async_flowrl.policies.pipeline import PipelinePolicy
