@@ -12,12 +12,13 @@ from typing import Any
 from async_flowrl import exits
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.launch import ROLLOUT, TRAINER, encode_negatives, load_pools, open_cluster, send_negatives
-from async_flowrl.controller.lives import Ledgers, Run, live, restore
 from async_flowrl.controller.saving import Resume, find_resume
 from async_flowrl.controller.stopping import StopRequest, listening
 from async_flowrl.dry_run import describe_run
 from async_flowrl.finish import finish
+from async_flowrl.lives import Ledgers, Run, live, restore
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
@@ -26,7 +27,6 @@ from async_flowrl.observability.report import mfu
 from async_flowrl.prepare import Prepared, ends_before_its_epochs, prepare
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
-from async_flowrl.training.gang import TrainerGang
 from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall

@@ -10,6 +10,7 @@ import torch
 
 from async_flowrl.config import Config
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.launch import ROLLOUT
 from async_flowrl.observability.events import Event, EventLog, effective, read_events
 from async_flowrl.observability.ledger import PoolLedger
@@ -20,7 +21,6 @@ from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.plan import predicted_against_actual
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import State, TicketTable
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.lora_file import write as write_lora
 from separation.group import Worker
 from separation.supervise import deadline

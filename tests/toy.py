@@ -14,11 +14,11 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import Ticket, TicketTable
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Prompt
 from separation.group import PoolSpec
 from tests.toy_models import ToyReward, ToyRollout, ToyTrainer

@@ -17,16 +17,16 @@ from unittest import mock
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.build import open_ledgers
 from async_flowrl.config import Config
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.launch import load_pools
-from async_flowrl.controller.lives import Run, live, restore
 from async_flowrl.controller.saving import find_resume
 from async_flowrl.controller.stopping import StopRequest
+from async_flowrl.lives import Run, live, restore
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import Recipe
 from async_flowrl.run_directory import RunDirectory
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied

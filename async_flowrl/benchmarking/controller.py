@@ -22,6 +22,7 @@ import torch
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config, DeadlinesConfig, RewardTerm
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
@@ -30,7 +31,6 @@ from async_flowrl.planning.virtual_time import run_virtual
 from async_flowrl.planning.work import FOREVER
 from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import Shape, Ticket, TicketTable
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.training.plan import StepPlan, UpdateStats
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores
 from checkpoint_engine import CANARY_VERSION, Ack, Header, Publisher

@@ -12,9 +12,9 @@ import torch
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.controller.admission import check_base, load_rollout
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.prepare import Prepared
 from async_flowrl.training.batch import trained_steps
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Conditioning
 from checkpoint_engine.transports import resolve_transport
 from separation.cluster import cluster

@@ -8,11 +8,11 @@ from typing import Any
 
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
 from async_flowrl.training.fingerprint import config_hash, numerics
-from async_flowrl.training.gang import TrainerGang
 from separation.group import WorkerFailed
 from separation.supervise import deadline
 

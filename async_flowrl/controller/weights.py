@@ -13,7 +13,7 @@ from async_flowrl.controller.averaged import AveragedWeights
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.damage import DamageWatch
 from async_flowrl.controller.delivery_ends import RolloutEnd, TrainerEnd
-from async_flowrl.training.gang import TrainerGang
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.types import EMA
 from checkpoint_engine import (
     CANARY_VERSION,

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config import Config
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
@@ -19,7 +20,6 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.planning.laws import Law
 from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import TicketTable
-from async_flowrl.training.gang import TrainerGang
 from async_flowrl.types import Prompt, RolloutRequest, Scores
 from separation.cluster import cluster
 from separation.group import PoolSpec

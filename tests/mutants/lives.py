@@ -3,7 +3,7 @@
 from tests.mutants.table import TABLE, TICKETS, one
 
 LIVES_OF, SAVING, BOOKKEEPING = (
-    "async_flowrl.controller.lives",
+    "async_flowrl.lives",
     "async_flowrl.controller.saving",
     "async_flowrl.controller.bookkeeping",
 )

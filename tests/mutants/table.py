@@ -8,7 +8,7 @@ TICKETS, DISPATCH, WEIGHTS = (
     "async_flowrl.controller.weights",
 )
 GANG, EVALUATION, RECEIVER = (
-    "async_flowrl.training.gang",
+    "async_flowrl.controller.gang",
     "async_flowrl.controller.evaluation",
     "checkpoint_engine.receiver",
 )

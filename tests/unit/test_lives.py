@@ -12,8 +12,8 @@ import torch
 
 from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
-from async_flowrl.controller.lives import RECOVERIES
 from async_flowrl.controller.saving import MISSES, SaveFailed
+from async_flowrl.lives import RECOVERIES
 from async_flowrl.tickets import Refused
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
 from async_flowrl.types import EVALUATION, RolloutRequest

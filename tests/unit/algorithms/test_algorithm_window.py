@@ -182,7 +182,7 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
         ({"window": "sliding", "sde_window_size": 2, "window_interval": 0}, "at least 1"),
         ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 0}, "interval_min must be at least 1"),
         ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 26}, "at most window_interval=25, got 26"),
-        ({"window": "sliding", "sde_window_size": 2, "window_decay": "linaer"}, "did you mean 'linear'"),
+        ({"window": "sliding", "sde_window_size": 2, "window_decay": "linearr"}, "did you mean 'linear'"),
         ({"window": "sliding", "sde_window_size": 2, "window_decay_rate": -0.1}, "decay_rate must be a number >= 0"),
     ],
 )

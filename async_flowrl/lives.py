@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.bookkeeping import Bookkeeping
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.launch import REWARD, ROLLOUT, TRAINER, Negatives, load_trainer, send_negatives
 from async_flowrl.controller.saving import Checkpoints, Resume, newest
 from async_flowrl.controller.stopping import StopRequest
@@ -26,7 +27,6 @@ from async_flowrl.recipe import shape
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.tickets import Ticket, TicketTable
 from async_flowrl.training.checkpoint import drop_newer
-from async_flowrl.training.gang import TrainerGang
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
 
