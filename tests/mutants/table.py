@@ -305,9 +305,9 @@ EVALUATIONS = (
     one(
         "an evaluation's weights stay for training",
         "async_flowrl.rollout.worker:RolloutWorker._activate",
-        'return self.receiver.activate("policy", request.version)\n',
+        "return self._adopt(POLICY, request.version)\n",
         "active = self.receiver.active\n"
-        '        return active.digest if active else self.receiver.activate("policy", request.version)\n',
+        "        return active.digest if active else self._adopt(POLICY, request.version)\n",
         "tests.unit.rollout.test_worker:test_evaluation_has_its_own_slot_and_leaves_nothing_behind",
     ),
     one(
