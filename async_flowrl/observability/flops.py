@@ -5,6 +5,7 @@ again for the weight's, each only where that gradient is wanted: frozen weights 
 more than twice the forward pass, not three times. Norms, activations and the sampler are left out.
 """
 
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,11 +40,53 @@ class Flops:
         self.backward += flops
 
 
+class _Attention:
+    """Stands in for torch's scaled_dot_product_attention while anybody counts, and counts for the thread that calls it:
+    workers that share a process are threads, and leave in any order."""
+
+    def __init__(self) -> None:
+        self._attend = nn.functional.scaled_dot_product_attention
+        self._lock = threading.Lock()
+        self._counting: dict[int, Flops] = {}
+
+    @contextmanager
+    def counting(self, found: Flops) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            before = self._counting.get(thread)
+            self._counting[thread] = found
+            nn.functional.scaled_dot_product_attention = self
+        try:
+            yield
+        finally:
+            with self._lock:
+                if before is None:
+                    del self._counting[thread]
+                else:
+                    self._counting[thread] = before
+                if not self._counting:
+                    nn.functional.scaled_dot_product_attention = self._attend
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = self._attend(query, key, value, *args, **kwargs)
+        found = self._counting.get(threading.get_ident())
+        if found is not None:
+            pairs = 2.0 * query.shape[:-1].numel() * key.shape[-2]
+            scores, mixing = pairs * query.shape[-1], pairs * value.shape[-1]
+            inner = _gradients(query, key)
+            found.add(out, scores + mixing, scores * inner + mixing * (min(1, inner) + _gradients(value)))
+        return out
+
+
+_ATTENTION = _Attention()
+
+
 @contextmanager
 def counted(module: nn.Module) -> Iterator[Flops]:
     """Inside, what `module` computes is counted; a backward pass may come later than the block's end.
 
-    Linear layers and convolutions are seen by hooks, attention where it calls torch's scaled_dot_product_attention. It
+    Linear layers and convolutions are seen by hooks, attention where this thread calls torch's
+    scaled_dot_product_attention (on a GPU, not where gradient checkpointing repeats it in autograd's own thread). It
     works on the meta device too, where nothing is computed.
     """
     found = Flops()
@@ -53,28 +96,20 @@ def counted(module: nn.Module) -> Iterator[Flops]:
         products = 2.0 * out.numel() * (weight.numel() // weight.shape[0])
         found.add(out, products, products * _gradients(args[0], weight))
 
-    attend = nn.functional.scaled_dot_product_attention
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = attend(query, key, value, *args, **kwargs)
-        pairs = 2.0 * query.shape[:-1].numel() * key.shape[-2]
-        scores, mixing = pairs * query.shape[-1], pairs * value.shape[-1]
-        inner = _gradients(query, key)
-        found.add(out, scores + mixing, scores * inner + mixing * (min(1, inner) + _gradients(value)))
-        return out
-
     hooks = [part.register_forward_hook(layer) for part in module.modules() if isinstance(part, _LAYERS)]
-    nn.functional.scaled_dot_product_attention = attention
     try:
-        yield found
+        with _ATTENTION.counting(found):
+            yield found
     finally:
-        nn.functional.scaled_dot_product_attention = attend
         for hook in hooks:
             hook.remove()
 
 
 class Meter:
-    """FLOPs of work that comes again and again: counted when its shape is new, known from then on."""
+    """FLOPs of work that comes again and again: counted when its shape is new, known from then on.
+
+    A compiled network is left alone: to look inside would make it compile, and round, differently.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -83,16 +118,16 @@ class Meter:
     @contextmanager
     def measure(self, shape: Hashable) -> Iterator[None]:
         """Around work of this shape, its backward pass included."""
-        if shape in self._known:
+        if shape in self._known or any(part._compiled_call_impl is not None for part in self._module.modules()):
             yield
             return
         with counted(self._module) as found:
             yield
         self._known[shape] = found
 
-    def flops(self, shape: Hashable) -> float:
-        """Of one piece of work that was measured."""
-        return self._known[shape].total
+    def flops(self, shape: Hashable) -> float | None:
+        """Of one piece of work that was measured; None for a compiled network."""
+        return self._known[shape].total if shape in self._known else None
 
 
 def device_peak() -> float | None:

@@ -1,5 +1,6 @@
 """The FLOPs counter against torch's own, which sees every matrix product that runs (but no fused attention on CPUs)."""
 
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -107,3 +108,37 @@ def test_everything_is_as_before_afterwards() -> None:
 def test_utilisation() -> None:
     assert utilisation(1e12, 2.0, 1e12) == 0.5
     assert utilisation(1e12, 2.0, None) is None
+
+
+def test_threads_count_their_own_work_and_leave_torch_as_it_was() -> None:
+    """Workers of the local backend share a process."""
+    before, module = nn.functional.scaled_dot_product_attention, nn.Identity()
+    both_in, first_out = threading.Barrier(2), threading.Event()
+    found = {}
+
+    def work(name: str, rows: int) -> None:
+        with counted(module) as flops:
+            both_in.wait(10)
+            x = torch.ones(1, 1, rows, 8)
+            nn.functional.scaled_dot_product_attention(x, x, x)
+            if name == "second":
+                first_out.wait(10)
+        first_out.set()
+        found[name] = flops.forward
+
+    threads = [threading.Thread(target=work, args=each) for each in (("first", 4), ("second", 16))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"first": 2 * 2.0 * 4 * 4 * 8, "second": 2 * 2.0 * 16 * 16 * 8}
+    assert nn.functional.scaled_dot_product_attention is before
+
+
+def test_a_compiled_network_is_not_counted() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].compile(backend="eager")
+    meter = Meter(module)
+    with meter.measure("shape"):
+        module(torch.ones(2, 4))
+    assert meter.flops("shape") is None
