@@ -42,10 +42,7 @@ class VllmOmniEngine:
         self._parameters = {name: torch.zeros(shape) for name, shape in plan.adapter.items()}
         streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
         spec = AdapterSpec(Layout.of(self._parameters), streams, config.lora.alpha, config.lora.rank)
-        arguments = engine_arguments(
-            config, folder=folder, family=model.family, devices=torch.cuda.device_count(), port=_free_port()
-        )
-        self._client = Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
+        self._client = _started(config, folder, model.family)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
         self._requests = itertools.count()
@@ -119,13 +116,27 @@ class VllmOmniEngine:
         )
 
 
+def _started(config: Config, folder: str, family: str) -> Client:
+    """A running engine. Where somebody took its port after it was found free, another one is tried, three in all."""
+    for attempt in range(3):
+        arguments = engine_arguments(
+            config, folder=folder, family=family, devices=torch.cuda.device_count(), port=_free_port()
+        )
+        try:
+            return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) or attempt == 2:
+                raise
+    raise AssertionError("unreachable")
+
+
 def _free_port() -> int:
     """For vllm-omni's own rendezvous, which comes seconds later: so none of those the system hands out by itself."""
     while True:
         port = random.SystemRandom().randrange(*_PORTS)
         with socket.socket() as listener:
             try:
-                listener.bind(("127.0.0.1", port))
+                listener.bind(("", port))
             except OSError:
                 continue
             return port
