@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as directory:
             if given.suite:
-                found = suite.measure(given, Path(directory))
-                suite.write(found, out)
+                found = suite.measure(given, Path(directory), lambda part: suite.write(part, out))
                 text, files = suite.markdown(found), "targets.json and targets.md"
             else:
                 results = compare(arguments, Path(directory))

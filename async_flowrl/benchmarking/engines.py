@@ -204,14 +204,30 @@ def markdown(found: Ratios) -> str:
     return "\n".join([*lines, "", stalls]) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m async_flowrl.benchmarking.engines")
+@dataclass(frozen=True)
+class Given:
+    """A command line: what is measured, how often, and whether as JSON."""
+
+    prepared: Prepared
+    overrides: Sequence[str]
+    rounds: int
+    json: bool
+
+
+def command_line(program: str, arguments: Sequence[str] | None, *, rounds: int) -> Given:
+    """Of a tool that plays one_step_off in its own process; `rounds` is the default."""
+    parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_intermixed_args(arguments)
     config = typed(compose_overrides("one_step_off", [*given.overrides, "output_dir=outputs/none"]))
-    found = compare(prepare(config), given.rounds)
+    return Given(prepare(config), given.overrides, given.rounds, given.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = command_line("python -m async_flowrl.benchmarking.engines", arguments, rounds=10)
+    found = compare(given.prepared, given.rounds)
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if given.json else markdown(found))
     return 0
 

@@ -4,7 +4,6 @@ One worker of each pool in this process, as in engines.py; CPU seconds, so that 
 rest" is everything that is not model compute: noise, step arithmetic, log-probs, losses, statistics, conversions.
 """
 
-import argparse
 import json
 import shlex
 import sys
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 
 from async_flowrl.benchmarking.describe import machine_description
-from async_flowrl.benchmarking.engines import Workers
+from async_flowrl.benchmarking.engines import Workers, command_line
 from async_flowrl.benchmarking.table import grid, said
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.prepare import Prepared, prepare
+from async_flowrl.prepare import Prepared
 
 PROBE = "probe under the sampling weights"
 """Counted with the passes it makes."""
@@ -124,16 +122,12 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m async_flowrl.benchmarking.profile")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_intermixed_args(arguments)
-    config = typed(compose_overrides("one_step_off", [*given.overrides, "output_dir=outputs/none"]))
+    program = "python -m async_flowrl.benchmarking.profile"
+    given = command_line(program, arguments, rounds=7)
     found = {
-        "command": shlex.join(["python", "-m", "async_flowrl.benchmarking.profile", *given.overrides]),
+        "command": f"{program} {shlex.join(given.overrides)}".strip(),
         "description": machine_description(),
-        "pools": profile(prepare(config), given.rounds),
+        "pools": profile(given.prepared, given.rounds),
     }
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if given.json else markdown(found))
     return 0

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -95,8 +95,11 @@ CASES = (
 """Enough reward workers that none of the variants ever waits for a free one: the latency is a remote judge's."""
 
 
-def measure(given: argparse.Namespace, directory: Path) -> Suite:
-    """All cases, one after the other, then what needs no run. Raises ValueError, ConfigError or RunFailed."""
+def measure(given: argparse.Namespace, directory: Path, keep: Callable[[Suite], None]) -> Suite:
+    """All cases, one after the other, then what needs no run; `keep` gets what there is after each of them.
+
+    Raises ValueError, ConfigError or RunFailed.
+    """
     description = machine_description()
     machine = Machine.here(given.devices, given.split)
     shared = [f"--steps={given.steps}", f"--repeats={given.repeats}", f"--loop-seconds={given.loop_seconds:g}"]
@@ -104,19 +107,26 @@ def measure(given: argparse.Namespace, directory: Path) -> Suite:
         shared.append(f"--split={machine.rollout}:{machine.trainer}")
     logger.info("looking for the loads")
     pace = Pace.of(machine, given.overrides, directory)
-    cases: dict[str, Results] = {}
+    suite = Suite(description, {}, [], {})
+
+    def add(name: str, command: str, rows: Sequence[tuple[Target, str]], **cases: Results) -> None:
+        nonlocal suite
+        commands = {**suite.commands, name: command}
+        suite = Suite(description, {**suite.cases, **cases}, [*suite.rows, *rows], commands)
+        for target, _ in rows:
+            logger.info("  %s: %s (%s)", target.what, target.measured, target.wanted)
+        keep(suite)
+
     for case in CASES:
         logger.info("case: %s", case.name)
         found = pace.load(case) if case.ratio is not None else ()
-        cases[case.name] = compare([*shared, *shlex.split(case.arguments), *given.overrides, *found], directory)
-    rows = [row for case in CASES for row in rows_of(case, cases[case.name])]
-    commands = {name: results.command for name, results in cases.items()}
+        results = compare([*shared, *shlex.split(case.arguments), *given.overrides, *found], directory)
+        add(case.name, results.command, rows_of(case, results), **{case.name: results})
     single = [f"rollout.num_inference_steps={pace.steps_for(1.0)}", "prompts_per_step=4", *given.overrides]
-    commands["single workers"] = shlex.join(["python", "-m", "async_flowrl.benchmarking.engines", *single])
-    commands["bytes"] = shlex.join([*PROGRAM, "--suite", "targets"])
-    rows += [(target, "single workers") for target in single_workers(single, directory)]
-    rows.append((store_bytes(), "bytes"))
-    return Suite(description, cases, rows, commands)
+    command = shlex.join(["python", "-m", "async_flowrl.benchmarking.engines", *single])
+    add("single workers", command, [(target, "single workers") for target in single_workers(single, directory)])
+    add("bytes", shlex.join([*PROGRAM, "--suite", "targets"]), [(store_bytes(), "bytes")])
+    return suite
 
 
 @dataclass(frozen=True)

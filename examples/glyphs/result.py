@@ -47,14 +47,24 @@ def load_all(folder: Path) -> list[Result]:
     return sorted(results, key=lambda result: (result.variant, result.seed))
 
 
-def paired(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Final OCR score of `one` less that of `other`, for every seed that both have at equal images."""
-    scores = {(r.variant, r.seed, r.images[-1]): r.final["ocr"] for r in results}
+def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result, Result]]:
+    """Runs of both variants with the same seed and equally many images."""
+    found = {(r.variant, r.seed, r.images[-1]): r for r in results}
     return [
-        score - scores[other, seed, images]
-        for (variant, seed, images), score in sorted(scores.items())
-        if variant == one and (other, seed, images) in scores
+        (result, found[other, seed, images])
+        for (variant, seed, images), result in sorted(found.items(), key=lambda item: item[0])
+        if variant == one and (other, seed, images) in found
     ]
+
+
+def score_differences(results: Sequence[Result], one: str, other: str) -> list[float]:
+    """Final OCR score of `one` less that of `other`, by seed."""
+    return [a.final["ocr"] - b.final["ocr"] for a, b in pairs(results, one, other)]
+
+
+def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
+    """Seconds of training of `one` as a share of those of `other`, by seed."""
+    return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(results, one, other)]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:

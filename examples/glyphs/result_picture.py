@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import matplotlib as mpl
 
 from examples.glyphs.curves import smooth
-from examples.glyphs.result import Result, interval, paired
+from examples.glyphs.result import Result, interval, score_differences, time_ratios
 
 GOAL = 0.8
 COLOURS = {"one_step_off": "#1f5fa8", "sync": "#7a7a7a", "fully_async": "#d9822b", "permuted": "#b03060"}
@@ -38,21 +39,28 @@ def draw(results: Sequence[Result], out: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line per run, then each variant's difference from sync, paired by seed."""
+    """One line per run, then each variant against sync."""
     lines = [
         "| variant | seed | images | before | OCR | wrong word | letters by template | sharpness | seconds (load) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
-    for variant in [name for name in COLOURS if name != "sync"]:
-        differences = paired(results, variant, "sync")
-        if not differences:
-            continue
-        bounds = interval(differences)
-        inside = "" if bounds is None else f"; 90 % interval of the mean {bounds[0]:+.3f} to {bounds[1]:+.3f}"
-        lines.append(f"\n{variant} less sync, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside)
-    return "\n".join(lines)
+    asynchronous = [name for name in COLOURS if name not in ("sync", "permuted")]
+    return "\n".join([*lines, *filter(None, (_against_sync(results, name) for name in asynchronous))])
+
+
+def _against_sync(results: Sequence[Result], variant: str) -> str:
+    """Differences of scores and ratios of seconds, paired by seed; nothing where there are no pairs."""
+    differences = score_differences(results, variant, "sync")
+    if not differences:
+        return ""
+    bounds = interval(differences)
+    inside = "" if bounds is None else f"; 90 % interval of the mean {bounds[0]:+.3f} to {bounds[1]:+.3f}"
+    scores = f"OCR of {variant} less that of sync, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside
+    ratios = time_ratios(results, variant, "sync")
+    spent = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"\n{scores}\n\nSeconds of {variant} ÷ sync, by seed: {spent}; median {median(ratios):.2f}"
 
 
 def _line(result: Result) -> str:

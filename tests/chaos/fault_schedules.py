@@ -208,11 +208,15 @@ def coverage(ended: list[Ended]) -> Counter[tuple[str, str]]:
 def report(ended: list[Ended]) -> str:
     """Hits of every cell, and how the schedules ended."""
     hits = coverage(ended)
-    lines = [f"{place:28} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
+    cells = [f"{place:28} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
+    return "\n".join([*cells, *ends_of(ended)])
+
+
+def ends_of(ended: list[Ended]) -> list[str]:
+    """How often each end came, and what was wrong with which seed."""
     ends = Counter(each.how for each in ended)
-    lines.append(f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common()))
-    lines += [f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong]
-    return "\n".join(lines)
+    counted = f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common())
+    return [counted, *(f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong)]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from async_flowrl.controller.saving import MISSES, SaveFailed
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
-from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended
+from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended, ends_of
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
@@ -272,13 +272,9 @@ def check(root: Path, made: LifeSchedule) -> None:
 def report(ended: list[Ended]) -> str:
     """Hits of every cell, and how the schedules ended."""
     hits = Counter(hit for each in ended for hit in set(each.hits))
-    lines = [f"{place:30} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
-    beside = sum(hits[pair] for pair in BESIDE)
-    ends = Counter(each.how for each in ended)
-    lines.append(f"and {beside} faults of workers beside them ({len(WORKER_CELLS)} places)")
-    lines.append(f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common()))
-    lines += [f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong]
-    return "\n".join(lines)
+    cells = [f"{place:30} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
+    beside = f"and {sum(hits[pair] for pair in BESIDE)} faults of workers beside them ({len(WORKER_CELLS)} places)"
+    return "\n".join([*cells, beside, *ends_of(ended)])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from async_flowrl.compose import compose_checked
 from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
 from examples.glyphs.flow import generate, legibility
-from examples.glyphs.result import Result, interval, load_all, paired
+from examples.glyphs.result import Result, interval, load_all, score_differences, time_ratios
 from examples.glyphs.result_picture import COLOURS, draw, table
 from examples.glyphs.words import TEST, WEIGHTS
 
@@ -17,7 +17,7 @@ def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 
         variant=variant,
         seed=seed,
         images=[48 * each for each in along],
-        seconds=[2 * each for each in along],
+        seconds=[(2.0 if variant == "sync" else 1.0) * each for each in along],
         reward=[0.25 * each for each in along],
         evaluations=[(-1, 0.4), (0, 0.55), (steps - 1, 0.9)],
         final={"ocr": ocr, "wrong_word": 0.1, "templates": 0.6, "sharpness": 0.08},
@@ -44,8 +44,9 @@ def test_time_to_a_score_is_that_of_the_first_evaluation_above_it() -> None:
 def test_differences_are_paired_by_seed_at_equal_images() -> None:
     found = [result("sync", 0, 0.5), result("sync", 1, 0.6), result("sync", 2, 0.7, steps=4)]
     found += [result("one_step_off", seed, 0.75) for seed in (0, 1, 2, 3)]
-    assert paired(found, "one_step_off", "sync") == pytest.approx([0.25, 0.15])
-    assert paired(found, "permuted", "sync") == []
+    assert score_differences(found, "one_step_off", "sync") == pytest.approx([0.25, 0.15])
+    assert time_ratios(found, "one_step_off", "sync") == [0.5, 0.5]
+    assert score_differences(found, "permuted", "sync") == []
 
 
 def test_the_interval_is_students() -> None:
@@ -57,7 +58,8 @@ def test_table_and_picture_show_every_run(tmp_path: Path) -> None:
     found = [result("sync", 0, 0.5), result("sync", 1, 0.6), result("one_step_off", 0, 0.8), result("mine", 0)]
     lines = table(found).splitlines()
     assert sum(line.startswith("| sync") for line in lines) == 2 and any(line.startswith("| mine") for line in lines)
-    assert lines[-1] == "one_step_off less sync, by seed: +0.300"
+    assert lines[-3] == "OCR of one_step_off less that of sync, by seed: +0.300"
+    assert lines[-1] == "Seconds of one_step_off ÷ sync, by seed: 0.50; median 0.50"
     draw(found, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,14 +1,5 @@
-"""Counting on small tensors is not made faster by threads."""
+"""Nothing here is made faster by threads."""
 
-from collections.abc import Iterator
+from tests.threads import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]
