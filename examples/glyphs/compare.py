@@ -30,24 +30,27 @@ COPIES = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """How a variant differs from `--config-name <mode> experiment=glyphs`."""
+    """How a variant differs from `--config-name <mode> experiment=glyphs`, and which seeds it is run with."""
 
     mode: str
     overrides: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
 
 
 VARIANTS = {
     "one_step_off": Variant("one_step_off"),
     "sync": Variant("sync"),
+    "sync_all_cores": Variant("sync", ("rollout.threads=2", "trainer.threads=2"), seeds=(0,)),
     "fully_async": Variant("fully_async", ("max_staleness=3",)),
-    "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",)),
+    "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), seeds=(0,)),
 }
+"""`sync_all_cores`: each phase has both cores of a small machine, of which `sync` leaves one idle."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: each variant's own")
     parser.add_argument("--steps", type=int, help="total_steps; default: the experiment's")
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/results")
@@ -56,8 +59,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not arguments.draw:
-        for seed in arguments.seeds:
-            for variant in arguments.variants:
+        asked = [(name, arguments.seeds or VARIANTS[name].seeds) for name in arguments.variants]
+        for seed in sorted({seed for _, seeds in asked for seed in seeds}):
+            for variant in (name for name, seeds in asked if seed in seeds):
                 complete(variant, seed, steps=arguments.steps, runs=arguments.runs, results=arguments.results)
     found = load_all(arguments.results)
     if not found:

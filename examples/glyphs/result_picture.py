@@ -10,7 +10,13 @@ from examples.glyphs.curves import smooth
 from examples.glyphs.result import Result, interval, score_differences, time_ratios
 
 GOAL = 0.8
-COLOURS = {"one_step_off": "#1f5fa8", "sync": "#7a7a7a", "fully_async": "#d9822b", "permuted": "#b03060"}
+COLOURS = {
+    "one_step_off": "#1f5fa8",
+    "sync": "#7a7a7a",
+    "sync_all_cores": "#2f9e6e",
+    "fully_async": "#d9822b",
+    "permuted": "#b03060",
+}
 """Variant to colour, in the order in which they are listed."""
 
 
@@ -46,8 +52,8 @@ def table(results: Sequence[Result]) -> str:
     ]
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
-    asynchronous = [name for name in COLOURS if name not in ("sync", "permuted")]
-    return "\n".join([*lines, *filter(None, (_against_sync(results, name) for name in asynchronous))])
+    others = [name for name in COLOURS if name not in ("sync", "permuted")]
+    return "\n".join([*lines, *filter(None, (_against_sync(results, name) for name in others))])
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
