@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mutants.deliveries import DELIVERIES
 from tests.mutants.lives import LIVES
 from tests.mutants.mutation import Mutant, find_test, planted
 from tests.mutants.table import MUTANTS as OTHERS
 
 torch.set_num_threads(1)
-MUTANTS = (*OTHERS, *LIVES)
+MUTANTS = (*OTHERS, *LIVES, *DELIVERIES)
 
 
 def call(mutant: Mutant) -> None:
