@@ -1,6 +1,7 @@
 """One receiver's queue: versions reach it in order, each resent until acknowledged or given up."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from checkpoint_engine.base import Ack, Header, ReceiverEndpoint
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, error_names, verdict
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -116,6 +119,7 @@ class Lane:
         if job.parent is None:
             return job.payload
         (endpoint, parent), job.parent = job.parent, None
+        why: object = "it was given up itself"
         if await parent.done:
             try:
                 async with asyncio.timeout(self._options.deadline):
@@ -124,4 +128,7 @@ class Lane:
                 if verdict(error) is Verdict.STOP:
                     raise
                 self._stats.fallbacks += 1
+                why = repr(error)
+        version = f"version {job.header.version} of stream {job.header.stream}"
+        logger.warning("%s gets %s from the sender, not passed on by %s: %s", self.name, version, endpoint.name, why)
         return job.payload

@@ -1,49 +1,71 @@
+"""What sits in which module, with which scale: the proof that digests can't give."""
+
+from collections.abc import Callable, Mapping
+
 import pytest
 import torch
 from engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
+from torch import Tensor
 
 from checkpoint_engine import CANARY_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, canary_tensors
 from checkpoint_engine import check_binding as check
 
+Change = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 SQUARE = RANK
 """Width at which A and B have the same shape, so that only the proof can tell them apart."""
 
 
-def canary_run(change=lambda tensors: tensors, *, scaling: float = ALPHA / RANK, width: int = 16) -> None:
-    """Delivers a canary whose tensors were changed between the trainer's modules and the buffer, then compares."""
+def canary(change: Change = dict, *, width: int = 16) -> Receiver:
+    """A receiver with the canary live, its tensors changed between the trainer's modules and the buffer.
+
+    Every digest on the way is right whatever the change was.
+    """
     tensors = lora(width=width)
     publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-    canary = canary_tensors(publisher.layout, seed=3)
-    receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
-    publisher.stage(CANARY_VERSION, change(canary))
+    publisher.stage(CANARY_VERSION, change(canary_tensors(publisher.layout, seed=3)))
     publisher.seal(CANARY_VERSION)
+    receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
     receiver.receive(*publisher.payload(CANARY_VERSION))
-    receiver.activate("policy", CANARY_VERSION)
-    check(binding_probe(modules_of(canary)), binding_probe(modules_of(receiver._tensors, scaling=scaling)), who="w-0")
+    assert receiver.activate("policy", CANARY_VERSION) == receiver.live_digest()
+    return receiver
 
 
-def swap(first: str, second: str):
-    return lambda tensors: tensors | {first: tensors[second], second: tensors[first]}
+def prove(receiver: Receiver, *, scaling: float = ALPHA / RANK) -> None:
+    """Compares what the trainer's canary computes with what the receiver's live modules do."""
+    trainer = binding_probe(modules_of(canary_tensors(receiver.layout, seed=3)))
+    check(trainer, binding_probe(modules_of(receiver._tensors, scaling=scaling)), who="w-0")
+
+
+def swap(first: str, second: str) -> Change:
+    return lambda tensors: {**tensors, first: tensors[second], second: tensors[first]}
 
 
 def test_a_faithful_delivery_passes() -> None:
-    canary_run()
-    canary_run(width=SQUARE)
+    prove(canary())
+    prove(canary(width=SQUARE))
 
 
-def test_equal_shaped_modules_swapped_before_hashing_are_found() -> None:
-    with pytest.raises(WeightsMismatch, match=r"block.0 at w-0 doesn't compute"):
-        canary_run(swap("block.0.lora_B.weight", "block.2.lora_B.weight"))
-
-
-def test_a_and_b_swapped_are_found_even_when_square() -> None:
-    with pytest.raises(WeightsMismatch, match=r"block.1 at w-0 doesn't compute"):
-        canary_run(swap("block.1.lora_A.weight", "block.1.lora_B.weight"), width=SQUARE)
+@pytest.mark.parametrize(
+    ("one", "other", "width", "module"),
+    [
+        ("block.1.lora_A.weight", "block.1.lora_B.weight", SQUARE, "block.1"),
+        ("block.0.lora_A.weight", "block.2.lora_A.weight", SQUARE, "block.0"),
+        ("block.1.lora_B.weight", "block.2.lora_B.weight", SQUARE, "block.1"),
+        ("block.0.lora_B.weight", "block.2.lora_B.weight", 16, "block.0"),
+    ],
+)
+def test_swaps_before_hashing_pass_every_digest_and_only_the_proof_finds_them(
+    one: str, other: str, width: int, module: str
+) -> None:
+    """Without the proof nothing fails: `canary` itself checks every digest on the way."""
+    receiver = canary(swap(one, other), width=width)
+    with pytest.raises(WeightsMismatch, match=f"{module} at w-0 doesn't compute"):
+        prove(receiver)
 
 
 def test_a_wrong_scaling_is_found_though_every_digest_is_right() -> None:
     with pytest.raises(WeightsMismatch, match="another alpha"):
-        canary_run(scaling=1.0)
+        prove(canary(), scaling=1.0)
 
 
 def test_b_zero_proves_nothing_and_is_refused() -> None:

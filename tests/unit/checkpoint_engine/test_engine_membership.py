@@ -1,0 +1,201 @@
+"""Receivers come, go and pass versions on to each other; a joiner gets every version that live work needs."""
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+import pytest
+from engine_parts import Gone, flipped
+from engine_virtual import Rig, failing, hang
+
+from checkpoint_engine import EVALUATION, TransferFailed, VersionGone
+from checkpoint_engine.fanout import parents
+from tests.virtual import run_virtual
+
+
+def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
+    async def main() -> None:
+        rig = Rig(capacity=3)
+        await rig.join("a")
+        for version in range(5):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.publish(5)
+        assert await rig.delivery.join(rig.end("late"), [3, 5])
+        assert rig.held("late") == [3, 4]
+        await rig.delivery.drain()
+        assert rig.held("late") == [3, 4, 5]
+        with pytest.raises(VersionGone, match=r"\[1\] are not retained, only \[3, 4, 5\]"):
+            await rig.delivery.join(rig.end("later"), [1])
+        assert rig.delivery.receivers == ("a", "late")
+        with pytest.raises(ValueError, match="late has joined already"):
+            await rig.delivery.join(rig.ends["late"])
+
+    run_virtual(main())
+
+
+def test_a_joiner_that_dies_while_joining_is_reported_and_replaced() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert not await rig.delivery.join(rig.end("x", failing(9, Gone)), [0])
+        await rig.delivery.drain()
+        assert rig.replaced == [("x", "Gone")] and rig.delivery.receivers == ()
+
+    run_virtual(main())
+
+
+def test_evaluation_versions_have_their_own_slot_and_reach_joiners() -> None:
+    async def main() -> None:
+        rig = Rig(capacity=1)
+        await rig.join("a")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        await rig.delivery.place(0)
+        for version in (1, 2, 3):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.join(rig.end("late"), [3])
+        for name in ("a", "late"):
+            assert rig.ends[name].receiver.held() == (("policy", 0, EVALUATION), ("policy", 3, "ring"))
+        assert rig.sender.publisher.retained() == (0, 3)
+        await rig.delivery.place(3)
+        await rig.delivery.drain()
+        assert rig.sender.publisher.retained() == (3,)
+        with pytest.raises(VersionGone, match="version 0 can't be evaluated"):
+            await rig.delivery.place(0)
+
+    run_virtual(main())
+
+
+def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a", hang)
+        await rig.join("b")
+        await rig.delivery.publish(0)
+        await asyncio.sleep(1.0)
+        await rig.delivery.leave("a")
+        await rig.delivery.leave("a")
+        await rig.delivery.drain()
+        assert asyncio.get_running_loop().time() < 2.0 and rig.replaced == []
+        assert rig.held("b") == [0]
+
+    run_virtual(main())
+
+
+def test_reset_publishes_again_from_an_earlier_version() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a")
+        for version in range(3):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        await rig.delivery.reset()
+        rig.sender.publisher.clear()
+        rig.ends["a"].receiver.clear()
+        await rig.delivery.publish(1)
+        await rig.delivery.drain()
+        assert rig.held("a") == [1] and rig.ends["a"].receiver.active is None
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("receivers", "nodes"), [(32, 4), (33, 4), (100, 3), (100, 100), (2000, 40), (1200, 1200)])
+def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int) -> None:
+    plan = parents({f"w{i}": f"n{i % nodes}" for i in range(receivers)})
+    assert len(plan) == receivers
+    children: dict[str | None, int] = {}
+    for parent in plan.values():
+        children[parent] = children.get(parent, 0) + 1
+        above, hops = parent, 0
+        while above is not None:
+            above, hops = plan[above], hops + 1
+            assert hops < 10
+    assert children[None] <= 32 and max(children.values()) <= 64
+    if receivers <= 32:
+        assert set(plan.values()) == {None}
+
+
+def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
+    async def main() -> None:
+        rig = Rig(degree=4, replacing=False)
+        for i in range(12):
+            await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.replaced == [("w1", "Gone")]
+        assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
+        relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
+        assert relays == {"w0": 3, "w2": 3}
+        assert len(rig.sender.served) == 1
+
+    run_virtual(main())
+
+
+def test_who_gets_it_from_the_sender_because_a_neighbour_did_not_pass_it_on_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        rig = Rig(degree=1)
+        for name in ("leader", "a", "b"):
+            await rig.join(name)
+
+        async def cannot(header: Any, slot: str = "ring") -> Any:
+            raise TransferFailed("no room for a copy")
+
+        rig.ends["leader"].relay = cannot  # type: ignore[method-assign]
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert all(rig.held(name) == [0] for name in rig.ends) and rig.delivery.stats.fallbacks == 1
+
+    with caplog.at_level(logging.WARNING, "checkpoint_engine.lane"):
+        run_virtual(main())
+    assert caplog.messages == [
+        "a gets version 0 of stream policy from the sender, not passed on by leader: "
+        "TransferFailed('no room for a copy')"
+    ]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(40))
+def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:
+    """Delays, corruptions, hangs and deaths at random instants; nobody keeps a wrong or torn version."""
+    draw = random.Random(seed)
+
+    async def fault(attempt: int, header: Any, payload: Any) -> Any:
+        await asyncio.sleep(draw.expovariate(2.0))
+        dice = draw.random()
+        if dice < 0.1:
+            return flipped(payload, draw.randrange(100))
+        if dice < 0.15:
+            return payload[:64]
+        if dice < 0.18:
+            await asyncio.sleep(1e4)
+        if dice < 0.23:
+            raise Gone("died")
+        return payload
+
+    async def main() -> None:
+        rig = Rig(capacity=2, replacing=True, deadline=5.0)
+        for i in range(4):
+            await rig.join(f"w{i}", fault)
+        for version in range(25):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(draw.expovariate(1.0) + 0.2)
+            if draw.random() < 0.1:
+                await rig.delivery.leave(draw.choice(rig.delivery.receivers or ("none",)))
+            if draw.random() < 0.1:
+                await rig.delivery.join(rig.end(f"x{version}"), rig.sender.publisher.retained()[-1:])
+        await rig.delivery.drain()
+        for name in rig.delivery.receivers:
+            receiver = rig.ends[name].receiver
+            assert rig.held(name)[-1] == 24
+            receiver.activate("policy", 24)
+            assert receiver.live_digest() == rig.sender.publisher.payload(24)[0].digest
+            assert all((t == 24.0).all() for t in receiver._tensors.values())
+        await rig.delivery.close()
+
+    run_virtual(main())
