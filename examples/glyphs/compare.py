@@ -5,7 +5,8 @@ python -m examples.glyphs.compare --variants one_step_off --seeds 0  # one run
 python -m examples.glyphs.compare --draw                             # the picture and the table alone
 
 A finished run leaves one small JSON file in --results and is skipped from then on; an interrupted one goes on from its
-last checkpoint in --runs. Scores do not depend on what else the machine does, seconds do: the load is kept beside them.
+last checkpoint in --runs. Scores do not depend on what else the machine does, seconds do: the load is kept beside them,
+and a run under `nice` counts for its scores only.
 """
 
 import argparse
@@ -110,6 +111,7 @@ def collect(variant: str, seed: int, folder: Path) -> Result:
         evaluations=[(step, round(score, 4)) for step, score in curve.evaluations],
         final={name: round(value, 4) for name, value in scores(images).items()},
         load=os.getloadavg()[2],
+        niceness=os.nice(0),
         cores=os.cpu_count() or 1,
     )
 

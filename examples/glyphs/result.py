@@ -25,6 +25,8 @@ class Result:
     """Scores of the trained adapter: ocr, wrong_word, templates, sharpness."""
     load: float
     """Load average of the machine over the last 15 minutes of the run."""
+    niceness: int
+    """Above 0 the run took what others left of the processor: its seconds say nothing."""
     cores: int
 
     def save(self, path: Path) -> None:
@@ -63,8 +65,9 @@ def score_differences(results: Sequence[Result], one: str, other: str) -> list[f
 
 
 def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Seconds of training of `one` as a share of those of `other`, by seed."""
-    return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(results, one, other)]
+    """Seconds of training of `one` as a share of those of `other`, by seed, where neither gave way to other work."""
+    timed = [result for result in results if result.niceness == 0]
+    return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(timed, one, other)]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:

@@ -28,7 +28,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for panel, axis in zip(panels, ("images", "seconds"), strict=True):
         labelled: set[str] = set()
-        for result in results:
+        for result in (r for r in results if axis == "images" or r.niceness == 0):
             along, colour = getattr(result, axis), COLOURS.get(result.variant, "black")
             label = None if result.variant in labelled else result.variant
             labelled.add(result.variant)
@@ -65,6 +65,8 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
     inside = "" if bounds is None else f"; 90 % interval of the mean {bounds[0]:+.3f} to {bounds[1]:+.3f}"
     scores = f"OCR of {variant} less that of sync, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside
     ratios = time_ratios(results, variant, "sync")
+    if not ratios:
+        return f"\n{scores}"
     spent = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     return f"\n{scores}\n\nSeconds of {variant} ÷ sync, by seed: {spent}; median {median(ratios):.2f}"
 
@@ -72,5 +74,5 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
 def _line(result: Result) -> str:
     final = " | ".join(f"{result.final[key]:.3f}" for key in ("ocr", "wrong_word", "templates", "sharpness"))
     before = f"{result.evaluations[0][1]:.3f}" if result.evaluations[0][0] < 0 else ""
-    spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)"
+    spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)" if result.niceness == 0 else "–"
     return f"| {result.variant} | {result.seed} | {result.images[-1]:.0f} | {before} | {final} | {spent} |"

@@ -11,7 +11,7 @@ from examples.glyphs.result_picture import COLOURS, draw, table
 from examples.glyphs.words import TEST, WEIGHTS
 
 
-def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 3) -> Result:
+def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 3, niceness: int = 0) -> Result:
     along = [float(step + 1) for step in range(steps)]
     return Result(
         variant=variant,
@@ -22,6 +22,7 @@ def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 
         evaluations=[(-1, 0.4), (0, 0.55), (steps - 1, 0.9)],
         final={"ocr": ocr, "wrong_word": 0.1, "templates": 0.6, "sharpness": 0.08},
         load=1.5,
+        niceness=niceness,
         cores=2,
     )
 
@@ -47,6 +48,12 @@ def test_differences_are_paired_by_seed_at_equal_images() -> None:
     assert score_differences(found, "one_step_off", "sync") == pytest.approx([0.25, 0.15])
     assert time_ratios(found, "one_step_off", "sync") == [0.5, 0.5]
     assert score_differences(found, "permuted", "sync") == []
+
+
+def test_seconds_of_a_run_that_gave_way_do_not_count() -> None:
+    found = [result("sync", 0), result("sync", 1), result("fully_async", 0, niceness=19), result("fully_async", 1)]
+    assert len(score_differences(found, "fully_async", "sync")) == 2
+    assert len(time_ratios(found, "fully_async", "sync")) == 1
 
 
 def test_the_interval_is_students() -> None:
