@@ -1,6 +1,7 @@
 """`dry_run=true`: what a configuration would start and move, in a few lines, without starting anything."""
 
-from async_flowrl.controller.launch import pools, stored_bytes
+from async_flowrl.controller.launch import pools
+from async_flowrl.payload import stored_bytes
 from async_flowrl.prepare import Prepared, ends_before_its_epochs
 from async_flowrl.recipe import shape, ticket_size
 from separation.table import format_table
@@ -19,7 +20,7 @@ def describe_run(prepared: Prepared) -> str:
         f"{config.mode}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, {config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {ticket_size(config)}",
-        f"at most {stored_bytes(config) / 1e6:.1f} MB of payload in the object store",
+        f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
         *([sentence] if (sentence := ends_before_its_epochs(prepared)) else []),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]

@@ -63,8 +63,7 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
     scores = []
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for group, prompt in enumerate(prompts):
-            negative = settings.negative_prompt if prompt.negative is None else prompt.negative
-            own = replace(settings, negative_prompt=negative)
+            own = settings if prompt.negative is None else replace(settings, negative_prompt=prompt.negative)
             seeds = [_seed(config, group, i) for i in range(config.evaluate.images_per_prompt)]
             latents = _noise(policy, own, seeds).to(pipeline.device, pipeline.transformer.dtype)
             text, options = _conditioning(policy, prompt)
@@ -74,12 +73,17 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
 
 
 def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
-    """The prompt as the pipeline takes it: as text, or as embeddings where it brings a system prompt of its own."""
-    if prompt.system is None:
-        return prompt.text, {}
-    (encoded,) = policy.encode([prompt.text], system=prompt.system)
-    dtype = next(policy.transformer.parameters())
-    return None, {name: torch.from_numpy(value)[None].to(dtype) for name, value in encoded.items()}
+    """The prompt as the pipeline takes it: as text, or as embeddings where it brings more than that."""
+    like = next(policy.transformer.parameters())
+    options: dict[str, Any] = {}
+    if prompt.negative_token_ids is not None:
+        (negative,) = policy.encode([prompt.negative_token_ids])
+        options = {f"negative_{name}": torch.from_numpy(value)[None].to(like) for name, value in negative.items()}
+        options["negative_prompt"] = None
+    if prompt.system is None and prompt.token_ids is None:
+        return prompt.text, options
+    (encoded,) = policy.encode([prompt.wording], system=prompt.system)
+    return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in encoded.items()}
 
 
 def _seed(config: Config, group: int, image: int) -> int:

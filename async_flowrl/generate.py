@@ -129,11 +129,10 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
         options["max_sequence_length"] = settings.model.max_sequence_length
     made = pipeline(
         prompt,
-        **family.guidance_arguments(settings.sampling),
         height=settings.resolution,
         width=settings.resolution,
         num_inference_steps=settings.num_inference_steps,
-        **options,
+        **{**family.guidance_arguments(settings.sampling), **options},
     ).images
     return np.stack([np.asarray(image.convert("RGB")) for image in made])
 

@@ -9,9 +9,11 @@ from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.data.sampler import steps_for
-from async_flowrl.policies.registry import ResolvedModel, resolve_model
+from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, resolve_model, shapes_of
 from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rollout.vllm_omni.settings import check_family
 from async_flowrl.run_directory import RunDirectory
 from async_flowrl.training import lora_file
 from async_flowrl.training.batch import check_batching
@@ -23,10 +25,11 @@ class Prepared:
     model: ResolvedModel
     algorithm: Algorithm
     recipe: Recipe
+    shapes: Shapes
 
 
 def prepare(config: Config) -> Prepared:
-    """Algorithm, batching, rewards, prompts, model and output directory, checked in this order. Raises ConfigError."""
+    """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError."""
     try:
         algorithm = build_algorithm(
             config.algorithm,
@@ -45,10 +48,14 @@ def prepare(config: Config) -> Prepared:
         check_prompts(config.reward, [*train, *evaluation])
         check_output(config)
         model = resolve_model(config.model)
+        if config.rollout.engine == "vllm_omni":
+            check_family(model.family)
+        check_prompts_of(model, [*train, *evaluation])
+        shapes = shapes_of(model, config.rollout.resolution)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
     chosen = evaluation[: config.evaluate.max_prompts]
-    return Prepared(config, model, algorithm, Recipe(config, train, chosen))
+    return Prepared(config, model, algorithm, Recipe(config, train, chosen), shapes)
 
 
 def with_limits(config: Config, prompts: int) -> Config:

@@ -15,6 +15,10 @@ ByteArray = npt.NDArray[np.uint8]
 Conditioning = dict[str, npt.NDArray[Any]]
 """What a model family needs of one prompt, without a batch dimension, e.g. {"prompt_embeds": [L, D] float32}."""
 
+TokenIds = tuple[int, ...]
+Wording = str | TokenIds
+"""What a text encoder reads: text, or the ids that its tokenizer makes of it inside the model's prompt template."""
+
 TRAIN, EVALUATION = "train", "evaluation"
 POLICY, EMA = "policy", "ema"
 """The named streams of the checkpoint engine: the trained weights and their moving average."""
@@ -22,7 +26,10 @@ POLICY, EMA = "policy", "ema"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the prompt file; `target` is what the reward wants (an OCR target, say)."""
+    """One line of the prompt file; `target` is what the reward wants (an OCR target, say).
+
+    Where there are token ids, text encoders read those, and everything else (rewards, pictures) the text.
+    """
 
     index: int
     text: str
@@ -30,6 +37,18 @@ class Prompt:
     system: str | None = None
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: TokenIds | None = None
+    negative_token_ids: TokenIds | None = None
+
+    @property
+    def wording(self) -> Wording:
+        return self.text if self.token_ids is None else self.token_ids
+
+    def negative_wording(self, default: str) -> Wording:
+        """What guidance leads away from; `default` where the prompt has nothing of its own."""
+        if self.negative_token_ids is not None:
+            return self.negative_token_ids
+        return default if self.negative is None else self.negative
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,10 @@ class Trajectory:
     sigmas: FloatArray
     conditioning: Conditioning
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.latents, self.log_probs, self.sigmas, *self.conditioning.values()))
+
 
 @dataclass(frozen=True)
 class Span:
@@ -93,6 +116,8 @@ class Span:
     end: float
     flops: float | None = None
     """Floating-point operations of the network inside it, where they are known."""
+    bytes: int | None = None
+    """Of a training ticket's images and trajectory, said by the span that ends with them."""
 
 
 @dataclass(frozen=True)

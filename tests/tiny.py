@@ -67,5 +67,14 @@ def request(
     )
 
 
+def token_ids(text: str, system: str | None = None) -> list[int]:
+    """What the tiny model's tokenizer makes of its whole prompt template with `text` in it."""
+    pipeline = tiny_policy()._whole("tokenise")
+    template = str(pipeline.prompt_template_encode)
+    if system is not None:
+        template = template.replace(template.split("system\n")[1].split("<|im_end|>")[0], system)
+    return list(pipeline.tokenizer(template.replace("{}", text)).input_ids)
+
+
 def tensors(conditioning: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value) for name, value in conditioning.items()}

@@ -23,6 +23,7 @@ from async_flowrl.controller.saving import find_resume
 from async_flowrl.controller.stopping import StopRequest
 from async_flowrl.lives import Run, live, restore
 from async_flowrl.observability.events import Event, read_events
+from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import Recipe
@@ -95,7 +96,9 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         hand_over=config.hand_over,
         num_inference_steps=2,
     )
-    prepared = Prepared(config, ResolvedModel("toy", "toy", None), algorithm, Recipe(config, PROMPTS, PROMPTS[:2]))
+    prepared = Prepared(
+        config, ResolvedModel("toy", "toy", None), algorithm, Recipe(config, PROMPTS, PROMPTS[:2]), Shapes((4,), {})
+    )
     resume = find_resume(config, directory)
     groups = toy_groups(config, outside.world)
     gang = TrainerGang(groups["trainer"], algorithm)

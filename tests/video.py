@@ -11,8 +11,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 
+from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.types import ByteArray, Conditioning, Sampling
+from async_flowrl.types import ByteArray, Conditioning, Prompt, Sampling
 
 CHANNELS, FRAMES, TEXT = 4, 3, 6
 
@@ -76,6 +77,12 @@ class VideoFamily:
         transformer = VideoTransformer.from_pretrained(path, subfolder="transformer").to(device, dtype)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         return VideoPolicy(transformer, scheduler, side=8, dtype=dtype, pipeline="whole" if parts == "all" else None)
+
+    def shapes(self, path: str, resolution: int, **_: Any) -> Shapes:
+        return Shapes((CHANNELS, FRAMES, resolution // 8, 2 * resolution // 8), {"prompt_embeds": (TEXT,)})
+
+    def check_prompts(self, prompts: Sequence[Prompt], path: str, **_: Any) -> None:
+        raise ValueError(f"videos have no system prompt, prompt {prompts[0].index} brings one")
 
 
 def build_video(folder: Path) -> Path:

@@ -56,8 +56,8 @@ class Observer(Protocol):
 
 def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
     """Records what a worker says it did."""
-    known = fields if span.flops is None else {**fields, "flops": span.flops}
-    observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **known)
+    known = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
+    observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **known)
 
 
 class Trainer(Protocol):

@@ -150,7 +150,7 @@ class TrainerGang:
             advantages=advantages,
             selected=tuple(self.algorithm.select(np.asarray(advantages))),
             seeds=tuple(ctx.recipe.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
-            negative=config.rollout.negative_prompt if prompt.negative is None else prompt.negative,
+            negative=prompt.negative_wording(config.rollout.negative_prompt),
             sampling=sampling(config),
         )
         return HandedGroup(tickets, scores, advantages, meta)

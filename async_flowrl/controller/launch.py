@@ -13,9 +13,9 @@ from async_flowrl.check import ConfigError
 from async_flowrl.config import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.gang import TrainerGang
+from async_flowrl.payload import stored_bytes
 from async_flowrl.prepare import Prepared
-from async_flowrl.training.batch import trained_steps
-from async_flowrl.types import Conditioning
+from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
@@ -24,7 +24,7 @@ from separation.rendezvous import gang_environment
 from separation.supervise import deadline
 
 ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
-Negatives = dict[str, Conditioning]
+Negatives = dict[Wording, Conditioning]
 """Negative prompt → what the model family needs of it."""
 
 
@@ -61,14 +61,6 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
     ]
 
 
-def stored_bytes(config: Config) -> int:
-    """Images and trajectories of max_staleness + 1 steps: what the object store must hold when the trainer is slow."""
-    pixels = config.rollout.resolution**2
-    # Packed or not, a latent has 16 channels at an eighth of the resolution; w trained steps need up to w + 1 of them.
-    per_image = 3 * pixels + (trained_steps(config) + 1) * 4 * 16 * pixels // 64
-    return (config.max_staleness + 1) * config.prompts_per_step * config.group_size * per_image
-
-
 def check_machine(prepared: Prepared) -> None:
     """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport."""
     config, runtime = prepared.config, prepared.config.runtime
@@ -96,7 +88,7 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
         placement=config.placement,
         start_deadline=config.deadlines.load,
         log_dir=logs,
-        store_bytes=stored_bytes(config),
+        store_bytes=stored_bytes(config, prepared.shapes),
     )
 
 
@@ -139,9 +131,8 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
     config = prepared.config
     if config.rollout.true_cfg_scale <= 1:
         return {}
-    texts: Sequence[str] = sorted(
-        {config.rollout.negative_prompt if p.negative is None else p.negative for p in prepared.recipe.train}
-    )
+    default = config.rollout.negative_prompt
+    texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.recipe.train))
     encoded = await worker.call("encode", texts)
     return dict(zip(texts, encoded, strict=True))
 

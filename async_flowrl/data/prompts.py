@@ -10,12 +10,12 @@ from async_flowrl.config import DataConfig
 from async_flowrl.data.messages import PromptError, content_of, split_messages
 from async_flowrl.naming import unknown_name
 from async_flowrl.paths import find_data
-from async_flowrl.types import Prompt
+from async_flowrl.types import Prompt, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 """The first pair of double quotes, straight or curly, holds what should be written in the image."""
 SPLITS = ("train", "evaluation")
-COLUMNS = ("negative_prompt", "system_prompt", "target")
+COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids")
 
 Row = tuple[str, Mapping[str, Any]]
 """(where it stands: "file:line" or "file, row n"; the columns)."""
@@ -67,12 +67,27 @@ def _prompt(index: int, where: str, columns: Mapping[str, Any], key: str, *, nee
         system=_optional(columns, "system_prompt", where) or system,
         target=target,
         metadata={name: value for name, value in columns.items() if name not in (key, *COLUMNS)},
+        token_ids=_token_ids(columns, "prompt_token_ids", where),
+        negative_token_ids=_token_ids(columns, "negative_token_ids", where),
     )
 
 
 def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
     value = columns.get(name)
     return None if value is None else content_of(value, f"{where}: {name}")
+
+
+def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | None:
+    """The ids that a tokenizer made of the prompt in the model's template; an integer is never a bool here."""
+    value = columns.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise PromptError(f"{where}: {name} must be a list of at least one token id, got {value!r:.80}")
+    for index, number in enumerate(value):
+        if type(number) is not int or number < 0:
+            raise PromptError(f"{where}: {name} must hold integers from 0 on, got {number!r} at position {index}")
+    return tuple(value)
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:

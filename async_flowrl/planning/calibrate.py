@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config import Config
 from async_flowrl.generate import read_config
 from async_flowrl.observability.events import Event, effective, read_events
@@ -24,10 +23,6 @@ SLOW = 1.15
 """A worker whose tickets take this many times the pool's median is slow; below that it is chance."""
 LEAST_TICKETS = 4
 """Of a worker, before it may be called slow."""
-LATENT_BYTES_PER_PIXEL = 1.0
-"""Of one recorded latent: 16 float32 channels at an eighth of the side. The common case, where nothing was measured."""
-PICTURE_BYTES_PER_PIXEL = 3
-OVERHEAD_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         score=Law.measured(score_times(history)),
         stage=Law.measured(rest),
         deliver=Law.measured(delivery_times(history)),
-        ticket_bytes=payload_bytes(config) * ticket_size(config),
+        ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
     return Run(config, work, layout_of(config, slow_places(tickets)), len(metrics))
@@ -184,18 +179,9 @@ def actual(run: Path, *, first: int = WARM_UP_STEPS) -> Actual | None:
     return Actual(seconds / len(done), {pool: fmean(shares) for pool, shares in busy.items()}, len(done))
 
 
-def payload_bytes(config: Config) -> int:
-    """Estimated bytes of one image's trajectory and picture in the object store."""
-    drawn = draw_window(
-        config.algorithm,
-        num_inference_steps=config.rollout.num_inference_steps,
-        seed=config.seed,
-        step=0,
-        group=0,
-    )
-    points = {point for step in drawn.train_steps for point in (step, step + 1)}
-    pixels = config.rollout.resolution**2
-    return int(pixels * (len(points) * LATENT_BYTES_PER_PIXEL + PICTURE_BYTES_PER_PIXEL)) + OVERHEAD_BYTES
+def payload_bytes(history: Sequence[Event]) -> int:
+    """Of a training ticket's images and trajectory, the largest made; 0 where the run's engine did not say."""
+    return max((event["bytes"] for event in history if event["event"] == "span" and "bytes" in event), default=0)
 
 
 def adapter_bytes(run: Path) -> int:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from async_flowrl import payload
 from async_flowrl.config import Config
 from async_flowrl.planning.footprint import Allocations, fused_attention
 from async_flowrl.planning.shell import Shell, conditioning, shell_of
+from async_flowrl.policies.base import Shapes
 from async_flowrl.recipe import sampling, ticket_size
 from async_flowrl.training.batch import trained_steps
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -158,11 +160,8 @@ def measured(forward: Callable[[], Tensor], device: str) -> int:
 
 
 def ticket_bytes(config: Config, shell: Shell) -> int:
-    """Images, latents at every recorded point, log-probs and the prompt's conditioning of one ticket."""
-    policy, how = shell.policy, sampling(config)
-    elements = torch.Size(policy.latent_shape(how.resolution)).numel()
-    steps = trained_steps(config)
-    recorded = steps + 1 if config.algorithm.window in ("none", "random", "sliding") else 2 * steps
-    image = 3 * how.resolution**2 + recorded * elements * FLOAT + steps * FLOAT
-    shapes = policy.conditioning_shapes().values()
-    return ticket_size(config) * image + sum(torch.Size(shape).numel() for shape in shapes) * FLOAT
+    """Of the model that was built for the plan."""
+    policy = shell.policy
+    return payload.ticket_bytes(
+        config, Shapes(policy.latent_shape(config.rollout.resolution), policy.conditioning_shapes())
+    )

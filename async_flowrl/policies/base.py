@@ -1,12 +1,21 @@
 """What a model family gives the rollout engine and the trainer. One file per family implements it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.types import ByteArray, Conditioning, Sampling
+from async_flowrl.types import ByteArray, Conditioning, Prompt, Sampling, Wording
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of what a rollout hands over, all float32: an image's latents at one point, and a prompt's conditioning."""
+
+    latents: tuple[int, ...]
+    conditioning: Mapping[str, tuple[int, ...]]
 
 
 class Policy(Protocol):
@@ -32,11 +41,11 @@ class Policy(Protocol):
         """What FSDP shards, torch.compile compiles and gradient checkpointing wraps, in forward order."""
         ...
 
-    def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
         """Prompt embeddings, one dict per text; only in processes that loaded the text encoder.
 
         Names are those of the stock pipeline's arguments, arrays have no batch dimension. `system` replaces the system
-        prompt of the family's template; ValueError where there is none.
+        prompt of the family's template; ValueError where there is none, and for token ids where it takes only text.
         """
         ...
 
@@ -96,6 +105,22 @@ class PolicyFamily(Protocol):
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:
         """The policy of a diffusers pipeline that is loaded already, for tools that sample with the stock pipeline."""
+        ...
+
+    def shapes(
+        self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
+    ) -> Shapes:
+        """From the model's configuration files alone: asked before anything is started, in a process without models.
+
+        The prompt is one of usual length. Raises ValueError for a resolution that the model has no latents for.
+        """
+        ...
+
+    def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
+        """Raises ValueError, one sentence, for a system prompt or token ids that the model cannot encode.
+
+        Called at start-up where a prompt has either; no weights are loaded for it.
+        """
         ...
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
@@ -18,14 +18,7 @@ class FluxPolicy(PipelinePolicy):
     title = "FLUX.1"
     # Those of flow_grpo's FLUX scripts; `attn.to_q`, `to_k` and `to_v` are in the single-stream blocks too.
     lora_targets: Sequence[str] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",

@@ -9,10 +9,21 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
 from torch import Tensor, nn
 
-from async_flowrl.types import ByteArray, Conditioning, Sampling
+from async_flowrl.types import ByteArray, Conditioning, Sampling, TokenIds, Wording
+
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Projections of an attention over image and text, as diffusers names them: the image's, then the text's."""
 
 
 class PipelinePolicy(ABC):
@@ -23,6 +34,7 @@ class PipelinePolicy(ABC):
     """The model's name in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
+    has_system_prompt: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -58,19 +70,22 @@ class PipelinePolicy(ABC):
         return False
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
         """Float32 arrays without batch dimension, by the names of the pipeline's own arguments, one dict per text.
 
         One text at a time: padding to a batch neighbour's length would change the last bits. Raises ValueError for a
-        system prompt where the family's template has none.
+        system prompt where the family's template has none, and for token ids where it takes only text.
         """
         self._whole("encode prompts")
-        if system is not None:
+        if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
-        return [self._encode_one(text) for text in texts]
+        return [self._encode_one(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
     @abstractmethod
     def _encode_one(self, text: str) -> Conditioning: ...
+
+    def _encode_ids(self, ids: TokenIds) -> Conditioning:
+        raise ValueError(f"{self.title} takes prompts as text, got {len(ids)} token ids")
 
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -99,10 +114,14 @@ class PipelinePolicy(ABC):
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """As most pipelines do: evenly spaced, then shifted by the number of image tokens."""
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
+
         sigmas = np.linspace(1.0, 1 / steps, steps)
         retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=sigmas, mu=self._shift(tokens))
 
     def _shift(self, tokens: int) -> float:
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
         config = self._scheduler.config
         return float(
             calculate_shift(

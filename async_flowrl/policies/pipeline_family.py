@@ -1,22 +1,23 @@
 """How a family of pipeline policies is loaded, or built without weights to be planned."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import diffusers
 import torch
-from accelerate import init_empty_weights
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
-from async_flowrl.policies.loading import quiet, settle, weight_options
+from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.types import Sampling
+from async_flowrl.policies.stored import configuration
+from async_flowrl.types import Prompt, Sampling
 
 
 class PipelineFamily:
-    """Loads a pipeline policy from a diffusers folder or a hub name."""
+    """Loads a pipeline policy from a diffusers folder or a hub name.
+
+    The controller asks families about shapes and prompts, so diffusers is imported where something is loaded.
+    """
 
     policy: ClassVar[type[PipelinePolicy]]
     pipeline: ClassVar[str]
@@ -36,6 +37,10 @@ class PipelineFamily:
     ) -> PipelinePolicy:
         """`parts` is "all" (weights go straight to `device`), "transformer" (no text encoder, no VAE weights) or
         "structure" (the transformer with its parameters on the meta device)."""
+        import diffusers
+
+        from async_flowrl.policies.loading import quiet, settle, weight_options
+
         kind = getattr(diffusers, self.transformer)
         with quiet():
             if parts == "all":
@@ -52,8 +57,10 @@ class PipelineFamily:
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **weight_options(dtype, revision))
                 settle(transformer, device)
-            scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler", revision=revision)
-            vae = diffusers.AutoencoderKL.load_config(path, subfolder="vae", revision=revision)
+            scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+                path, subfolder="scheduler", revision=revision
+            )
+            vae = configuration(path, "vae", revision)
         return self.policy(
             transformer,
             scheduler,
@@ -85,6 +92,10 @@ class PipelineFamily:
 
         Such a policy predicts and decodes shapes; it has no schedule and encodes nothing.
         """
+        import diffusers
+
+        from async_flowrl.policies.loading import quiet
+
         kind = getattr(diffusers, self.transformer)
         with quiet(), torch.device("meta"):
             network = kind.from_config(dict(transformer)).requires_grad_(False).eval()
@@ -105,12 +116,45 @@ class PipelineFamily:
             max_sequence_length=max_sequence_length,
         )
 
+    def shapes(
+        self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
+    ) -> Shapes:
+        """From the configurations of transformer and VAE."""
+        described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
+        bare: Any = SimpleNamespace(config=SimpleNamespace(**described))
+        policy = self.policy(
+            bare,
+            None,
+            side=self.policy.pixels_per_token(vae, described),
+            dtype=torch.float32,
+            max_sequence_length=max_sequence_length,
+        )
+        return Shapes(policy.latent_shape(resolution), policy.conditioning_shapes())
+
+    def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
+        """Raises ValueError for what the family has no place for, and for token ids that are no prompt of the model."""
+        title = self.policy.title
+        for prompt in prompts:
+            if prompt.system is not None and not self.policy.has_system_prompt:
+                raise ValueError(f"{title} has no system prompt, prompt {prompt.index} brings {prompt.system!r:.60}")
+        if with_ids := [prompt for prompt in prompts if prompt.token_ids or prompt.negative_token_ids]:
+            self.check_token_ids(with_ids, path, revision=revision)
+
+    def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
+        """Raises ValueError, naming the prompt, for ids that its text encoder would not read as a prompt.
+
+        Here for any ids: where several text encoders read a prompt, each has a vocabulary of its own.
+        """
+        raise ValueError(f"{self.policy.title} takes prompts as text, prompt {prompts[0].index} brings token ids")
+
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         return self.policy.guidance_arguments(sampling)
 
 
 def _structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """The network as `from_pretrained` makes it before it reads weights: parameters on meta, tables computed."""
+    from accelerate import init_empty_weights
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

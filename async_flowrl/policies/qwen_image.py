@@ -1,26 +1,17 @@
 """Qwen-Image (and its tiny twin): packed latents [tokens, 64], true classifier-free guidance with norm rescale."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.policies.stored import configuration
+from async_flowrl.types import Conditioning, Prompt, Sampling, TokenIds, Wording
 
-_ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
@@ -29,9 +20,10 @@ class QwenImagePolicy(PipelinePolicy):
 
     family = "qwen_image"
     title = "Qwen-Image"
-    lora_targets: Sequence[str] = (*_ATTENTION, *_MLP)
+    lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
     # One step would divide by zero where the schedule is stretched to its terminal value.
     least_steps = 2
+    has_system_prompt = True
 
     def __init__(self, transformer: nn.Module, scheduler: Any, **options: Any) -> None:
         super().__init__(transformer, scheduler, **options)
@@ -46,8 +38,11 @@ class QwenImagePolicy(PipelinePolicy):
         return rf"transformer_blocks\.{last}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str], system: str | None = None) -> list[Conditioning]:
-        """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own."""
+    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+        """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own.
+
+        Token ids are those of the whole template. With a system prompt in them, `system` must say the same one.
+        """
         with system_prompt(self._whole("encode prompts"), system):
             return super().encode(texts)
 
@@ -57,6 +52,11 @@ class QwenImagePolicy(PipelinePolicy):
         if mask is not None:
             embeds = embeds[:, mask[0].bool()]
         return {"prompt_embeds": embeds[0].float().cpu().numpy()}
+
+    def _encode_ids(self, ids: TokenIds) -> Conditioning:
+        pipeline = self._whole("encode prompts")
+        embeds = encode_ids(pipeline, ids)[: self._text_tokens(pipeline.tokenizer_max_length)]
+        return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """A prompt of 128 tokens; nothing is padded."""
@@ -107,25 +107,6 @@ class QwenImagePolicy(PipelinePolicy):
         return factor * int(transformer["patch_size"])
 
 
-@contextmanager
-def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
-    """Inside, the pipeline's prompt template carries `system` in place of its own system prompt; None leaves it.
-
-    The pipeline drops as many tokens of the encoded text as the template has before the user's words.
-    """
-    kept = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-    if system is not None:
-        before, rest = kept[0].split("system\n", 1)
-        after = rest[rest.index("<|im_end|>") :]
-        prefix = before + "system\n" + system + after.split("{}")[0]
-        pipeline.prompt_template_encode = f"{before}system\n{system.replace('{', '{{').replace('}', '}}')}{after}"
-        pipeline.prompt_template_encode_start_idx = len(pipeline.tokenizer(prefix).input_ids)
-    try:
-        yield
-    finally:
-        pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx = kept
-
-
 def _text(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Embeddings [len(branches) * n, L, D] and their mask [.., L], None where no branch needs padding."""
     embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
@@ -145,3 +126,12 @@ class QwenImageFamily(PipelineFamily):
     policy = QwenImagePolicy
     pipeline, transformer = "QwenImagePipeline", "QwenImageTransformer2DModel"
     usual_guidance = 4.0, 0.0
+
+    def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
+        from diffusers import QwenImagePipeline
+        from transformers import Qwen2Tokenizer
+
+        tokenizer = Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision)
+        bare = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
+        encoder = configuration(path, "text_encoder", revision)
+        check_ids(bare, prompts, int(encoder.get("text_config", encoder)["vocab_size"]))

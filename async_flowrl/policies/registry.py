@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +14,9 @@ from torch import nn
 
 from async_flowrl.config import ModelConfig
 from async_flowrl.naming import unknown_name
-from async_flowrl.policies.base import Policy, PolicyFamily
+from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
+from async_flowrl.types import Prompt
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -115,6 +116,19 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy
+
+
+def shapes_of(model: ResolvedModel, resolution: int) -> Shapes:
+    """Of the model's latents and conditioning, from its configuration files. Raises ValueError, one sentence."""
+    return load_family(model.family).shapes(
+        model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length
+    )
+
+
+def check_prompts_of(model: ResolvedModel, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode."""
+    if special := [p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids]:
+        load_family(model.family).check_prompts(special, model.path, revision=model.revision)
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
 from torch import Tensor
 
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
@@ -17,16 +16,7 @@ class SD3Policy(PipelinePolicy):
     family = "sd3"
     title = "Stable Diffusion 3"
     # Those of the published SD3.5 recipes (flow_grpo, verl-omni); the second attention of SD3.5-M stays as it is.
-    lora_targets: Sequence[str] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    lora_targets: Sequence[str] = JOINT_ATTENTION
 
     @property
     def lora_exclude(self) -> str:
@@ -51,6 +41,8 @@ class SD3Policy(PipelinePolicy):
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """The scheduler's own spacing; shifted by image tokens only where the model asks for that."""
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
+
         dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
         retrieve_timesteps(self._scheduler, steps, "cpu", **dynamic)
 

@@ -1,8 +1,9 @@
-"""A transformer's weights as they lie in their files, read one tensor at a time."""
+"""What lies in a model's files: its parts' configurations, and a transformer's weights, one tensor at a time."""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,6 +43,26 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:
+    """config.json of a part of the model ("transformer", "vae", ...), of a local folder or of the hub at `revision`.
+
+    Raises ValueError where it cannot be had.
+    """
+    name = f"{part}/config.json"
+    try:
+        if revision is None:
+            file = Path(path) / name
+        else:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(path, name, revision=revision))
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} of model.path {path} cannot be read: {reason}") from error
+    return found
 
 
 def _download(path: str, revision: str) -> Path:

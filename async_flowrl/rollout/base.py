@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory
+from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation, Header
 
 Export = Callable[[], tuple[Header, ByteArray]]
@@ -25,7 +25,7 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Runs without Ray. Its caller receives the weights, verifies them and says which version is to be used."""
 
-    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         """Embeddings of prompts, for the trainer (negative prompts, once per run)."""
         ...
 

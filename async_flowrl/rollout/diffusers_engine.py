@@ -15,7 +15,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.seeds import generator
 from async_flowrl.training.lora import lora_layers, lora_modules, lora_parameters
-from async_flowrl.types import TRAIN, ByteArray, Conditioning, RolloutRequest, Span, Trajectory
+from async_flowrl.types import TRAIN, ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation, LoraModule, binding_probe
 
 _CACHED_PROMPTS = 1024
@@ -55,9 +55,9 @@ class DiffusersEngine:
             raise ValueError(f"rollout.batch_size must be at least 1, got {batch_size}")
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._meter = Meter(policy.transformer)
-        self._prompts: OrderedDict[tuple[str, str | None], dict[str, Tensor]] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Wording, str | None], dict[str, Tensor]] = OrderedDict()
 
-    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         return self.policy.encode(texts)
 
     def lora_parameters(self) -> Mapping[str, Tensor]:
@@ -88,7 +88,8 @@ class DiffusersEngine:
         denoised = time.time()
         images = self._decode(chunks, request.sampling.resolution)
         generated = Span("generate", begun, denoised, self._meter.flops(shape))
-        spans = (generated, Span("decode", denoised, time.time()))
+        made = None if trajectory is None else images.nbytes + trajectory.nbytes
+        spans = (generated, Span("decode", denoised, time.time(), bytes=made))
         return Rollout(images, trajectory, spans)
 
     def _plan(self, request: RolloutRequest) -> _Plan:
@@ -96,20 +97,19 @@ class DiffusersEngine:
         _check(request)
         negative = None
         if sampling.true_cfg_scale > 1:
-            text = sampling.negative_prompt if request.prompt.negative is None else request.prompt.negative
-            negative = self._conditioning(text, None)
+            negative = self._conditioning(request.prompt.negative_wording(sampling.negative_prompt), None)
         # Without noise there are no transitions to train on: the rows of train_steps are made from the final latents.
         recorded = {point for step in request.train_steps if request.noise_steps for point in (step, step + 1)}
         return _Plan(
             request,
             self.policy.sigmas(sampling.num_inference_steps, sampling.resolution),
-            self._conditioning(request.prompt.text, request.prompt.system),
+            self._conditioning(request.prompt.wording, request.prompt.system),
             negative,
             frozenset(request.noise_steps) if train else frozenset(),
             tuple(sorted(recorded or {sampling.num_inference_steps})) if train else (),
         )
 
-    def _conditioning(self, text: str, system: str | None) -> dict[str, Tensor]:
+    def _conditioning(self, text: Wording, system: str | None) -> dict[str, Tensor]:
         key = text, system
         if key not in self._prompts:
             (encoded,) = self.policy.encode([text], system=system)

@@ -32,6 +32,7 @@ from async_flowrl.types import (
     RolloutRequest,
     Span,
     Trajectory,
+    Wording,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Ack, Activation, Draft, Header, Receiver
@@ -65,7 +66,7 @@ class RolloutWorker:
         self.collective = ReceivingEnd(self.receiver, torch.device(device()))
         return {"base_digest": digest}
 
-    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         return self.engine.encode(texts)
 
     def receive(self, header: Header, buffer: ByteArray, slot: str = RING) -> Ack:

@@ -25,7 +25,7 @@ from async_flowrl.training.lora import reference_mode
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.plan import StepPlan
 from async_flowrl.training.tally import Tally
-from async_flowrl.types import Conditioning
+from async_flowrl.types import Conditioning, Wording
 
 PROBED_ROWS = 4
 """Rows whose log-probs are recomputed under the sampling weights in every batch, only to compare two engines."""
@@ -66,10 +66,10 @@ class Passes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._negatives: dict[str, dict[str, Tensor]] = {}
+        self._negatives: dict[Wording, dict[str, Tensor]] = {}
         self._proximal: dict[int, list[Prediction]] = {}
 
-    def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         self._negatives = {text: to_device(value, self._parts.device) for text, value in conditionings.items()}
 
     def batches(self, group: Group) -> list[MicroBatch]:

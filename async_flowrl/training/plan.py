@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from async_flowrl.types import Sampling, Span
+from async_flowrl.types import Sampling, Span, Wording
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class GroupMeta:
     """Which images are trained, in order (Algorithm.select)."""
     seeds: tuple[int, ...]
     """A named seed per image, for algorithms that draw in the trainer."""
-    negative: str
-    """Text of its negative prompt, a key of what `set_negatives` was given; unused without guidance."""
+    negative: Wording
+    """Its negative prompt, a key of what `set_negatives` was given; unused without guidance."""
     sampling: Sampling
     """How it was sampled: guidance and resolution must be the trainer's too."""
 

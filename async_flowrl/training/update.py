@@ -16,7 +16,7 @@ from async_flowrl.training.passes import Parts, Passes
 from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.schedule import learning_rate
 from async_flowrl.training.tally import GroupTally, RowSums, Tally
-from async_flowrl.types import Conditioning, Span, Trajectory
+from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 
 class NonFiniteError(RuntimeError):
@@ -36,7 +36,7 @@ class Update:
         self._meter = Meter(parts.policy.transformer)
         self._profiler = StepProfiler(parts.config, f"trainer-{parts.gang.rank}")
 
-    def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
         self._passes.set_negatives(conditionings)
 

@@ -33,7 +33,7 @@ from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.streaming import digest_of_stored, stream_base
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory
+from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory, Wording
 from checkpoint_engine import Draft, Header, base_digest, weights_digest
 from checkpoint_engine.collective import Epoch
 from separation.rendezvous import join
@@ -139,7 +139,7 @@ class TrainerWorker:
             reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
         )
 
-    def set_negatives(self, conditionings: Mapping[str, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         self._update.set_negatives(conditionings)
 
     def proximal(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:

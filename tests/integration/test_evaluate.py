@@ -17,12 +17,18 @@ from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets import EVALUATION, Ticket
-from tests.tiny import adapted_policy, tiny_policy
+from tests.tiny import adapted_policy, tiny_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 PROMPTS = (
     {"prompt": "red red red red"},
     {"prompt": "blue blue blue blue", "negative_prompt": "red", "system_prompt": "Be bold."},
+    {
+        "prompt": "green",
+        "prompt_token_ids": token_ids("red and blue", system="Be bold."),
+        "negative_token_ids": token_ids("blue"),
+        "system_prompt": "Be bold.",
+    },
 )
 
 

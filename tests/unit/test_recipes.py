@@ -1,8 +1,10 @@
 """Every shipped recipe composes, would run, and says where each of its lines comes from."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,18 +22,38 @@ RECIPES = {
     "flux_pickscore": "black-forest-labs/FLUX.1-dev",
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
+CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "QwenImagePipeline": {
+        "transformer/config.json": {
+            "in_channels": 64, "patch_size": 2, "joint_attention_dim": 3584, "guidance_embeds": False,
+        },
+        "vae/config.json": {"temperal_downsample": [False, True, True]},
+    },
+    "StableDiffusion3Pipeline": {
+        "transformer/config.json": {"in_channels": 16, "patch_size": 2, **TEXT_DIM},
+        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
+    },
+    "FluxPipeline": {
+        "transformer/config.json": {"in_channels": 64, "guidance_embeds": True, **TEXT_DIM},
+        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
+    },
+}  # fmt: skip
+"""What is asked of the published models' files before a run."""
 LINES = {name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in RECIPES}
 
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub cache that knows which pipeline each model is, and nothing more."""
+    """A hub cache that knows which pipeline each model is and how its latents look, and nothing more."""
     from huggingface_hub import constants
 
     for model, pipeline in zip(RECIPES.values(), list(PIPELINES)[:3], strict=True):
         repository = tmp_path / "hub" / f"models--{model.replace('/', '--')}"
-        (repository / "snapshots" / COMMIT).mkdir(parents=True)
-        (repository / "snapshots" / COMMIT / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
+        snapshot = repository / "snapshots" / COMMIT
+        for file, content in (("model_index.json", {"_class_name": pipeline}), *CONFIGURATIONS[pipeline].items()):
+            (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / file).write_text(json.dumps(content))
         (repository / "refs").mkdir()
         (repository / "refs/main").write_text(COMMIT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -49,6 +71,7 @@ def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
     check(config)
     prepared = prepare(config)
     assert (prepared.model.path, prepared.model.revision) == (RECIPES[name], COMMIT)
+    assert prepared.shapes.latents == {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64)}[name[0]]
     assert f"model {RECIPES[name]} " in describe_run(prepared)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 

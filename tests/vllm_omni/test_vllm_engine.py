@@ -1,6 +1,7 @@
 """The real vllm-omni on a CPU, in float32, against diffusers: images, trajectories, adapters, failures."""
 
 import gc
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from async_flowrl.rollout.vllm_omni.requests import REQUEST
 from async_flowrl.training.lora import lora_layers, lora_modules, reference_mode
 from async_flowrl.types import EVALUATION, Prompt
 from checkpoint_engine import Activation, LoraModule, base_digest, binding_probe, check_binding
-from tests.tiny import request, sampling, tensors, tiny_policy
+from separation import rendezvous
+from tests.tiny import request, sampling, tensors, tiny_policy, token_ids
 from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
 
 LONG = Prompt(1, "a very long prompt about a blue square, a red circle and much more", negative="grey")
@@ -108,6 +110,26 @@ def test_prompts_are_encoded_to_the_reference_bits(rig: Rig) -> None:
     texts = ["red red red red", " ", LONG.text]
     for mine, reference in zip(rig.engine.encode(texts), rig.policy.encode(texts), strict=True):
         assert np.array_equal(mine["prompt_embeds"], reference["prompt_embeds"])
+
+
+def test_token_ids_are_encoded_as_their_text(rig: Rig) -> None:
+    texts = [LONG.text, " ", "a small green hill"]
+    words, ids = rig.engine.encode(texts), rig.engine.encode([tuple(token_ids(text)) for text in texts])
+    assert all(np.array_equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(words, ids, strict=True))
+    how = sampling(cfg=4.0)
+    tokenised = Prompt(
+        2, "for rewards", token_ids=tuple(token_ids("a green hill")), negative_token_ids=tuple(token_ids("grey"))
+    )
+    made = rig.made(request(2, how=how, prompt=tokenised), 1)
+    assert same(made, rig.made(request(2, how=how, prompt=Prompt(2, "a green hill", negative="grey")), 1))
+    assert gap(made, rig.expected(request(2, how=how, prompt=tokenised), 1)) < TOLERANCE
+
+
+def test_no_port_was_chosen_before_it_was_held(rig: Rig) -> None:
+    """The engine's world lives at the store that this process opened, not at a port that vllm-omni found free."""
+    ((port, store),) = rendezvous._stores.items()
+    assert torch.distributed.get_world_size() == 1
+    assert store.num_keys() > 0 and os.environ["MASTER_PORT"] != str(port)
 
 
 def test_every_version_is_an_adapter_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

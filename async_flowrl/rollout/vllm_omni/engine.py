@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import random
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +16,10 @@ from async_flowrl.rollout.vllm_omni.client import Client
 from async_flowrl.rollout.vllm_omni.network import local_folder, network_plan
 from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, metadata
 from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT, AdapterSpec, Opening
-from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments
-from async_flowrl.types import EMA, POLICY, Conditioning, RolloutRequest
+from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments, tensor_parallel
+from async_flowrl.types import EMA, POLICY, Conditioning, RolloutRequest, Wording
 from checkpoint_engine import Activation, Layout
-
-_PORTS = (20_000, 32_768)
-"""Below what Linux hands out, above what Ray gives its workers."""
+from separation.rendezvous import open_store
 
 
 class VllmOmniEngine:
@@ -49,9 +45,9 @@ class VllmOmniEngine:
         opening = Opening(spec, plan.base, config.model.dtype, config.rollout.batch_size, model.max_sequence_length)
         self.base_digest = self._client.call("rollout_open", str, opening)
 
-    def encode(self, texts: Sequence[str]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         encoded = self._client.call("rollout_encode", dict, list(texts))
-        return [encoded[text] for text in texts]
+        return [encoded[index] for index in range(len(texts))]
 
     def lora_parameters(self) -> Mapping[str, Tensor]:
         return self._parameters
@@ -117,26 +113,11 @@ class VllmOmniEngine:
 
 
 def _started(config: Config, folder: str, family: str) -> Client:
-    """A running engine. Where somebody took its port after it was found free, another one is tried, three in all."""
-    for attempt in range(3):
-        arguments = engine_arguments(
-            config, folder=folder, family=family, devices=torch.cuda.device_count(), port=_free_port()
-        )
-        try:
-            return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) or attempt == 2:
-                raise
-    raise AssertionError("unreachable")
+    """A running engine, whose ranks meet at a store that this process holds.
 
-
-def _free_port() -> int:
-    """For vllm-omni's own rendezvous, which comes seconds later: so none of those the system hands out by itself."""
-    while True:
-        port = random.SystemRandom().randrange(*_PORTS)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return port
+    vllm-omni's own way is a port that is free when it is chosen and must still be free seconds later.
+    """
+    devices = torch.cuda.device_count()
+    port = open_store(tensor_parallel(config.rollout.gpus_per_worker, devices), config.deadlines.load)
+    arguments = engine_arguments(config, folder=folder, family=family, devices=devices, port=port)
+    return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)

@@ -9,23 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore, init_process_group  # type: ignore[attr-defined]
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from async_flowrl.rollout.vllm_omni.adapters import Adapters
 from async_flowrl.rollout.vllm_omni.names import unpacked
 from async_flowrl.rollout.vllm_omni.requests import Opening
-from async_flowrl.types import Conditioning
+from async_flowrl.rollout.vllm_omni.settings import STORE_PORT
+from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine import Activation, Header, base_digest, binding_probe
 from checkpoint_engine.digest import ByteArray
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[misc]
-    """Each method runs on every rank, between two requests. Names carry a prefix: the class is mixed with vllm's."""
+    """Mixed in front of vllm-omni's worker. Methods with a prefix run on every rank, between two requests."""
 
-    def re_init_pipeline(self, custom_pipeline_args: dict[str, Any]) -> None:
-        """The first thing that vllm-omni calls, before the model is loaded."""
+    def init_device(self) -> None:
+        """The first thing that happens in a rank, in front of vllm-omni's own, which uses the world that it finds.
+
+        The ranks meet at a store that the rollout worker holds open.
+        """
         end_with_parent()
-        super().re_init_pipeline(custom_pipeline_args)
+        from vllm_omni.platforms import current_omni_platform
+
+        port, world = self.od_config.custom_pipeline_args[STORE_PORT], self.od_config.num_gpus
+        store = TCPStore("localhost", port, world, is_master=False)
+        init_process_group(
+            current_omni_platform.dist_backend,
+            store=PrefixStore("engine", store),
+            rank=self.rank,
+            world_size=world,
+        )
+        super().init_device()
 
     def rollout_open(self, opening: Opening) -> str:
         """Prepares the pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
@@ -45,9 +60,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
     def rollout_probe(self, adapter: int) -> dict[str, Tensor]:
         return binding_probe(self._rollout_adapters.layers(adapter))
 
-    def rollout_encode(self, texts: list[str]) -> dict[str, Conditioning]:
-        encoded = self.model_runner.pipeline.engine.encode(texts)
-        return dict(zip(texts, encoded, strict=True))
+    def rollout_encode(self, texts: list[Wording]) -> dict[int, Conditioning]:
+        """By place: vllm-omni would take a list for one answer per rank."""
+        return dict(enumerate(self.model_runner.pipeline.engine.encode(texts)))
 
 
 def end_with_parent() -> None:

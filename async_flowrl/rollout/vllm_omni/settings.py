@@ -9,6 +9,8 @@ RELEASE = "0.30"
 """vllm and vllm-omni come in pairs, and the seams used here move between releases."""
 FAMILIES = {"qwen_image": "async_flowrl.rollout.vllm_omni.pipeline.RolloutQwenImagePipeline"}
 """Model family to the pipeline that vllm-omni runs for us."""
+STORE_PORT = "store_port"
+"""Among the pipeline's arguments, which reach every rank's process."""
 EXTENSION = "async_flowrl.rollout.vllm_omni.extension.RolloutWorkerExtension"
 
 
@@ -40,24 +42,29 @@ def tensor_parallel(gpus_per_worker: float, devices: int) -> int:
     return int(gpus_per_worker)
 
 
+def check_family(family: str) -> None:
+    """Raises ValueError for a model family that there is no pipeline for."""
+    if family not in FAMILIES:
+        raise ValueError(f"rollout.engine=vllm_omni generates with {', '.join(FAMILIES)}, the model is {family}")
+
+
 def engine_arguments(config: Config, *, folder: str, family: str, devices: int, port: int) -> dict[str, Any]:
     """Keyword arguments of `AsyncOmni`; every one is named here, none is left to the environment.
 
     One request is one whole ticket, so `max_num_seqs` is 1: the engine never puts two tickets into one forward pass.
+    `port` is where the rollout worker holds a store for the engine's ranks to meet at.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"rollout.engine=vllm_omni supports {', '.join(FAMILIES)}, the model is {family}")
+    check_family(family)
     return {
         "model": folder,
         "dtype": config.model.dtype,
         "tensor_parallel_size": tensor_parallel(config.rollout.gpus_per_worker, devices),
-        "custom_pipeline_args": {"pipeline_class": FAMILIES[family]},
+        "custom_pipeline_args": {"pipeline_class": FAMILIES[family], STORE_PORT: port},
         "worker_extension_cls": EXTENSION,
         "max_num_seqs": 1,
         "max_cpu_loras": resident_adapters(config),
         "enforce_eager": True,
         "cache_backend": "none",
-        "master_port": port,
         "log_stats": False,
         "stage_init_timeout": int(config.deadlines.load),
         "init_timeout": int(config.deadlines.load),

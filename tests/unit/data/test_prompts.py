@@ -49,6 +49,20 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
     assert load(tmp_path / "rows.parquet")[1].target == "Hi"
 
 
+def test_token_ids_stay_beside_the_text(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a cat", "prompt_token_ids": [5, 6, 7], "negative_token_ids": None},
+        {"prompt": "a dog", "prompt_token_ids": None, "negative_token_ids": [0]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cat, dog = load(tmp_path / "rows.jsonl")
+    assert [cat, dog] == load(parquet(tmp_path / "rows.parquet", rows))
+    assert (cat.token_ids, cat.negative_token_ids, cat.metadata) == ((5, 6, 7), None, {})
+    assert (dog.token_ids, dog.negative_token_ids) == (None, (0,))
+    assert [p.wording for p in (cat, dog)] == [(5, 6, 7), "a dog"]
+    assert [p.negative_wording("grey") for p in (cat, dog, Prompt(2, "", negative=""))] == ["grey", (0,), ""]
+
+
 def test_verl_messages_and_ground_truth(tmp_path: Path) -> None:
     row = {
         "prompt": [{"role": "system", "content": "Paint."}, {"role": "user", "content": "a poster"}],
@@ -112,6 +126,24 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', r"chat\.jsonl:1: .* \['assistant'\]"),
         ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"no user message"),
         ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"only text messages"),
+        (
+            "ids.jsonl",
+            '{"prompt": "a"}\n{"prompt": "a", "prompt_token_ids": []}\n',
+            r"ids\.jsonl:2: prompt_token_ids must be a list of at least one token id, got \[\]",
+        ),
+        (
+            "ids.jsonl",
+            '{"prompt": "a", "negative_token_ids": 3}\n',
+            r"jsonl:1: negative_token_ids must be a list .* 3$",
+        ),
+        (
+            "ids.jsonl",
+            '{"prompt": "a", "prompt_token_ids": [1, 2.0]}\n',
+            r"jsonl:1: prompt_token_ids must hold integers from 0 on, got 2\.0 at position 1",
+        ),
+        ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [true]}\n', "got True at position 0"),
+        ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [4, -1]}\n', "got -1 at position 1"),
+        ("ids.jsonl", '{"prompt_token_ids": [4]}\n', r"jsonl:1: data\.prompt_key must be one of prompt_token_ids"),
         ("data.csv", "prompt\na\n", r"\.jsonl, \.parquet, \.txt, got '\.csv'"),
         ("fake.parquet", "hello", r"fake\.parquet is not a parquet file"),
     ],

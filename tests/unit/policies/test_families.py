@@ -19,13 +19,13 @@ from async_flowrl.config import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import counted
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.registry import family_of
+from async_flowrl.policies.registry import check_prompts_of, family_of, resolve_model, shapes_of
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.training.lora import add_lora, lora_modules, lora_parameters, reference_mode
-from async_flowrl.types import EVALUATION, Sampling
-from tests.families import NAMES, TEXT, adapted, conditioning, how, model_config, pipeline_of, policy_of
+from async_flowrl.types import EVALUATION, Prompt, Sampling
+from tests.families import NAMES, NEGATIVE, TEXT, adapted, conditioning, how, model_config, pipeline_of, policy_of
 from tests.tiny import randomise, request, tensors
 
 N = 3
@@ -217,9 +217,39 @@ def test_a_prompt_is_encoded_alike_whoever_else_is(policy: Policy, family: str) 
         assert found.keys() == alone.keys()
         assert all(found[name].dtype == np.float32 and np.array_equal(found[name], alone[name]) for name in found)
     assert not np.array_equal(together[0]["prompt_embeds"][:5], together[1]["prompt_embeds"][:5])
-    if family != "qwen_image":
-        with pytest.raises(ValueError, match="has no system prompt"):
-            policy.encode([TEXT], system="Paint.")
+
+
+def test_prompts_that_a_family_has_no_place_for_are_refused_before_a_model_is_loaded(
+    policy: Policy, family: str
+) -> None:
+    model = resolve_model(model_config(family))
+    polite, tokenised = Prompt(3, TEXT, system="Paint."), Prompt(4, TEXT, negative_token_ids=(1, 2))
+    check_prompts_of(model, [Prompt(0, TEXT, negative=NEGATIVE)])
+    if family == "qwen_image":
+        check_prompts_of(model, [polite])
+        return
+    for prompt, message in ((polite, "has no system prompt, prompt 3 "), (tokenised, "prompts as text, prompt 4 ")):
+        with pytest.raises(ValueError, match=message):
+            check_prompts_of(model, [Prompt(0, TEXT), prompt])
+    with pytest.raises(ValueError, match="has no system prompt, got 'Paint'"):
+        policy.encode([TEXT], system="Paint")
+    with pytest.raises(ValueError, match="takes prompts as text, got 2 token ids"):
+        policy.encode([(1, 2)])
+
+
+@pytest.mark.parametrize("resolution", [32, 512])
+def test_shapes_are_known_from_the_configurations(policy: Policy, family: str, resolution: int) -> None:
+    model = resolve_model(model_config(family))
+    found = shapes_of(model, resolution)
+    assert found.latents == policy.latent_shape(resolution)
+    (encoded,) = policy.encode([TEXT])
+    assert found.conditioning.keys() == encoded.keys()
+    # A text's own length is not known before; where it is padded, the tiny model's CLIP reads less than a real one.
+    assert all(math.prod(shape) >= encoded[name].size for name, shape in found.conditioning.items())
+    if family == "flux":
+        assert dict(found.conditioning) == {name: value.shape for name, value in encoded.items()}
+    with pytest.raises(ValueError, match="resolution must be a multiple of 16, got 40, nearest: 32"):
+        shapes_of(model, 40)
 
 
 def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: Policy) -> None:

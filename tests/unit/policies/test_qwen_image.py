@@ -12,9 +12,10 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.config import ModelConfig
 from async_flowrl.policies.qwen_image import QwenImagePolicy
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.registry import check_prompts_of, load_policy, resolve_model
 from async_flowrl.training.lora import lora_parameters
-from tests.tiny import RED, adapted_policy, sampling, tensors, tiny_policy
+from async_flowrl.types import Prompt
+from tests.tiny import RED, adapted_policy, sampling, tensors, tiny_policy, token_ids
 
 NEGATIVE = sampling().negative_prompt
 
@@ -127,6 +128,41 @@ def test_a_system_prompt_replaces_the_templates(policy: QwenImagePolicy, pipelin
     assert other["prompt_embeds"].shape == plain["prompt_embeds"].shape
     assert not np.allclose(other["prompt_embeds"], plain["prompt_embeds"], atol=1e-3)
     assert np.array_equal(policy.encode([RED.text])[0]["prompt_embeds"], plain["prompt_embeds"])
+
+
+@pytest.mark.parametrize("text", [RED.text, "", " ", 'a sign "Öl, 10 €" {x}', "word " * 300])
+def test_token_ids_are_encoded_as_the_text_that_was_tokenised(policy: QwenImagePolicy, text: str) -> None:
+    (words,), (ids,) = policy.encode([text]), policy.encode([tuple(token_ids(text))])
+    assert np.array_equal(words["prompt_embeds"], ids["prompt_embeds"])
+
+
+def test_token_ids_with_another_system_prompt_and_a_shorter_length() -> None:
+    short = load_policy(resolve_model(ModelConfig(max_sequence_length=9)), dtype="float32", device="cpu", parts="all")
+    ids = tuple(token_ids("a long red line", system="Paint {badly}."))
+    (words,), (found,) = (short.encode([wording], system="Paint {badly}.") for wording in ("a long red line", ids))
+    assert words["prompt_embeds"].shape[0] == 9
+    assert np.array_equal(words["prompt_embeds"], found["prompt_embeds"])
+
+
+def test_token_ids_that_are_no_prompt_of_the_model_are_refused_by_name() -> None:
+    model, good = resolve_model(ModelConfig()), tuple(token_ids("red"))
+    check_prompts_of(model, [Prompt(0, "red", token_ids=good, negative_token_ids=tuple(token_ids(" ")))])
+    other = tuple(token_ids("red", system="Paint {badly}."))
+    check_prompts_of(model, [Prompt(0, "red", system="Paint {badly}.", token_ids=other)])
+    outside = (*good[:-1], 99_999)
+    for prompt, message in [
+        (
+            Prompt(7, "red", token_ids=outside),
+            r"^token ids of prompt 7 \('red'\): 99999 is not in .* vocabulary of \d+$",
+        ),
+        (Prompt(7, "red", negative_token_ids=outside), "^negative token ids of prompt 7 .* 99999 is not in"),
+        (Prompt(7, "red", token_ids=good[34:]), r"must be those of the model's whole prompt template, .* got \d+ that"),
+        (Prompt(7, "red", token_ids=good[:34]), "got 34 that begin with"),
+        (Prompt(7, "red", token_ids=other), "whole prompt template"),
+        (Prompt(7, "red", system="Paint.", token_ids=other), "whole prompt template"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_prompts_of(model, [Prompt(0, "blue"), prompt])
 
 
 def test_guidance_in_one_batch_is_two_forwards_combined_and_rescaled(policy: QwenImagePolicy) -> None:

@@ -20,7 +20,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.training.lora import lora_parameters, reference_mode
 from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
-from tests.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy
+from tests.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +262,24 @@ def test_the_prompts_own_negative_and_system_prompt_are_used(engine: DiffusersEn
     assert same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative=how.negative_prompt))))
     assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative="blue"))))
     assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, system="Be bold."))))
+
+
+def test_token_ids_make_the_images_of_their_text(engine: DiffusersEngine) -> None:
+    how = sampling(cfg=4.0)
+    ids = {"token_ids": tuple(token_ids("blue")), "negative_token_ids": tuple(token_ids("grey"))}
+    tokenised = engine.generate(request(2, how=how, prompt=Prompt(1, "only rewards see this", **ids)))
+    assert same(tokenised, engine.generate(request(2, how=how, prompt=Prompt(1, "blue", negative="grey"))))
+    assert not same(tokenised, engine.generate(request(2, how=how, prompt=Prompt(1, "blue", negative="green"))))
+
+
+def test_a_training_ticket_says_how_many_bytes_it_came_to(engine: DiffusersEngine) -> None:
+    made = engine.generate(request(3))
+    assert made.trajectory is not None
+    arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs, made.trajectory.sigmas]
+    expected = sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
+    assert [span.bytes for span in made.spans if span.name == "decode"] == [expected]
+    evaluated = engine.generate(request(3, kind=EVALUATION))
+    assert [span.bytes for span in evaluated.spans] == [None, None]
 
 
 def test_latents_that_are_not_finite_name_the_ticket_and_version() -> None:

@@ -134,11 +134,12 @@ def test_every_argument_of_the_engine_is_named() -> None:
         "max_cpu_loras": 5,
         "cache_backend": "none",
         "enforce_eager": True,
-        "master_port": 29501,
     }
     assert expected.items() <= arguments.items()
-    assert arguments["custom_pipeline_args"]["pipeline_class"].startswith("async_flowrl.rollout.vllm_omni.pipeline.")
-    with pytest.raises(ValueError, match="supports qwen_image, the model is flux"):
+    pipeline = arguments["custom_pipeline_args"]
+    assert pipeline["pipeline_class"].startswith("async_flowrl.rollout.vllm_omni.pipeline.")
+    assert pipeline["store_port"] == 29501
+    with pytest.raises(ValueError, match="generates with qwen_image, the model is flux"):
         engine_arguments(config, folder="f", family="flux", devices=1, port=1)
 
 

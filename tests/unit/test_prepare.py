@@ -1,0 +1,77 @@
+"""What is known and what is refused before anything is started, for every family of models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl import payload
+from async_flowrl.check import ConfigError
+from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.dry_run import describe_run
+from async_flowrl.policies.registry import load_policy
+from async_flowrl.prepare import Prepared, prepare
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.tickets import TRAIN, Ticket
+from tests.video import CHANNELS, FRAMES, build_video
+
+
+def prepared(folder: Path, *overrides: str) -> Prepared:
+    return prepare(typed(compose_overrides("one_step_off", [f"output_dir={folder / 'run'}", *overrides])))
+
+
+def prompts(folder: Path, **columns: Any) -> str:
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "red red red red", **columns}) + "\n")
+    return f"data.train={folder / 'prompts.jsonl'}"
+
+
+@pytest.mark.parametrize(
+    ("model", "columns", "message"),
+    [
+        (
+            "tiny_sd3",
+            {"system_prompt": "Paint."},
+            "^Stable Diffusion 3 has no system prompt, prompt 0 brings 'Paint.'$",
+        ),
+        ("tiny_flux", {"prompt_token_ids": [1, 2]}, r"^FLUX\.1 takes prompts as text, prompt 0 brings token ids$"),
+        ("tiny", {"prompt_token_ids": [1, 99999]}, "99999 is not in the text encoder's vocabulary"),
+    ],
+)
+def test_prompts_that_the_model_cannot_encode(tmp_path: Path, model: str, columns: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepared(tmp_path, f"model={model}", prompts(tmp_path, **columns))
+    held_out = prompts(tmp_path, **columns).replace("train", "evaluation")
+    with pytest.raises(ConfigError, match=message):
+        prepared(tmp_path, f"model={model}", held_out)
+
+
+def test_an_engine_without_a_pipeline_for_the_family(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm_omni generates with qwen_image, the model is sd3$"):
+        prepared(tmp_path, "model=tiny_sd3", "rollout.engine=vllm_omni")
+    assert prepared(tmp_path, "rollout.engine=vllm_omni").model.family == "qwen_image"
+
+
+def test_a_resolution_without_latents(tmp_path: Path) -> None:
+    """The general check asks for multiples of 16; a model may ask for more, or its files may be missing."""
+    video = build_video(tmp_path / "video")
+    (video / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(ConfigError, match=r"^vae/config\.json of model\.path .* cannot be read: .*No such file"):
+        prepared(tmp_path, f"model.path={video}")
+
+
+def test_a_videos_payload_is_counted_in_its_own_layout(tmp_path: Path) -> None:
+    """Latents [channels, frames, h, w]: what a plan says is what a ticket's trajectory comes to, byte for byte."""
+    model = (f"model.path={build_video(tmp_path / 'video')}", "model.family=tests.video:VideoFamily")
+    found = prepared(tmp_path, *model, "ticket_size=2")
+    assert found.shapes.latents == (CHANNELS, FRAMES, 4, 8)
+    policy = load_policy(found.model, dtype="float32", device="cpu", parts="all")
+    made = DiffusersEngine(policy).generate(found.recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
+    assert made.trajectory is not None
+    told = payload.ticket_bytes(found.config, found.shapes)
+    pictures = 2 * 3 * 32 * 32
+    assert told - pictures == made.trajectory.nbytes - made.trajectory.sigmas.nbytes
+    tickets = found.config.prompts_per_step * found.config.group_size // 2
+    whole = payload.stored_bytes(found.config, found.shapes)
+    assert whole == 2 * tickets * told
+    assert f"at most {whole / 1e6:.1f} MB of payload" in describe_run(found)
