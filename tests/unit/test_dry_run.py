@@ -11,5 +11,5 @@ def test_pools_tickets_and_bytes_are_those_of_the_configuration() -> None:
     assert "fully_async: max_staleness 2, stream hand-over" in text
     assert "100 steps of 32 images: 4 tickets of 8" in text
     assert "rollout  3 " in text
-    # 3 steps x 32 images x (3 kB of pixels + 6 latents of 256 float32)
-    assert f"{3 * 32 * (3 * 1024 + 6 * 256 * 4) / 1e6:.1f} MB" in text
+    # 3 steps x 32 images x (3 kB of pixels, 6 latents of 256 float32, 5 log-probs), and a text of 128 x 32 per ticket
+    assert f"{3 * (32 * (3 * 1024 + 6 * 256 * 4 + 5 * 4) + 4 * 128 * 32 * 4) / 1e6:.1f} MB" in text
