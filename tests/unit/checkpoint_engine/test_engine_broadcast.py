@@ -1,0 +1,125 @@
+"""The controller's part of a collective: who may be in one, when it begins, and in which order."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_parts import ALPHA, RANK, ends, lora
+
+from checkpoint_engine import Ack, Publisher
+from checkpoint_engine.base import Draft
+from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.links import Epoch
+from tests.virtual import run_virtual
+
+
+class Ends:
+    """A sender and a receiver that only note what is asked of them, by virtual time: 1 s per collective."""
+
+    name, node = "a", "n0"
+
+    def __init__(self) -> None:
+        self.publisher = Publisher(lora(), alpha=ALPHA, rank=RANK)
+        self.log: list[tuple[str, int]] = []
+
+    async def address(self) -> tuple[str, int]:
+        return "host", 1
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        self.log.append(("open", rank))
+
+    async def draft(self, version: int) -> Draft:
+        return self.publisher.draft(version)
+
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await asyncio.sleep(0.1)
+        self.log.append(("ready", draft.version))
+
+    async def send(self, draft: Draft) -> None:
+        self.log.append(("send", draft.version))
+        await asyncio.sleep(1.0)
+        self.log.append(("sent", draft.version))
+
+    async def accept(self, draft: Draft) -> Ack:
+        await asyncio.sleep(1.0)
+        return Ack(draft.stream, draft.version, "digest")
+
+    async def receive(self, header: Any, payload: Any, slot: str) -> Ack:
+        raise AssertionError("nothing goes by the store here")
+
+    async def relay(self, header: Any, slot: str) -> Any:
+        raise AssertionError("nothing goes by the store here")
+
+    async def abort_group(self) -> None:
+        self.log.append(("abort", -1))
+
+
+def share_one(both: Ends, broadcast: CollectiveBroadcast) -> list[tuple[str, int]]:
+    """Two deliveries want it at once."""
+
+    async def main() -> None:
+        found = await asyncio.gather(*(broadcast(version, [both]) for version in (1, 2)))
+        assert [result["a"] for result in found] == [Ack("policy", version, "digest") for version in (1, 2)]
+
+    run_virtual(main())
+    return [entry for entry in both.log if entry[0] in ("send", "sent")]
+
+
+def test_deliveries_that_share_a_broadcast_enter_its_collectives_one_after_the_other() -> None:
+    both = Ends()
+    assert share_one(both, CollectiveBroadcast(both)) == [("send", 1), ("sent", 1), ("send", 2), ("sent", 2)]
+    assert both.log[:2] == [("open", 0), ("open", 1)] and both.log.count(("open", 1)) == 1
+
+
+def test_without_its_lock_two_collectives_of_one_group_would_overlap() -> None:
+    class NoLock:
+        async def __aenter__(self) -> None: ...
+        async def __aexit__(self, *_: object) -> None: ...
+
+    both = Ends()
+    broadcast = CollectiveBroadcast(both)
+    broadcast._order = NoLock()  # type: ignore[assignment]
+    assert share_one(both, broadcast)[:2] == [("send", 1), ("send", 2)]
+
+
+def test_the_sender_enters_only_when_every_member_has_said_that_it_is_ready() -> None:
+    both = Ends()
+    run_virtual(CollectiveBroadcast(both)(1, [both]))
+    said = [entry[0] for entry in both.log]
+    assert said == ["open", "open", "ready", "ready", "send", "sent"]
+
+
+@pytest.mark.parametrize("late", ["ready", "accept", "send"])
+def test_a_member_that_never_answers_ends_in_an_abort_and_no_acknowledgement(late: str) -> None:
+    class Silent(Ends):
+        pass
+
+    async def for_ever(self: Ends, *_: Any) -> None:
+        await asyncio.sleep(1e6)
+
+    setattr(Silent, late, for_ever)
+    both = Silent()
+    broadcast = CollectiveBroadcast(both)
+
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        results = await broadcast(1, [both])
+        assert not isinstance(results["a"], Ack) or late == "send"
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(main()) < 15.0
+    assert ("abort", -1) in both.log and broadcast.failures == 1
+
+
+def test_staging_takes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are taken off the stall path."""
+    publisher, _ = ends(lora())
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a digest was taken while the trainer waits")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("checkpoint_engine.flat.RunningDigests.feed", refuse)
+        publisher.stage(0)
+        with pytest.raises(AssertionError, match="while the trainer waits"):
+            publisher.seal(0)
