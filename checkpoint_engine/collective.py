@@ -86,27 +86,29 @@ class Member:
         payload = torch.from_numpy(sealing.data)
         if self._device.type != "cpu":
             payload = self._room(payload.shape[0]).copy_(payload)
-        self._broadcast(payload, sealing.feed)
-        self._broadcast(torch.frombuffer(bytearray(trailer(sealing.finish())), dtype=torch.uint8).to(self._device))
+
+        def digests() -> Tensor:
+            return torch.frombuffer(bytearray(trailer(sealing.finish())), dtype=torch.uint8).to(self._device)
+
+        self._broadcast(payload, sealing.feed, digests)
 
     def take(self, intake: Intake) -> Ack:
         """Receives a version into its slot and digests it as it comes. Raises TransferFailed and `Intake.accept`'s."""
+        digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
         if intake.storage.device == self._device:
-            self._broadcast(intake.storage, intake.arrived)
+            self._broadcast(intake.storage, intake.arrived, lambda: digests)
         else:
             room = self._room(intake.storage.shape[0])
             data = room.numpy()
-            self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]))
-        behind = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
-        self._broadcast(behind)
-        return intake.accept_with(behind.cpu().numpy())
+            self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
+        return intake.accept_with(digests.cpu().numpy())
 
-    def _broadcast(self, buffer: Tensor, seen: Callable[[int], None] = lambda end: None) -> None:
+    def _broadcast(self, buffer: Tensor, seen: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
         link, epoch = self._link, self._epoch
         if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
         try:
-            link.broadcast(buffer, Limit.of(self._aborted, epoch.seconds), seen)
+            link.broadcast(buffer, Limit.of(self._aborted, epoch.seconds), seen, behind)
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error

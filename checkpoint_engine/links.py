@@ -25,6 +25,8 @@ CONNECTIONS = 2
 POLL_SECONDS = 5e-4
 WAIT = timedelta(milliseconds=20)
 """How long a waiting thread is deaf to an abort."""
+NOTHING = 0
+"""How far the buffer is filled by what comes behind it."""
 SENDER = 0
 """Rank of the sender in every epoch."""
 
@@ -75,11 +77,14 @@ class Link(Protocol):
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
 
-    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+    def broadcast(
+        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+    ) -> None:
         """Fills the buffer uint8 [n] of every member with the sender's, bucket by bucket. Raises TransferFailed.
 
         `seen(end)` is called beside the transfer of other buckets: when the bytes up to `end` are about to leave, so
-        that they leave from the cache, or when they have come.
+        that they leave from the cache, or when they have come. `behind()` gives a buffer uint8 [m] that follows in
+        the same way; a sender is asked for it when it has seen everything.
         """
         ...
 
@@ -109,7 +114,9 @@ class TorchLink:
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
 
-    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+    def broadcast(
+        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+    ) -> None:
         group, end = self._group, 0
         if group is None:
             raise TransferFailed("the group is not open")
@@ -123,6 +130,8 @@ class TorchLink:
             under_way.append((group.broadcast([bucket], options), end))
             if len(under_way) == BUCKETS_UNDER_WAY:
                 self._settle(*under_way.popleft(), limit, seen)
+        last = behind()
+        under_way.append((group.broadcast([last], options), NOTHING))
         while under_way:
             self._settle(*under_way.popleft(), limit, seen)
         if buffer.is_cuda:
@@ -136,7 +145,7 @@ class TorchLink:
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
         work.wait()
-        if not self._sends:
+        if not self._sends and end != NOTHING:
             seen(end)
 
     def abort(self) -> None:

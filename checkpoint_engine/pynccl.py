@@ -50,8 +50,14 @@ class PyncclLink:
             self._communicator = self._nccl.NcclCommunicator(epoch.world, unique_id, rank)
             self._stream = cuda.Stream(self._device)
 
-    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+    def broadcast(
+        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+    ) -> None:
         """Fills the buffer uint8 [n] on the device of every member with the sender's. Raises TransferFailed."""
+        self._fill(buffer, limit, seen)
+        self._fill(behind(), limit, lambda end: None)
+
+    def _fill(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
         communicator, stream = self._communicator, self._stream
         if communicator is None or stream is None:
             raise TransferFailed("the group is not open")

@@ -58,17 +58,21 @@ class FlippingLink(TorchLink):
         super().__init__("gloo")
         self.at, self.lengths = at, lengths
 
-    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
-        left = buffer.shape[0] in self.lengths
+    def broadcast(
+        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+    ) -> None:
+        last, left = behind(), True
 
         def spoil(end: int) -> None:
             nonlocal left
-            if left and self.at < end:
+            if left and buffer.shape[0] in self.lengths and self.at < end:
                 buffer[self.at] ^= 1
                 left = False
             seen(end)
 
-        super().broadcast(buffer, limit, spoil)
+        super().broadcast(buffer, limit, spoil, lambda: last)
+        if last.shape[0] in self.lengths:
+            last[self.at] ^= 1
 
 
 class LinkedRig:

@@ -46,16 +46,18 @@ class FaultyLink(TorchLink):
         self._end_if("opening", FaultyLink.opened == 2)
         super().open(store, epoch, rank)
 
-    def broadcast(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
-        """Payloads only: behind each comes a trailer that fits into a bucket."""
-        payload = buffer.shape[0] > BUCKET_BYTES
-        FaultyLink.broadcasts += payload
-        now = payload and FaultyLink.broadcasts == 2
+    def broadcast(
+        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+    ) -> None:
+        FaultyLink.broadcasts += 1
+        now = FaultyLink.broadcasts == 2
         self._end_if("before", now)
-        if now and self.fault.endswith("between"):
-            super().broadcast(buffer[:BUCKET_BYTES], limit, seen)
-            self._end_if("between", now)
-        super().broadcast(buffer, limit, seen)
+
+        def arrived(end: int) -> None:
+            self._end_if("between", now and end < buffer.shape[0])
+            seen(end)
+
+        super().broadcast(buffer, limit, arrived, behind)
         self._end_if("after", now)
 
     def _end_if(self, phase: str, now: bool) -> None:

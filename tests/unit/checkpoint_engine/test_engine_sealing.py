@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,20 +27,23 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Handed:
-    """A link whose other end is an array: what it gives for the payload, then for the trailer."""
+    """A link whose other end is an array: what it gives for the payload and for the trailer."""
 
-    def __init__(self, *parts: bytes, fails: bool = False) -> None:
-        self.parts, self.fails = list(parts), fails
+    def __init__(self, payload: bytes, last: bytes, *, fails: bool = False) -> None:
+        self.payload, self.last, self.fails = payload, last, fails
 
     def open(self, store: object, epoch: object, rank: int) -> None: ...
 
-    def broadcast(self, buffer: torch.Tensor, limit: Limit, seen: object) -> None:
-        part = np.frombuffer(self.parts.pop(0), np.uint8)
+    def broadcast(
+        self, buffer: torch.Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], torch.Tensor]
+    ) -> None:
+        part = np.frombuffer(self.payload, np.uint8)
         for start in range(0, buffer.shape[0], 1000):
             buffer[start : start + 1000] = torch.from_numpy(part[start : start + 1000].copy())
-            seen(min(start + 1000, buffer.shape[0]))  # type: ignore[operator]
+            seen(min(start + 1000, buffer.shape[0]))
             if self.fails:
                 raise RuntimeError("the peer is gone")
+        behind()[:] = torch.frombuffer(bytearray(self.last), dtype=torch.uint8)
 
     def abort(self) -> None: ...
 
@@ -180,4 +184,4 @@ def test_a_link_waits_no_longer_than_its_limit_and_hears_an_abort() -> None:
     with pytest.raises(TransferFailed, match="aborted"):
         limit.check()
     with pytest.raises(TransferFailed, match="the group is not open"):
-        TorchLink("gloo").broadcast(torch.zeros(1, dtype=torch.uint8), limit, print)
+        TorchLink("gloo").broadcast(torch.zeros(1, dtype=torch.uint8), limit, print, lambda: torch.zeros(1))
