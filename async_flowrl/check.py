@@ -174,6 +174,10 @@ def _check_engine(config: Config) -> None:
             "rollout.engine=vllm_omni keeps its device's memory for itself, so it needs placement=separate, "
             f"got {config.placement}"
         )
+    if config.rollout.compile:
+        raise ConfigError(
+            "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
+        )
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
         raise ConfigError(

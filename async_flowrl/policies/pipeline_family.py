@@ -45,7 +45,7 @@ class PipelineFamily:
         with quiet():
             if parts == "all":
                 pipeline = getattr(diffusers, self.pipeline).from_pretrained(
-                    path, device_map=device.type, **weight_options(dtype, revision)
+                    path, device_map=device.type, trust_remote_code=False, **weight_options(dtype, revision)
                 )
                 for component in pipeline.components.values():
                     if isinstance(component, nn.Module):

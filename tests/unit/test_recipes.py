@@ -88,6 +88,20 @@ def test_the_published_values(tmp_path: Path) -> None:
         (1, "stream"),
         (2, "batch"),
     ]
+    assert [c.rollout.resolution for c in (qwen, sd3, flux)] == [512, 384, 512]
+    steps = [(c.rollout.num_inference_steps, c.evaluate.num_inference_steps) for c in (qwen, sd3, flux)]
+    assert steps == [(10, 50), (10, 28), (6, 28)]
+    guidance = [(c.rollout.true_cfg_scale, c.rollout.guidance_scale) for c in (qwen, sd3, flux)]
+    assert guidance == [(4.0, 0.0), (1.0, 0.0), (1.0, 3.5)] and qwen.rollout.negative_prompt == " "
+    assert [(c.lora.rank, c.lora.alpha, c.lora.targets) for c in (qwen, sd3, flux)] == [
+        (64, 128, None),
+        (32, 64, None),
+        (64, 128, None),
+    ]
+    rates = [(c.trainer.learning_rate, c.trainer.eps, c.trainer.weight_decay) for c in (qwen, sd3, flux)]
+    assert rates == [(3e-4, 1e-8, 1e-4), (1e-4, 1e-8, 1e-4), (3e-4, 1e-8, 1e-4)]
+    assert [c.trainer.ema_decay for c in (qwen, sd3, flux)] == [None, None, 0.9] and flux.trainer.ema_every == 8
+    assert [list(c.reward.terms) for c in (qwen, sd3, flux)] == [["ocr"], ["ocr"], ["pickscore"]]
     assert all(c.algorithm.clip_range == 1e-5 and c.algorithm.kl_coef == 0 for c in (qwen, sd3, flux))
     assert [c.algorithm.global_std for c in (qwen, sd3, flux)] == [False] * 3
 

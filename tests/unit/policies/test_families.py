@@ -1,5 +1,6 @@
 """What every model family must do, against diffusers' own pipeline. A new family is one more parameter."""
 
+import inspect
 import itertools
 import math
 import re
@@ -19,7 +20,7 @@ from async_flowrl.config import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import counted
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.registry import check_prompts_of, family_of, resolve_model, shapes_of
+from async_flowrl.policies.registry import check_prompts_of, family_of, load_family, resolve_model, shapes_of
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -250,6 +251,12 @@ def test_shapes_are_known_from_the_configurations(policy: Policy, family: str, r
         assert dict(found.conditioning) == {name: value.shape for name, value in encoded.items()}
     with pytest.raises(ValueError, match="resolution must be a multiple of 16, got 40, nearest: 32"):
         shapes_of(model, 40)
+
+
+def test_a_family_is_one_short_file(family: str) -> None:
+    module = inspect.getsourcefile(load_family(resolve_model(model_config(family)).family).__class__)
+    assert module is not None and Path(module).stem == family
+    assert len(Path(module).read_text().splitlines()) < 150
 
 
 def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: Policy) -> None:

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from async_flowrl.config import ModelConfig, TinyConfig
@@ -43,6 +45,54 @@ def test_unknown_names_are_refused_with_the_nearest_match(config: ModelConfig, m
         resolve_model(config)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+PIPELINES_OPTIONS = {"device_map": "cpu", "trust_remote_code": False, "use_safetensors": True, "revision": None}
+
+
+def test_a_rollout_loads_straight_to_its_device_and_only_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import diffusers
+
+    seen: list[dict[str, Any]] = []
+    load = diffusers.QwenImagePipeline.from_pretrained
+
+    def watched(path: str, **options: Any) -> Any:
+        seen.append(options)
+        return load(path, **options)
+
+    monkeypatch.setattr(diffusers.QwenImagePipeline, "from_pretrained", watched)
+    tiny_policy()
+    assert len(seen) == 1 and PIPELINES_OPTIONS.items() <= seen[0].items()
+
+
+@pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+def test_pickled_weights_are_not_read(tmp_path: Path, component: str) -> None:
+    """A pickle can run code when it is read."""
+    folder = build_tiny(TinyConfig(), tmp_path)
+    (weights,) = (folder / component).glob("*.safetensors")
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    resolved = resolve_model(ModelConfig(path=str(folder)))
+    for parts in ("all", "transformer") if component == "transformer" else ("all",):
+        with pytest.raises(OSError, match="safetensors"):
+            load_policy(resolved, dtype="float32", device="cpu", parts=parts)
+
+
+@pytest.mark.parametrize("family", ["auto", "qwen_image"])
+def test_code_in_a_model_folder_is_never_run(tmp_path: Path, family: str) -> None:
+    folder, ran = build_tiny(TinyConfig(), tmp_path), tmp_path / "ran"
+    (folder / "transformer" / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nclass Net: pass\n")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"transformer": ["theirs", "Net"]}))
+    resolved = resolve_model(ModelConfig(path=str(folder), family=family))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_policy(resolved, dtype="float32", device="cpu", parts="all")
+    (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nclass Pipe: pass\n")
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": ["theirs", "Pipe"]}))
+    with pytest.raises(ValueError, match=r"theirs|trust_remote_code"):
+        again = resolve_model(ModelConfig(path=str(folder), family=family))
+        load_policy(again, dtype="float32", device="cpu", parts="all")
+    assert not ran.exists()
 
 
 def test_a_misspelt_folder_names_its_neighbour(tmp_path: Path) -> None:

@@ -172,6 +172,10 @@ def test_the_configuration_is_refused_where_the_engine_cannot_run() -> None:
     shared.placement, shared.mode, shared.max_staleness = "colocated", "sync", 0
     with pytest.raises(ConfigError, match="needs placement=separate, got colocated"):
         check(shared)
+    compiled = engine_config()
+    compiled.rollout.compile = True
+    with pytest.raises(ConfigError, match=r"^rollout\.compile=true is for rollout\.engine=diffusers"):
+        check(compiled)
     split.rollout.gpus_per_worker = 1.5
     with pytest.raises(ConfigError, match=r"tensor parallel size .* whole number, got 1\.5"):
         check(split)

@@ -164,6 +164,19 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, sampler: rig.Sampler) -> N
     assert forgetful.weights_digest() != whole.weights_digest(), "Adam's moments matter, so they are in the checkpoint"
 
 
+def test_the_hub_revision_is_recorded_and_must_be_the_same(tmp_path: Path) -> None:
+    first, second = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
+    first.model = replace(first.model, revision="abc")
+    first.snapshot()
+    path = first.save(str(tmp_path), {})
+    assert read_checkpoint(Path(path)).trainer["model"] == {"path": "tiny", "revision": "abc"}
+    second.model = replace(second.model, revision="def")
+    with pytest.raises(ValueError, match=r"trained on revision abc of .*, this run has def: set model\.revision=abc"):
+        second.restore(path)
+    second.model = first.model
+    assert second.restore(path) == 0
+
+
 def test_a_snapshot_is_not_touched_by_the_next_update(tmp_path: Path, sampler: rig.Sampler) -> None:
     worker = rig.trainer(rig.tiny_config())
     before = worker.weights_digest()

@@ -21,6 +21,7 @@ def jobs() -> dict[str, Job]:
         "plain": (config, batches),
         "again": (config, batches),
         "every pass": (every, stale),
+        "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0), batches),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
     }
 
@@ -65,6 +66,13 @@ def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[O
 def test_the_base_can_be_offloaded(two: dict[str, list[Outcome]]) -> None:
     assert two["offload"][0]["info"]["layout"] == "fsdp2 over 2, base offloaded"
     assert two["offload"][0]["digest"] == two["plain"][0]["digest"]
+
+
+def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outcome]]) -> None:
+    """The last block has no next one, and backwards the first has none."""
+    assert two["plain"][0]["ahead"] == [(1, 0), (0, 1)]
+    assert two["one at a time"][0]["ahead"] == [(0, 0), (0, 0)]
+    assert two["one at a time"][0]["digest"] == two["plain"][0]["digest"]
 
 
 def test_one_rank_in_a_gang_is_bit_equal_to_none(

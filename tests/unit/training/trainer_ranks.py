@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as processes
 import trainer_rig as rig
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config import Config
 from async_flowrl.policies.registry import resolve_model
@@ -65,5 +67,14 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
         # The probe looks at the rank's own first micro-batch, so it is a sample, not a mean over all rows.
         "metrics": [{k: v for k, v in s.metrics.items() if k != "behaviour_gap"} for s in stats],
         "kept": [s.kept for s in stats],
+        "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
     }
+
+
+def _ahead(block: nn.Module) -> tuple[int, int]:
+    """How many blocks FSDP gathers ahead of this one, forward and backward."""
+    if not isinstance(block, FSDPModule):
+        return 0, 0
+    state = block._get_fsdp_state()
+    return len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)
