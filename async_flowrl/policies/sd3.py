@@ -15,7 +15,7 @@ class SD3Policy(PipelinePolicy):
 
     family = "sd3"
     title = "Stable Diffusion 3"
-    # Those of the published SD3.5 recipes (flow_grpo, verl-omni); the second attention of SD3.5-M stays as it is.
+    # Those of flow_grpo's SD3 scripts; the second attention of SD3.5-M stays as it is.
     lora_targets: Sequence[str] = JOINT_ATTENTION
 
     @property
