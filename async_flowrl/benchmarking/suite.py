@@ -141,7 +141,7 @@ class Pace:
         prompts = 2
         shapes = [(f"prompts_per_step={prompts}", f"rollout.num_inference_steps={steps}") for steps in PROBED_STEPS]
         configs = [composed([*overrides, *shape], directory) for shape in shapes]
-        found = loops.side_by_side(configs, seconds=1.5)
+        found = loops.side_by_side(configs, seconds=4.0)
         generation = [each.generation / prompts / machine.rollout for each in found]
         update = [each.update / prompts / machine.trainer for each in found]
         return cls(_line(generation), _line(update))

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from async_flowrl.config import ModelConfig
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.types import ByteArray, FloatArray
-from examples.glyphs.flow import generate, legibility
+from examples.glyphs.flow import DETECTING_READER, STEPS, generate, legibility
 from examples.glyphs.words import LETTERS, SIDE, TEST, WEIGHTS, draw_many
 
 COPIES = 8
@@ -33,11 +33,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pipeline = open_model(arguments.model)
-    print("| | OCR | OCR, wrong word | letters by template | sharpness |\n|---|---|---|---|---|")
+    print("| | OCR | other reader | wrong word | letters by template | sharpness |\n|---|---|---|---|---|---|")
     drawn = [draw_many([word] * arguments.copies, random.Random(number)) for number, word in enumerate(TEST)]
     print(row("drawn words", np.stack(drawn)[..., None].repeat(3, axis=-1)), flush=True)
     rows = []
-    for name, steps, guidance in (("base", 8, 1.0), ("base, 40 steps", 40, 1.0), ("base, guidance 3", 8, 3.0)):
+    for name, steps, guidance in (("base", STEPS, 1.0), ("base, 40 steps", 40, 1.0), ("base, guidance 3", STEPS, 3.0)):
         rows.append(generate(pipeline, TEST, arguments.copies, steps=steps, guidance=guidance))
         print(row(name, rows[-1]), flush=True)
     after = rows[0]
@@ -54,18 +54,19 @@ def open_model(path: str = str(WEIGHTS)) -> Any:
 
 
 def trained_images(pipeline: Any, lora: Path, copies: int) -> ByteArray:
-    """Held-out words in 8 steps under a trained adapter, which is taken off again."""
+    """Held-out words under a trained adapter, which is taken off again."""
     pipeline.load_lora_weights(lora, adapter_name="trained")
     try:
-        return generate(pipeline, TEST, copies, steps=8)
+        return generate(pipeline, TEST, copies, steps=STEPS)
     finally:
         pipeline.unload_lora_weights()
 
 
 def scores(images: ByteArray) -> dict[str, float]:
-    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR against other words, letters by template, sharpness."""
+    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR by another reader, OCR against other words, and so on."""
     return {
         "ocr": legibility(images, TEST),
+        "other_reader": legibility(images, TEST, DETECTING_READER),
         "wrong_word": legibility(images, TEST[5:] + TEST[:5]),
         "templates": template_accuracy(images, TEST),
         "sharpness": sharpness(images),

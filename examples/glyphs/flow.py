@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +17,13 @@ from async_flowrl.types import ByteArray, Sampling
 from examples.glyphs.vae import encode, normalise
 from examples.glyphs.words import SIDE, draw_many, pretraining_words, prompt
 
-OCR_OPTIONS = {"enlarge": 2, "line_width": 128}
-"""As in configs/reward/ocr_small.yaml."""
+READER: dict[str, Any] = {"detect": False, "line_width": 48}
+"""The reward's, as in configs/reward/ocr_word.yaml: the whole image is one line."""
+DETECTING_READER: dict[str, Any] = {"enlarge": 2, "line_width": 128}
+"""Looks for a line first. Nothing is trained on it."""
+
+STEPS = 10
+"""Denoising steps, as in configs/experiment/glyphs.yaml."""
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +130,8 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
     return np.stack(images)
 
 
-def legibility(images: ByteArray, words: Sequence[str]) -> float:
+def legibility(images: ByteArray, words: Sequence[str], reader: Mapping[str, Any] = READER) -> float:
     """Mean OCR score of images [len(words), copies, H, W, 3]."""
-    ocr = OCR(**OCR_OPTIONS)
+    ocr = OCR(**reader)
     pairs = [(image, word) for word, group in zip(words, images, strict=True) for image in group]
     return float(np.mean([text_score(ocr.read(image), word) for image, word in pairs]))

@@ -21,7 +21,7 @@ from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tiny_pipeline import tiny_pipeline
 from async_flowrl.seeds import untouched_rng
-from examples.glyphs.flow import generate, legibility, train_flow
+from examples.glyphs.flow import STEPS, generate, legibility, train_flow
 from examples.glyphs.vae import reconstruct, small_vae, train_vae
 from examples.glyphs.words import TEST
 
@@ -82,7 +82,7 @@ def report(pipeline: Any, picture: Path) -> None:
     log.info(
         "held-out words drawn: %.2f; through the VAE: %.2f", *(legibility(x[:, None], TEST) for x in (drawn, again))
     )
-    for name, steps, guidance in (("8 steps", 8, 1.0), ("40 steps", 40, 1.0), ("8 steps, guidance 3", 8, 3.0)):
+    for name, steps, guidance in ((f"{STEPS} steps", STEPS, 1.0), ("40 steps", 40, 1.0), ("guidance 3", STEPS, 3.0)):
         images = generate(pipeline, TEST, 4, steps=steps, guidance=guidance)
         log.info("held-out words generated, %s: %.2f", name, legibility(images, TEST))
         if steps == 8 and guidance == 1.0:

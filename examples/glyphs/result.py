@@ -22,7 +22,7 @@ class Result:
     reward: list[float]
     evaluations: list[tuple[int, float]]
     final: dict[str, float]
-    """Scores of the trained adapter: ocr, wrong_word, templates, sharpness."""
+    """Scores of the trained adapter: ocr, other_reader, wrong_word, templates, sharpness."""
     load: float
     """Load average of the machine over the last 15 minutes of the run."""
     niceness: int

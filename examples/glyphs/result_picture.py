@@ -10,6 +10,7 @@ from examples.glyphs.curves import smooth
 from examples.glyphs.result import Result, interval, score_differences, time_ratios
 
 GOAL = 0.8
+FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness")
 COLOURS = {
     "one_step_off": "#1f5fa8",
     "sync": "#7a7a7a",
@@ -47,8 +48,9 @@ def draw(results: Sequence[Result], out: Path) -> None:
 def table(results: Sequence[Result]) -> str:
     """One line per run, then each variant against sync."""
     lines = [
-        "| variant | seed | images | before | OCR | wrong word | letters by template | sharpness | seconds (load) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| variant | seed | images | before | OCR | other reader | wrong word | letters by template | sharpness | "
+        "seconds (load) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
@@ -72,7 +74,7 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
 
 
 def _line(result: Result) -> str:
-    final = " | ".join(f"{result.final[key]:.3f}" for key in ("ocr", "wrong_word", "templates", "sharpness"))
+    final = " | ".join(f"{result.final[key]:.3f}" for key in FINAL)
     before = f"{result.evaluations[0][1]:.3f}" if result.evaluations[0][0] < 0 else ""
     spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)" if result.niceness == 0 else "–"
     return f"| {result.variant} | {result.seed} | {result.images[-1]:.0f} | {before} | {final} | {spent} |"

@@ -15,7 +15,7 @@ from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import Sampling
 from examples.glyphs.audit import before_after, sharpness, template_accuracy
 from examples.glyphs.curves import plot, read, smooth
-from examples.glyphs.flow import OCR_OPTIONS, embed, generate, latents_of, prompt_ids, train_flow
+from examples.glyphs.flow import READER, embed, generate, latents_of, prompt_ids, train_flow
 from examples.glyphs.pretrain import save
 from examples.glyphs.vae import as_frames, single_frames, small_vae, train_vae
 from examples.glyphs.words import LETTERS, SIDE, TEST, TRAIN, draw_many, pretraining_words, prompt
@@ -48,7 +48,7 @@ def test_drawn_words_vary_and_are_read() -> None:
     assert all(len(np.unique(image)) > 2 for image in images)
     again = draw_many(["CAT"] * 8, random.Random(1))
     assert len({image.tobytes() for image in again}) == 8
-    ocr = OCR(**OCR_OPTIONS)
+    ocr = OCR(**READER)
     colour = np.repeat(images[..., None], 3, axis=-1)
     scores = [text_score(ocr.read(image), word) for image, word in zip(colour, TEST, strict=True)]
     assert np.mean(scores) > 0.9

@@ -5,7 +5,7 @@ import pytest
 from async_flowrl.compose import compose_checked
 from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
-from examples.glyphs.flow import generate, legibility
+from examples.glyphs.flow import STEPS, generate, legibility
 from examples.glyphs.result import Result, interval, load_all, score_differences, time_ratios
 from examples.glyphs.result_picture import COLOURS, draw, table
 from examples.glyphs.words import TEST, WEIGHTS
@@ -20,7 +20,7 @@ def result(variant: str = "sync", seed: int = 0, ocr: float = 0.5, steps: int = 
         seconds=[(2.0 if variant == "sync" else 1.0) * each for each in along],
         reward=[0.25 * each for each in along],
         evaluations=[(-1, 0.4), (0, 0.55), (steps - 1, 0.9)],
-        final={"ocr": ocr, "wrong_word": 0.1, "templates": 0.6, "sharpness": 0.08},
+        final={"ocr": ocr, "other_reader": ocr, "wrong_word": 0.1, "templates": 0.6, "sharpness": 0.08},
         load=1.5,
         niceness=niceness,
         cores=2,
@@ -92,7 +92,7 @@ def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monke
 @pytest.mark.slow
 def test_the_shipped_model_is_small_and_writes_badly() -> None:
     assert sum(path.stat().st_size for path in WEIGHTS.rglob("*")) < 10_000_000
-    score = legibility(generate(open_model(), TEST, 2, steps=8), TEST)
+    score = legibility(generate(open_model(), TEST, 2, steps=STEPS), TEST)
     assert 0.2 < score < 0.6
 
 
