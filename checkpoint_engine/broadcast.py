@@ -84,7 +84,7 @@ class CollectiveBroadcast:
             try:
                 draft = await self._within(self._patience, self._sender.draft(version))
                 await self._meet(draft, members)
-                results = await self._exchange(draft, members)
+                results = await self._exchange(draft, members, await self._enter(draft, members))
             except Exception as error:  # whatever it was, the caller delivers another way, and finds out
                 await self._give_up(version, members, error)
                 return {member.name: error for member in members}
@@ -99,7 +99,7 @@ class CollectiveBroadcast:
         await self._quietly([self._sender.abort_group()])
 
     async def _meet(self, draft: Draft, members: Sequence[GroupReceiver]) -> None:
-        """Opens a new epoch where membership changed, then asks everyone whether it is ready."""
+        """Opens a new epoch where membership changed."""
         names = tuple(member.name for member in members)
         if names != self._members:
             self._members = ()
@@ -110,14 +110,30 @@ class CollectiveBroadcast:
             joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
             await self._all(self._setup + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
             self._members = names
-        number = self._number
-        await self._all(self._ready, [self._sender.ready(number, draft), *(m.ready(number, draft) for m in members)])
 
-    async def _exchange(self, draft: Draft, members: Sequence[GroupReceiver]) -> dict[str, Ack | BaseException]:
-        """Everyone enters the collective at once; the first transport failure aborts the others."""
+    async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
+        """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
+
+        A member is told to take it together with the question, on the same lane behind it, which saves a round trip.
+        """
+        loop, number = asyncio.get_running_loop(), self._number
+        calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
+        asked = [loop.create_task(call) for call in calls]
+        accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
+        try:
+            async with asyncio.timeout(self._ready):
+                await asyncio.gather(*asked)
+        except BaseException:  # the abort that follows reaches those who wait in their processes
+            await _ended([*asked, *accepting.values()])
+            raise
+        return accepting
+
+    async def _exchange(
+        self, draft: Draft, members: Sequence[GroupReceiver], accepting: "dict[str, asyncio.Task[Ack]]"
+    ) -> dict[str, Ack | BaseException]:
+        """The sender enters the collective too; the first transport failure aborts the others."""
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._sender.send(draft))
-        accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
         limit = loop.time() + self._setup + draft.nbytes / BYTES_PER_SECOND + 1.0
         waiting = set(tasks)
@@ -130,9 +146,7 @@ class CollectiveBroadcast:
         if waiting:
             await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
             _, waiting = await asyncio.wait(waiting, timeout=self._ready)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(tasks)
         results = {name: _outcome(task) for name, task in accepting.items()}
         error = _error(sending)
         served = all(isinstance(result, Ack) for result in results.values())
@@ -155,9 +169,7 @@ class CollectiveBroadcast:
             try:
                 await asyncio.gather(*tasks)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await _ended(tasks)
 
     async def _within(self, seconds: float, call: Awaitable[T]) -> T:
         async with asyncio.timeout(seconds):
@@ -169,6 +181,13 @@ class CollectiveBroadcast:
         for error in done:
             if isinstance(error, BaseException):
                 logger.info("abort not delivered: %r", error)
+
+
+async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:
+    """All have ended, those under way by being cancelled."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:

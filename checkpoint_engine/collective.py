@@ -6,6 +6,7 @@ waiting, and whoever lacks the version gets it another way. Collectives of one p
 in which the controller starts them.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Member:
         self.abort()
         aborted = self._aborted = threading.Event()
         meeting: Future[tuple[Link, list[Store]]] = Future()
-        threading.Thread(target=self._meet, args=(meeting, epoch, rank), name="open-group", daemon=True).start()
+        _beside("open-group", lambda: self._meet(meeting, epoch, rank))
         limit = time.monotonic() + epoch.seconds
         while not meeting.done():
             if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
@@ -126,7 +127,7 @@ class Member:
         self._stores, self._buffer = [], None  # a collective that was cut off may still write there
         if link is not None:
             # Tearing a group down waits for its threads, which may wait for a peer until the deadline.
-            threading.Thread(target=link.abort, name="abort-group", daemon=True).start()
+            _beside("abort-group", link.abort)
 
     def close(self) -> None:
         self.abort()
@@ -195,6 +196,33 @@ class CollectiveReceiver:
 
     def close(self) -> None:
         self._member.close()
+
+
+_BESIDE: set[threading.Thread] = set()
+EXIT_SECONDS = 5.0
+"""How long a process that ends waits for the threads that open and abort groups."""
+
+
+def _beside(name: str, work: Callable[[], None]) -> None:
+    """Does work of torch's, which can't be interrupted, in a thread of its own."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _BESIDE.discard(thread)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _BESIDE.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_beside() -> None:
+    """The interpreter ends a thread that comes back from C++ after it has gone, and the process with it (SIGABRT)."""
+    limit = time.monotonic() + EXIT_SECONDS
+    for thread in list(_BESIDE):
+        thread.join(max(0.0, limit - time.monotonic()))
 
 
 def _discard(meeting: "Future[tuple[Link, list[Store]]]") -> None:

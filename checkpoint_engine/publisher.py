@@ -64,6 +64,7 @@ class Publisher:
         self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
         self._held: set[int] = set()
+        self._sampled = _sampled(self.layout)
         self._frozen: Tensor | None = None
         self._changed = threading.Condition()
 
@@ -205,14 +206,19 @@ class Publisher:
         """A few elements of every tensor, in the dtype sent, on the tensors' device."""
         picked = []
         for entry, source in zip(self.layout.entries, sources, strict=True):
-            count = min(SAMPLES, source.numel())
             flat = source if source.is_contiguous() else source.contiguous()
-            picked.append(flat.as_strided((count,), (max(1, source.numel() // max(1, count)),)).to(dtype_of(entry)))
+            picked.append(flat.as_strided(*_picked(source.numel())).to(dtype_of(entry)))
         return torch.cat(picked)
+
+    def _sample_of(self, buffer: Tensor) -> Tensor:
+        """`_sample` of a host buffer uint8 [nbytes]; with one index where all tensors have one dtype."""
+        if self._sampled is None:
+            return self._sample(list(self.layout.views(buffer).values()))
+        return buffer.view(dtype_of(self.layout.entries[0]))[self._sampled]
 
     def _check_sample(self, version: int, sample: Tensor, data: ByteArray) -> None:
         """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
-        staged = self._sample(list(self.layout.views(torch.from_numpy(data)).values()))
+        staged = self._sample_of(torch.from_numpy(data))
         expected = sample.cpu()
         if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
             return
@@ -265,3 +271,21 @@ class Publisher:
         newest = sorted(self._sealed)[-self.retain :]
         for version in self._sealed.keys() - set(newest) - self._held:
             del self._sealed[version]
+
+
+def _picked(numel: int) -> tuple[tuple[int], tuple[int]]:
+    """Which of so many elements are compared: how many, how far apart."""
+    count = min(SAMPLES, numel)
+    return (count,), (max(1, numel // max(1, count)),)
+
+
+def _sampled(layout: Layout) -> Tensor | None:
+    """Where the elements that are compared lie in a buffer of the layout's dtype; None where it has several."""
+    if len({entry.dtype for entry in layout.entries}) > 1:
+        return None
+    places = []
+    for entry in layout.entries:
+        size = dtype_of(entry).itemsize
+        (count,), (step,) = _picked(entry.nbytes // size)
+        places.append(entry.offset // size + step * torch.arange(count))
+    return torch.cat(places)

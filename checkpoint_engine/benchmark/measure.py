@@ -5,10 +5,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
+from operator import truediv
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from checkpoint_engine.benchmark.receiving import LIMIT, Bare, Process, ask, memcpy, tensors_of
@@ -24,8 +26,8 @@ TICK = 0.002
 """Seconds between two looks at the event loop's lag."""
 WARM_UP = 2
 """Publishes that touch their buffers and meet for the first time."""
-COPIES_AT_SENDER, COPIES_AT_RECEIVER = 6, 3
-"""Payload-sized buffers per process: tensors, up to three versions and two for the primitive; live, held, next."""
+COPIES_AT_SENDER, COPIES_AT_RECEIVER = 5, 3
+"""Payload-sized buffers per process: tensors, up to three versions, the primitive's target; live, held, next."""
 
 
 @dataclass
@@ -43,16 +45,19 @@ class Rig:
     async def open(self) -> None:
         self.tensors = tensors_of(self.megabytes)
         self.publisher = Publisher(self.tensors, retain=1)
-        self.source = self.publisher.layout.empty().zero_()
         self.sender = ProcessSender(self.publisher, member=member_for(self.transport))
         broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=self.transport)
         options = DeliveryOptions(retain=1)
         self.delivery = Delivery(self.sender, replace=self._replace, options=options, broadcast=broadcast)
         self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version, time.perf_counter())))
         self.processes += [Process(f"r{i}", self.transport, self.megabytes) for i in range(self.receivers)]
-        await asyncio.to_thread(ask, self.processes, "ready")
+        await asyncio.to_thread(ask, self.processes, "copy")
         for process in self.processes:
             await self.delivery.join(process.end)
+
+    def newest(self) -> Tensor:
+        """The bytes of the version delivered last, uint8 [nbytes], where they left from."""
+        return torch.from_numpy(self.publisher.payload(self.publisher.retained()[-1])[1])
 
     async def _replace(self, name: str, error: BaseException) -> None:
         self.lost.append(name)
@@ -75,7 +80,7 @@ async def rig(transport: str, megabytes: float, receivers: int) -> AsyncIterator
 
 
 class Primitive:
-    """The raw way of a transport to get the same bytes to the same processes, among the same processes.
+    """The raw way of a transport to get the same bytes, from where they are, into the same slots of the same processes.
 
     A put is a copy into shared memory that is there already, a get a copy out of a mapping that is, as the engine's
     buffers are: fresh pages and mappings would cost several times as much, and flatter the engine.
@@ -83,7 +88,7 @@ class Primitive:
 
     def __init__(self, made: Rig) -> None:
         self._made, self._store = made, SharedMemoryStore()
-        self._target = self._store.allocate(made.source.shape[0])
+        self._target = self._store.allocate(made.publisher.layout.nbytes)
         self._target.fill(0)
         self._bare: Bare | None = None
         if made.transport == OBJECT_STORE:
@@ -98,10 +103,11 @@ class Primitive:
 
     def copy(self) -> float:
         """Seconds of one copy of the payload within this process."""
-        return memcpy(torch.from_numpy(self._target), self._made.source)
+        return memcpy(torch.from_numpy(self._target), self._made.newest())
 
     def run(self) -> float:
         """Seconds until the last receiver has its bytes."""
+        source = self._made.newest()
         began = time.perf_counter()
         if self._bare is None:
             self.copy()
@@ -109,7 +115,7 @@ class Primitive:
             return time.perf_counter() - began
         for process in self._made.processes:
             process.order("broadcast")
-        self._bare.broadcast(self._made.source)
+        self._bare.broadcast(source)
         for process in self._made.processes:
             process.answer()
         return time.perf_counter() - began
@@ -128,10 +134,11 @@ async def measure(transport: str, megabytes: float, receivers: int, *, repeats: 
             row["primitive_seconds"] = await asyncio.to_thread(primitive.run)
             row["memcpy_seconds"] = primitive.copy()
             activations = await asyncio.to_thread(ask, made.processes, "activate", version)
-            row["activate_seconds"] = max(taken for taken, _ in activations)
+            copies = await asyncio.to_thread(ask, made.processes, "copy")
+            row["activate_seconds"] = max(activations)
             row["fraction_of_primitive"] = row["primitive_seconds"] / row["delivery_seconds"]
             row["trainer_stall_memcpys"] = row["stall_seconds"] / row["memcpy_seconds"]
-            row["worker_stall_memcpys"] = median(taken / copy for taken, copy in activations)
+            row["worker_stall_memcpys"] = median(map(truediv, activations, copies))
             rows.append(row)
             lags.append(lag)
         primitive.close()

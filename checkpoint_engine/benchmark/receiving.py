@@ -53,15 +53,14 @@ class Orders:
         self._store = SharedMemoryStore()
         self._bare: Bare | None = None
 
-    def ready(self) -> float:
+    def copy(self) -> float:
+        """Of a copy of the whole payload, as bare as it gets."""
         return memcpy(self._scratch, self._receiver._live)
 
-    def activate(self, version: int) -> tuple[float, float]:
-        """Of an activation, and of a copy of the whole payload, as bare as it gets, right after it."""
+    def activate(self, version: int) -> float:
         began = time.perf_counter()
         self._receiver.activate("policy", version)
-        taken = time.perf_counter() - began
-        return taken, memcpy(self._scratch, self._receiver._live)
+        return time.perf_counter() - began
 
     @property
     def _scratch(self) -> Tensor:
