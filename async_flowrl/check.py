@@ -33,7 +33,7 @@ AT_LEAST: Mapping[str, float] = {
     "max_staleness": 0,
     "rollout.num_workers": 1,
     "rollout.num_inference_steps": 2,
-    "rollout.resolution": 16,
+    "rollout.resolution": 1,
     "rollout.threads": 1,
     "trainer.num_workers": 1,
     "trainer.micro_batch_size": 1,
@@ -135,8 +135,6 @@ def _check_sizes(config: Config) -> None:
     batch = config.rollout.batch_size
     if batch is not None and batch < 1:
         raise ConfigError(f"rollout.batch_size must be at least 1, got {batch}")
-    if config.rollout.resolution % 16:
-        raise ConfigError(f"rollout.resolution must be a multiple of 16, got {config.rollout.resolution}")
     if not config.reward.terms:
         raise ConfigError("reward.terms is empty: name at least one reward, for example reward=ocr")
 

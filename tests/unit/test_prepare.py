@@ -53,8 +53,12 @@ def test_an_engine_without_a_pipeline_for_the_family(tmp_path: Path) -> None:
 
 
 def test_a_resolution_without_latents(tmp_path: Path) -> None:
-    """The general check asks for multiples of 16; a model may ask for more, or its files may be missing."""
+    """Which resolutions there are is the family's to say."""
+    with pytest.raises(ConfigError, match="^resolution must be a multiple of 16, got 40, nearest: 32$"):
+        prepared(tmp_path, "rollout.resolution=40")
     video = build_video(tmp_path / "video")
+    own = (f"model.path={video}", "model.family=tests.video:VideoFamily", "rollout.resolution=40")
+    assert prepared(tmp_path, *own).shapes.latents == (CHANNELS, FRAMES, 5, 10)
     (video / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ConfigError, match=r"^vae/config\.json of model\.path .* cannot be read: .*No such file"):
         prepared(tmp_path, f"model.path={video}")
