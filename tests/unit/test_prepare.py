@@ -54,7 +54,7 @@ def test_an_engine_without_a_pipeline_for_the_family(tmp_path: Path) -> None:
 
 def test_a_resolution_without_latents(tmp_path: Path) -> None:
     """Which resolutions there are is the family's to say."""
-    with pytest.raises(ConfigError, match="^resolution must be a multiple of 16, got 40, nearest: 32$"):
+    with pytest.raises(ConfigError, match=r"^resolution must be a multiple of 16, got 40"):
         prepared(tmp_path, "rollout.resolution=40")
     video = build_video(tmp_path / "video")
     own = (f"model.path={video}", "model.family=tests.video:VideoFamily", "rollout.resolution=40")
