@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from checkpoint_engine.errors import TransferFailed
 
 BUCKET_BYTES = 8 << 20
-BUCKETS_UNDER_WAY = 4
+BUCKETS_UNDER_WAY = 6
 """Enough to keep a link busy while a bucket is digested."""
 CONNECTIONS = 2
 """Between two members by gloo, which serves each by a thread of its own: one can't keep both of its ends busy."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from checkpoint_engine.links import gloo_group
 from checkpoint_engine.object_store import SharedMemoryStore
 from checkpoint_engine.processes import ProcessReceiver, serve
 from checkpoint_engine.receiver import Receiver
@@ -33,11 +34,11 @@ def tensors_of(megabytes: float) -> dict[str, Tensor]:
 
 
 class Bare:
-    """One process's part in a bare broadcast: gloo, all bytes in one call, nothing verified."""
+    """One process's part in a bare broadcast: the engine's kind of group, all bytes in one call, nothing verified."""
 
     def __init__(self, port: int, rank: int, world: int, server: TCPStore | None = None) -> None:
         self._store = server or TCPStore("127.0.0.1", port, None, False, LIMIT, wait_for_workers=False)
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore("bare", self._store), rank, world, LIMIT)
+        self._group = gloo_group(PrefixStore("bare", self._store), rank, world, LIMIT)
 
     def broadcast(self, buffer: Tensor) -> None:
         options = dist.BroadcastOptions()

@@ -1,9 +1,13 @@
 """Groups beside other groups: a default group with FSDP, another run's secret, a second engine, silent peers."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,8 +19,11 @@ from engine_ranks import rank_main
 from checkpoint_engine import Delivery, Publisher, Receiver, TransferFailed
 from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.links import gloo_group
 from checkpoint_engine.processes import ProcessSender
 from checkpoint_engine.transports import make_member, resolve_transport
+
+ROOT = Path(__file__).parents[3]
 
 
 def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], list[str], int]]:
@@ -171,3 +178,50 @@ def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
             make_member("pynccl").open(epoch, 0)
         with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
             resolve_transport("pynccl", "cuda")
+
+
+def test_a_process_that_ends_waits_for_the_groups_it_leaves(tmp_path: Path) -> None:
+    """A thread that came back from C++ after the interpreter has gone would end the process by SIGABRT."""
+    code = (
+        "import pathlib, sys, time\n"
+        "from checkpoint_engine.collective import Member\n"
+        "class Slow:\n"
+        "    def abort(self):\n"
+        "        time.sleep(0.5)\n"
+        "        pathlib.Path(sys.argv[1]).touch()\n"
+        "member = Member(Slow)\n"
+        "member._link = Slow()\n"
+        "member.abort()\n"
+    )
+    left = tmp_path / "left"
+    done = subprocess.run([sys.executable, "-c", code, str(left)], timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0 and left.exists()
+
+
+def test_a_gloo_group_has_its_connections_on_the_interfaces_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Counted:
+        class _Options:
+            pass
+
+        def __init__(self, store: object, rank: int, world: int, options: Any) -> None:
+            self.options = options
+
+        @staticmethod
+        def create_device(*, interface: str) -> str:
+            asked.append(interface)
+            return interface
+
+        @staticmethod
+        def create_default_device() -> str:
+            asked.append("default")
+            return "default"
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Counted)
+    for names, expected in (("", ["default"] * 2), ("eth0", ["eth0"] * 2), ("a,b,c", ["a", "b", "c"])):
+        asked.clear()
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        group = gloo_group(dist.Store(), 0, 2, timedelta(seconds=7))
+        assert asked == group.options._devices == expected
+        assert group.options._timeout == timedelta(seconds=7) and group.options._threads >= len(expected)
