@@ -135,6 +135,22 @@ def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> Non
     run_virtual(main())
 
 
+def test_above_32_receivers_the_sender_serves_one_per_node_and_everybody_has_every_version() -> None:
+    async def main() -> None:
+        rig = Rig()
+        for i in range(40):
+            await rig.join(f"w{i}", None, f"n{i % 3}")
+        for version in range(2):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        assert all(rig.held(name) == [0, 1] for name in rig.ends)
+        relays = {name: end.relayed for name, end in rig.ends.items() if end.relayed}
+        assert relays == {"w0": [0] * 13 + [1] * 13, "w1": [0] * 12 + [1] * 12, "w2": [0] * 12 + [1] * 12}
+        assert rig.delivery.stats.fallbacks == 0
+
+    run_virtual(main())
+
+
 def test_who_gets_it_from_the_sender_because_a_neighbour_did_not_pass_it_on_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
