@@ -126,7 +126,7 @@ class AlgorithmConfig:
     """diffusion_nft: the old policy of the loss: behaviour (the one that made the image) or proximal (the one at the start
     of the batch, as in the ratios of other algorithms; stale samples then take no extra pass)."""
     old_policy_decay: str = "copy"
-    """diffusion_nft: copy, slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
+    """diffusion_nft: copy, half (.5), slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
     negate_reward: bool = False
     """Falsifier for tests: train against the reward."""
     permute_advantages: bool = False

@@ -19,6 +19,7 @@ def test_ema_schedule() -> None:
 
 def test_old_policy_schedules() -> None:
     assert [old_policy_decay("copy", step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
+    assert [old_policy_decay("half", step) for step in (0, 10, 1000)] == [0.5, 0.5, 0.5]
     assert [old_policy_decay("slow", step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
     assert [old_policy_decay("late", step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
 
