@@ -122,9 +122,6 @@ class AlgorithmConfig:
     """diffusion_nft: mixing coefficient; dpo: inverse temperature."""
     advantage_mode: str = "continuous"
     """diffusion_nft: which advantages count: continuous, positive_only, negative_only, one_only (1 above 0), binary."""
-    anchor: str = "behaviour"
-    """diffusion_nft: the old policy of the loss: behaviour (the one that made the image) or proximal (the one at the start
-    of the batch, as in the ratios of other algorithms; stale samples then take no extra pass)."""
     old_policy_decay: str = "copy"
     """diffusion_nft: copy, half (.5), slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
     negate_reward: bool = False

@@ -12,7 +12,6 @@ from async_flowrl.algorithms.sde import expand, mean_over_latent
 from async_flowrl.config import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
-ANCHORS = ("behaviour", "proximal")
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "continuous": lambda a: a,
     "positive_only": lambda a: a.clamp(min=0.0),
@@ -26,19 +25,18 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
 class DiffusionNFT(GroupAdvantages):
     """Pulls v towards the old policy's velocity for good images and away from it for bad ones.
 
-    By default the old policy is the retained adapter of the version that generated the image, so stale samples need no
-    correction. With anchor=proximal it is the policy at the start of the batch, the same thing for fresh samples.
+    The old policy is the retained adapter of the version that generated the image, so stale samples need no correction.
     """
 
     name = "diffusion_nft"
     records = "final"
+    needs_behaviour = True
     vanishes_at_zero = False
     """At advantage 0 the two terms only cancel where v equals the old velocity; elsewhere they pull towards it."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
         self.needs_reference = config.kl_coef > 0.0
-        self.needs_behaviour = config.anchor == "behaviour"
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """velocity [B, ...] float32 at x_t, and x_t itself (noised [B, ...]), whose noise comes from `batch.seeds`."""
@@ -54,10 +52,9 @@ class DiffusionNFT(GroupAdvantages):
         reference: Prediction | None,
     ) -> LossOutput:
         """(r l(v+) + (1 - r) l(v-)) / beta · Amax + kl_coef · mean (v - v_ref)²; per row, float32 [B]."""
-        if self.needs_behaviour and behaviour is None:
+        if behaviour is None:
             raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
-        anchor = behaviour if self.needs_behaviour else proximal
-        new, old = current["velocity"].double(), (anchor or current)["velocity"].detach().double()
+        new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
         beta, bound = self.config.beta, self.config.adv_clip_max
         advantages = ADVANTAGE_MODES[self.config.advantage_mode](batch.advantages.double().clamp(-bound, bound))
         optimality = (advantages / bound / 2.0 + 0.5).clamp(0.0, 1.0)

@@ -11,8 +11,8 @@ OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
     "slow": lambda step: min(0.001 * step, 0.5),
     "late": lambda step: 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999),
 }
-"""Decay of the old policy after update `step`, from 0: DiffusionNFT's published schedules (arXiv 2509.16117) and `half`,
-the bound of their `slow` from the first step on."""
+"""Decay of the old policy after update `step`, from 0. `half` is the bound of `slow` from the first step on; the others
+are DiffusionNFT's published schedules (arXiv 2509.16117)."""
 
 
 def ema_decay(step: int, max_decay: float) -> float:

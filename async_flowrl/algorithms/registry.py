@@ -8,7 +8,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.advantage import check_advantage
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, ANCHORS, DiffusionNFT
+from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
@@ -93,7 +93,6 @@ def _check_names(config: AlgorithmConfig) -> None:
         "clip_unit": (config.clip_unit, ("mean", "nats")),
         "kl_form": (config.kl_form, ("code", "exact", "proximal")),
         "advantage_mode": (config.advantage_mode, tuple(ADVANTAGE_MODES)),
-        "anchor": (config.anchor, ANCHORS),
         "old_policy_decay": (config.old_policy_decay, tuple(OLD_POLICY_DECAYS)),
         "correction": (config.correction or "none", CORRECTIONS),
     }
@@ -139,14 +138,8 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
         raise ValueError(
             f"algorithm.options are for algorithms of your own, got {dict(config.options)} for {config.name}"
         )
-    for field, usual in (("old_policy_decay", "copy"), ("anchor", "behaviour")):
-        if getattr(config, field) != usual and config.name != DiffusionNFT.name:
-            raise ValueError(f"algorithm.{field}={getattr(config, field)} needs diffusion_nft, got {config.name}")
-    if config.anchor == "proximal" and config.old_policy_decay != "copy":
-        raise ValueError(
-            f"algorithm.anchor=proximal needs algorithm.old_policy_decay=copy, got {config.old_policy_decay}: "
-            "an average that only sampled would have no part in the loss"
-        )
+    if config.old_policy_decay != "copy" and config.name != DiffusionNFT.name:
+        raise ValueError(f"algorithm.old_policy_decay={config.old_policy_decay} needs diffusion_nft, got {config.name}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:

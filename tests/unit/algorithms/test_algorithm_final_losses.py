@@ -108,22 +108,6 @@ def test_nft_needs_the_policy_that_generated_the_sample() -> None:
         algorithm.loss(batch, algorithm.predict(batch, Network(3, 1)), None, None, None)
 
 
-def test_nft_anchored_to_the_proximal_policy_asks_for_no_other() -> None:
-    """Its loss is the default's with that policy as the old one; without one, the current policy stands for it."""
-    anchored, usual = build(name="diffusion_nft", anchor="proximal", beta=0.1), build(name="diffusion_nft", beta=0.1)
-    batch, network, start = final_rows(2, 2, [1.0, -1.0]), Network(3, seed=1), nudged(Network(3, seed=1), 0.1, seed=2)
-    assert not anchored.needs_behaviour
-    current = anchored.predict(batch, network)
-    for proximal, old in ((start, start), (None, network)):
-        given = None if proximal is None else anchored.predict(batch, frozen(proximal))
-        got = anchored.loss(batch, current, given, None, None).loss
-        wanted = usual.loss(batch, current, None, usual.predict(batch, frozen(old)), None).loss
-        assert torch.equal(got, wanted)
-    fresh = anchored.loss(batch, current, None, None, None)
-    assert torch.autograd.grad(fresh.loss.sum(), [network.w])[0].abs().max() > 1e-3
-    assert fresh.metrics["old_deviation"].max() == 0.0
-
-
 @pytest.mark.parametrize("name", ["diffusion_nft", "dpo"])
 def test_draws_are_the_same_for_every_adapter_and_follow_the_seeds(name: str) -> None:
     algorithm = build(name=name)

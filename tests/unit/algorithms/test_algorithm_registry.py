@@ -82,12 +82,6 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"name": "diffusion_nft", "correction": "mask"}, "final images, so algorithm.correction=mask has no meaning"),
         ({"name": "dpo", "correction": "tis"}, "correction=tis has no meaning"),
         ({"old_policy_decay": "slow"}, "old_policy_decay=slow needs diffusion_nft, got flow_grpo"),
-        ({"anchor": "proximal"}, "anchor=proximal needs diffusion_nft, got flow_grpo"),
-        ({"name": "diffusion_nft", "anchor": "proximl"}, "did you mean 'proximal'"),
-        (
-            {"name": "diffusion_nft", "anchor": "proximal", "old_policy_decay": "slow"},
-            "anchor=proximal needs algorithm.old_policy_decay=copy, got slow",
-        ),
         ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, late, slow"),
         ({"name": "diffusion_nft", "advantage_mode": "binari"}, "did you mean 'binary'"),
         ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
