@@ -1,9 +1,9 @@
 """Broadcasts over a process group of their own: gloo or nccl through torch.distributed, beside any default group.
 
-One group per membership epoch, on a store prefix that carries the run's secret. Before each collective every member
-says that it is ready; each has a finite deadline; on the first failure all members abort, which frees those still
-waiting, and whoever lacks the version gets it another way. Collectives of one process run on one lane, in the order
-in which the controller starts them.
+One group per membership epoch, on a store prefix that carries the run's secret. Before the sender enters one every
+member says that it is ready; each has a finite deadline; on the first failure all members abort, which frees those
+still waiting, and whoever lacks the version gets it another way. Collectives of one process run on one lane, in the
+order in which the controller starts them.
 """
 
 import atexit
