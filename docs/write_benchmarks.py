@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.benchmarking import controller, profile, suite, table
+from async_flowrl.benchmarking.page import between_markers
 
 DOCS = Path(__file__).resolve().parent
 PAGE, MEASURED, PICTURE = DOCS / "benchmarks.md", DOCS / "measured", DOCS / "images" / "benchmark.png"
@@ -48,14 +49,9 @@ SECTIONS: Mapping[str, Callable[[Any], str]] = {
 def written(page: str) -> str:
     """`page` with what was measured between the markers of its section; a section never measured stays as it is."""
     for name, markdown in SECTIONS.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, found, rest = page.partition(begin)
-        old, found_end, after = rest.partition(end)
-        if not found or not found_end:
-            raise SystemExit(f"{PAGE} must have a line {begin} and, below it, a line {end}")
         path = MEASURED / f"{name}.json"
-        text = markdown(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else old.lstrip("\n")
-        page = f"{before}{begin}\n{text}{end}{after}"
+        if path.exists():
+            page = between_markers(page, name, markdown(json.loads(path.read_text(encoding="utf-8"))))
     return page
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from async_flowrl.benchmarking.page import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
 from examples.glyphs.result import Result, load_all
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/results")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/glyphs_compare.png")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/glyphs.md", help="gets the table")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -69,6 +71,8 @@ def main() -> None:
         raise SystemExit(f"compare: {arguments.results} has no results yet")
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(found, arguments.picture)
+    page = arguments.page.read_text(encoding="utf-8")
+    arguments.page.write_text(between_markers(page, "compare", table(found)), encoding="utf-8")
     print(table(found))
 
 

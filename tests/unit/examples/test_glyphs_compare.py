@@ -103,3 +103,5 @@ def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     images = config.total_steps * config.prompts_per_step * config.group_size
     assert all(result.variant in VARIANTS and result.images[-1] == images for result in kept)
     assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in kept)
+    page = (ROOT / "docs/glyphs.md").read_text(encoding="utf-8")
+    assert table(kept) in page, "run: python -m examples.glyphs.compare --draw"

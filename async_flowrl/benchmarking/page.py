@@ -1,0 +1,14 @@
+"""Measured tables on pages of documentation, each between two markers."""
+
+
+def between_markers(page: str, name: str, text: str) -> str:
+    """`page` with `text` between its lines `<!-- name: begin -->` and `<!-- name: end -->`.
+
+    Raises ValueError where they are missing.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"the page has no place for {name}: it needs a line {begin} and, below it, a line {end}")
+    return f"{before}{begin}\n{text.rstrip()}\n{end}{after}"
