@@ -18,6 +18,10 @@ from torch._C._distributed_c10d import Store
 from checkpoint_engine.errors import TransferFailed
 
 BUCKET_BYTES = 8 << 20
+BUCKETS = 12
+"""About so many per broadcast: more cost round trips, fewer leave less to do beside each other."""
+LARGEST = 4
+"""Buckets grow with the payload to so many times BUCKET_BYTES."""
 BUCKETS_UNDER_WAY = 6
 """Enough to keep a link busy while a bucket is digested."""
 CONNECTIONS = 2
@@ -123,7 +127,7 @@ class TorchLink:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         under_way: deque[tuple[Any, int]] = deque()
-        for bucket in torch.split(buffer, BUCKET_BYTES):
+        for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
             end += bucket.shape[0]
             if self._sends:
                 seen(end)
@@ -152,6 +156,11 @@ class TorchLink:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+
+
+def bucket_bytes(nbytes: int) -> int:
+    """The size of a bucket of so large a payload, the same at every member."""
+    return BUCKET_BYTES * max(1, min(LARGEST, -(-nbytes // (BUCKETS * BUCKET_BYTES))))
 
 
 def gloo_group(store: Store, rank: int, world: int, limit: timedelta) -> Any:

@@ -185,3 +185,9 @@ def test_a_link_waits_no_longer_than_its_limit_and_hears_an_abort() -> None:
         limit.check()
     with pytest.raises(TransferFailed, match="the group is not open"):
         TorchLink("gloo").broadcast(torch.zeros(1, dtype=torch.uint8), limit, print, lambda: torch.zeros(1))
+
+
+def test_buckets_grow_with_the_payload_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "BUCKET_BYTES", 8 << 20)
+    sizes = [links_module.bucket_bytes(nbytes) >> 20 for nbytes in (0, 5_000_000, 50_000_000, 200_000_000, 850_000_000)]
+    assert sizes == [8, 8, 8, 16, 32]
