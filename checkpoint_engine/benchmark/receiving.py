@@ -2,8 +2,6 @@
 
 import contextlib
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -125,8 +123,8 @@ class Process:
         return self._orders.recv()
 
     def kill(self) -> None:
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGKILL)
+        """At any time; one that is dead already is left alone."""
+        self._process.kill()
 
     def close(self) -> None:
         self.kill()

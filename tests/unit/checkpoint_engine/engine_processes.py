@@ -147,8 +147,7 @@ class Child:
         return found
 
     def kill(self) -> None:
-        if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
         self._results.close()
         self.end.close()
