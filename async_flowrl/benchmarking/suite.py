@@ -31,6 +31,8 @@ HEAD = ("what", "target", "measured", "met", "case")
 PROBED_STEPS = (6, 10, 16, 26)
 """Denoising steps at which both loops are measured; their times are straight lines in between and a little beyond."""
 MOST_STEPS = 40
+TICKET = ("group_size=32",)
+"""A quarter of a second on the tiny model: what a ticket costs beside its images counts as little as it does in use."""
 LEAST_SECONDS = 1.0
 """Of a step: below that, fixed costs decide."""
 
@@ -119,8 +121,8 @@ def measure(given: argparse.Namespace, directory: Path, keep: Callable[[Suite], 
 
     for case in CASES:
         logger.info("case: %s", case.name)
-        found = pace.load(case) if case.ratio is not None else ()
-        results = compare([*shared, *shlex.split(case.arguments), *given.overrides, *found], directory)
+        found = (*TICKET, *pace.load(case)) if case.ratio is not None else ()
+        results = compare([*shared, *shlex.split(case.arguments), *found, *given.overrides], directory)
         add(case.name, results.command, rows_of(case, results), **{case.name: results})
     single = [f"rollout.num_inference_steps={pace.steps_for(1.0)}", "prompts_per_step=4", *given.overrides]
     command = shlex.join(["python", "-m", "async_flowrl.benchmarking.engines", *single])
@@ -138,10 +140,10 @@ class Pace:
 
     @classmethod
     def of(cls, machine: Machine, overrides: Sequence[str], directory: Path) -> "Pace":
-        prompts = 2
+        prompts = 6  # what an update does once, whatever its size, counts as little as in the runs
         shapes = [(f"prompts_per_step={prompts}", f"rollout.num_inference_steps={steps}") for steps in PROBED_STEPS]
-        configs = [composed([*overrides, *shape], directory) for shape in shapes]
-        found = loops.side_by_side(configs, seconds=4.0)
+        configs = [composed([*TICKET, *overrides, *shape], directory) for shape in shapes]
+        found = loops.side_by_side(configs, seconds=5.0)
         generation = [each.generation / prompts / machine.rollout for each in found]
         update = [each.update / prompts / machine.trainer for each in found]
         return cls(_line(generation), _line(update))
