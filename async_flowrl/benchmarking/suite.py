@@ -90,7 +90,8 @@ CASES = (
     ),
     Case(
         "demo",
-        "--only one_step_off --no-contention --steps 60 --repeats 1 prompts_per_step=2 rollout.num_inference_steps=6",
+        "--only one_step_off --no-contention --steps 40 --repeats 1 experiment=glyphs prompts_per_step=4 "
+        "rollout.num_inference_steps=10",
         rows={"controller": "{what}, in the demo"},
     ),
 )
