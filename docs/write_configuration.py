@@ -23,7 +23,7 @@ HEAD = """# Which settings are there?
 {groups}
 
 An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys
-given on the command line win over it. The modes start with that of the demo, `experiment=two_prompts`; `~experiment`
+given on the command line win over it. The modes start with `experiment=two_prompts`; `~experiment`
 leaves it out, so that only groups and keys count. Defaults below are those of the schema.
 
 This page is made from `async_flowrl/config.py` by `python docs/write_configuration.py`.
