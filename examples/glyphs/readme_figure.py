@@ -29,7 +29,7 @@ from examples.glyphs.audit import open_model, trained_images
 from examples.glyphs.compare import ROOT, VARIANTS, train
 from examples.glyphs.curves import Curve, read, smooth
 from examples.glyphs.result_picture import COLOURS, GOAL
-from examples.glyphs.words import TEST
+from examples.glyphs.words import SIDE, TEST
 
 PICTURE = ROOT / "docs" / "images" / "readme.png"
 CASES = {
@@ -115,8 +115,9 @@ def words(figure: SubFigure, run: Run) -> None:
         axes.set(xticks=[], yticks=[])
         axes.set_ylabel(f"{version} steps", rotation=0, ha="right", va="center")
         axes.spines[:].set_visible(False)
-    asked = "   ".join(TEST[:SHOWN])
-    figure.suptitle(f"words that training has not seen:   {asked}", fontsize=8.5)
+    grid[0].set_xticks([(SIDE + 2) * (column + 0.5) for column in range(SHOWN)], TEST[:SHOWN])
+    grid[0].tick_params(length=0, labeltop=True, labelbottom=False)
+    figure.suptitle("asked for words that training has not seen", fontsize=8.5)
 
 
 def progress(run: Path) -> list[ByteArray]:
@@ -134,8 +135,9 @@ def scores(axes: Axes, runs: dict[str, Run]) -> None:
     for variant, run in runs.items():
         curve, colour = run.curve, COLOURS[variant]
         places = [0.0 if step < 0 else curve.seconds[step] for step, _ in curve.evaluations]
-        axes.plot(places, [score for _, score in curve.evaluations], "o-", color=colour, markersize=3, linewidth=1)
-        axes.plot(curve.seconds, smooth(curve.reward), color=colour, linewidth=0.7, alpha=0.6, label=CASES[variant])
+        held_out = [score for _, score in curve.evaluations]
+        axes.plot(places, held_out, "o-", color=colour, markersize=3, linewidth=1.3, label=CASES[variant])
+        axes.plot(curve.seconds, smooth(curve.reward), color=colour, linewidth=0.7)
     axes.axhline(GOAL, color="black", linewidth=0.6, linestyle=":")
     axes.set(xlabel="seconds", ylabel="OCR score", ylim=(0, 1), title="training words, and held-out ones (dots)")
     axes.legend(frameon=False, loc="lower right")
