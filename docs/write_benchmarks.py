@@ -4,7 +4,7 @@
     python -m async_flowrl.benchmark --suite targets --out outputs/targets
     python -m async_flowrl.benchmarking.controller --json > outputs/controller.json
     python -m async_flowrl.benchmarking.profile --json > outputs/profile.json
-    python -m async_flowrl.benchmarking.profile --json model.tiny.layers=24 model.tiny.heads=32 > outputs/largest.json
+    python -m async_flowrl.benchmarking.profile --json model.tiny.layers=12 model.tiny.heads=24 > outputs/largest.json
     python docs/write_benchmarks.py modes=outputs/modes/benchmark.json targets=outputs/targets/targets.json \\
         controller=outputs/controller.json profile=outputs/profile.json largest=outputs/largest.json
 
