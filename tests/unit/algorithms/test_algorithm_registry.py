@@ -82,7 +82,7 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"name": "diffusion_nft", "correction": "mask"}, "final images, so algorithm.correction=mask has no meaning"),
         ({"name": "dpo", "correction": "tis"}, "correction=tis has no meaning"),
         ({"old_policy_decay": "slow"}, "old_policy_decay=slow needs diffusion_nft, got flow_grpo"),
-        ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, half, late, slow"),
+        ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, half, late"),
         ({"name": "diffusion_nft", "advantage_mode": "binari"}, "did you mean 'binary'"),
         ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
         ({"updates_per_batch": 2, "hand_over": "stream"}, "updates_per_batch must be 1 with hand_over=stream"),
