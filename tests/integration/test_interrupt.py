@@ -47,7 +47,9 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, err = finish(process, exits.INTERRUPTED)
     assert time.monotonic() - began < FEW_SECONDS
-    assert err == "async_flowrl: interrupted\n"
+    *slow, last = err.splitlines()
+    assert last == "async_flowrl: interrupted"
+    assert all("which outlived its cluster" in line for line in slow), err  # a busy machine: killed, and said so
     assert "Traceback" not in out
     assert ended(everything), "nothing may be left running"
     assert not (folder / "summary.json").exists()
