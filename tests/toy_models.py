@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from async_flowrl.config import Config
 from async_flowrl.rewards.composite import checked
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.plan import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -153,15 +153,21 @@ class ToyTrainer:
     def load(self) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu"}
 
-    def proximal(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
-        self.anchors.append(metas[0].group)
+    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
+        self.anchors.append(part.metas[0].group)
+
+    def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
+        if part.begins is not None:
+            self.begin(part.step, part.begins)
+        self.accumulate(part.metas, *trajectories)
+        return self.finish() if part.finishes else None
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self.step, self.plan = step, plan
         self.gradient = torch.zeros(SIZE, 2)
         self.count = 0
 
-    def accumulate(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
+    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
         left = iter(trajectories)
         for meta in metas:
             latents = torch.from_numpy(np.concatenate([t.latents for t in islice(left, meta.tickets)]))

@@ -40,7 +40,7 @@ class Timing:
         known = {
             "generate": self.generate,
             "score": self.score,
-            "accumulate": self.update * len(args[0]) if method == "accumulate" else 0.0,
+            "train": self.update * len(args[0].metas) if method == "train" else 0.0,
             "receive": self.transfer,
             "save": self.save,
         }
@@ -50,10 +50,18 @@ class Timing:
 
 
 Fault = Callable[[str, str, int], str | None]
-"""(worker, method, call number) → None or what goes wrong; an evaluation ticket's method is "generate/evaluation":
+"""(worker, method, call number) → None or what goes wrong; an evaluation ticket's method is "generate/evaluation",
+that of a call which finishes an optimizer step "train_last":
 kill, hang, raise, slow; for `receive` corrupt, truncate; for `generate` lose-images, lose-trajectory; for `score` nan,
 count; for `save` torn (it dies inside the writing), full (no space left).
 """
+
+
+def name_of(method: str, args: tuple[Any, ...]) -> str:
+    """What a Fault knows the call by."""
+    if method == "generate" and args[0].kind == EVALUATION:
+        return "generate/evaluation"
+    return "train_last" if method == "train" and args[0].finishes else method
 
 
 def no_fault(worker: str, method: str, number: int) -> str | None:
@@ -153,8 +161,9 @@ class VirtualWorker:
 
     async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> tuple[Any, str | None]:
         async with self.lanes.setdefault(lane, asyncio.Lock()):
-            number = self.calls[method] = self.calls.get(method, 0) + 1
-            called = f"{method}/evaluation" if method == "generate" and args[0].kind == EVALUATION else method
+            called = name_of(method, args)
+            counted = called if method == "train" else method
+            number = self.calls[counted] = self.calls.get(counted, 0) + 1
             fault = self.world.fault(self.name, called, number)
             if fault is not None:
                 self.world.observer.event("injected", worker=self.name, method=called, fault=fault)

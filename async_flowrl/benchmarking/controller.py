@@ -31,7 +31,7 @@ from async_flowrl.planning.virtual_time import run_virtual
 from async_flowrl.planning.work import FOREVER
 from async_flowrl.recipe import Recipe, shape
 from async_flowrl.tickets import Shape, Ticket, TicketTable
-from async_flowrl.training.plan import StepPlan, UpdateStats
+from async_flowrl.training.plan import Part, UpdateStats
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores
 from checkpoint_engine import CANARY_VERSION, Ack, Header, Publisher
 from separation.group import PoolSpec, WorkerGroup
@@ -40,7 +40,7 @@ WORKERS = (10, 30, 100, 300, 1000)
 STEPS, WARM_UP = 6, 2
 WARM_UP_WORKERS = 50
 """Of a measurement thrown away: imports and caches."""
-SECONDS = {"generate": 10.0, "score": 0.5, "accumulate": 0.01, "receive": 0.1}
+SECONDS = {"generate": 10.0, "score": 0.5, "train": 0.01, "receive": 0.1}
 """Virtual seconds per call of a worker; what is not named takes none."""
 APART = 1e-3
 """Relative difference between the paces of neighbours: no two results arrive in the same instant."""
@@ -98,14 +98,9 @@ class Ranks:
         self.tensors = {"layer.lora_A.weight": torch.zeros(1, 8), "layer.lora_B.weight": torch.zeros(8, 1)}
         self.publisher = Publisher(self.tensors, alpha=1.0, rank=1, retain=config.max_staleness + 1)
 
-    def begin(self, step: int, plan: StepPlan) -> None:
-        self.step = step
-
-    def accumulate(self, metas: Any, *trajectories: Any) -> None:
+    def train(self, part: Part, *trajectories: Any) -> UpdateStats | None:
         """Nothing is trained."""
-
-    def finish(self) -> UpdateStats:
-        return UpdateStats(self.step, 0, False, {"loss": 0.0})
+        return UpdateStats(part.step, 0, False, {"loss": 0.0}) if part.finishes else None
 
     def canary(self) -> dict[str, torch.Tensor]:
         self.publisher.stage(CANARY_VERSION, self.tensors)

@@ -19,13 +19,13 @@ from async_flowrl.controller.dispatch import make_again
 from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
 from async_flowrl.tickets import Ticket, describe
-from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.plan import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.statistics import StepStatistics
 from async_flowrl.types import Scores
 from separation.group import RefLost, WorkerGroup
 from separation.supervise import deadline, together
 
-TOGETHER = 4
+TOGETHER = 8
 """Groups that go to the ranks in one call where so many are ready: between two calls they wait for milliseconds."""
 
 
@@ -61,15 +61,12 @@ class TrainerGang:
         async for groups in self._handed(ctx, step, per_update):
             if index == 0 and ctx.config.trainer.updates_per_batch > 1:
                 await self._proximal(ctx, step, per_update)
-            if index % per_update == 0:
-                plan = self._plan(ctx, groups[0], index // per_update, per_update)
-                await self._in_time(ctx, step, self.all("begin", step, plan))
-            await self._accumulate(ctx, groups)
+            begins = self._plan(ctx, groups[0], index // per_update, per_update) if index % per_update == 0 else None
+            index += len(groups)
+            results = await self._train(ctx, step, groups, begins=begins, finishes=index % per_update == 0)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
-            index += len(groups)
-            if index % per_update == 0:
-                results: list[UpdateStats] = await self._in_time(ctx, step, self.all("finish"))
+            if results:
                 self._book(ctx, results)
                 statistics.add_update(results[0])
         timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
@@ -157,36 +154,45 @@ class TrainerGang:
 
     async def _proximal(self, ctx: Context, step: int, per_update: int) -> None:
         """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
-        later = [group for group in self._batch[per_update:] if group.meta is not None]
-        for group in later:
-            await self._with_trajectories(ctx, [group], "proximal")
+        for group in self._batch[per_update:]:
+            if group.meta is not None:
+                await self._with_trajectories(ctx, [group], "proximal", Part(step, (group.meta,)))
 
-    async def _accumulate(self, ctx: Context, groups: Sequence[HandedGroup]) -> None:
-        if trained := [group for group in groups if group.meta is not None]:
-            await self._with_trajectories(ctx, trained, "accumulate")
+    async def _train(
+        self, ctx: Context, step: int, groups: Sequence[HandedGroup], *, begins: StepPlan | None, finishes: bool
+    ) -> list[UpdateStats]:
+        """One part of an optimizer step on every rank; what the step did, by rank, once it is finished."""
+        trained = [group for group in groups if group.meta is not None]
+        part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)
+        if part.metas:
+            results = await self._with_trajectories(ctx, trained, "train", part)
+        else:
+            async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
+                results = await self.all("train", part)
+        return results if finishes else []
 
-    async def _with_trajectories(self, ctx: Context, groups: Sequence[HandedGroup], method: str) -> None:
+    async def _with_trajectories(
+        self, ctx: Context, groups: Sequence[HandedGroup], method: str, part: Part
+    ) -> list[Any]:
         """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
 
         Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
         """
-        seconds = ctx.config.deadlines.update * len(groups)
+        seconds = ctx.config.deadlines.update * (len(groups) + part.finishes)
         while True:
             try:
                 async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
                     refs = [ref for group in groups for ref in trajectories(group)]
                     if len(self.workers.workers) > 1:
                         await self.all("async_flowrl.training.plan:arrived", *refs)
-                    await self.all(method, [group.meta for group in groups], *refs)
-                return
+                    return await self.all(method, part, *refs)
             except RefLost as lost:
                 if len(groups) == 1:
                     await self._make_again(ctx, groups[0], lost)
                     continue
             # Whose payload was lost shows when they go one by one; a call that lacks an argument has done nothing.
-            for group in groups:
-                await self._with_trajectories(ctx, [group], method)
-            return
+            single = zip(groups, part.split(), strict=True)
+            return [await self._with_trajectories(ctx, [group], method, its_part) for group, its_part in single][-1]
 
     async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:
         """Waits for new payloads of a handed group. Its scores stay: its advantages came from them."""
@@ -196,10 +202,6 @@ class TrainerGang:
         ctx.table.hand_over(first.step, first.group)
         for ticket in group.tickets:
             ticket.scores = group.scores
-
-    async def _in_time(self, ctx: Context, step: int, call: Any) -> Any:
-        async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
-            return await call
 
     def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
         request = ctx.recipe.request(first.tickets[0])

@@ -43,6 +43,27 @@ class GroupMeta:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one call does of an optimizer step. Where everything is ready one part is the whole step."""
+
+    step: int
+    metas: tuple[GroupMeta, ...]
+    """Groups to train on, in order; their trajectories travel beside the part."""
+    begins: StepPlan | None = None
+    """Set on a step's first part."""
+    finishes: bool = False
+    """On its last."""
+
+    def split(self) -> "list[Part]":
+        """The same, group by group."""
+        last = len(self.metas) - 1
+        return [
+            Part(self.step, (meta,), self.begins if index == 0 else None, self.finishes and index == last)
+            for index, meta in enumerate(self.metas)
+        ]
+
+
+@dataclass(frozen=True)
 class GroupStats:
     """Means over one group's trained rows of what the algorithm's loss reported."""
 

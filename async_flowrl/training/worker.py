@@ -6,7 +6,7 @@ Everything but sealing, sending and writing runs on the main lane, one call at a
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -29,7 +29,7 @@ from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameter
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.outgoing import Outgoing
 from async_flowrl.training.passes import Parts
-from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.plan import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.streaming import digest_of_stored, stream_base
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
@@ -142,13 +142,21 @@ class TrainerWorker:
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         self._update.set_negatives(conditionings)
 
-    def proximal(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
-        self._update.proximal(metas, trajectories)
+    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
+        self._update.proximal(part.metas, trajectories)
+
+    def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
+        """Begins an optimizer step, adds groups to it, finishes it: whatever `part` says, in one call."""
+        if part.begins is not None:
+            self.begin(part.step, part.begins)
+        if part.metas:
+            self.accumulate(part.metas, *trajectories)
+        return self.finish() if part.finishes else None
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self._update.begin(step, plan)
 
-    def accumulate(self, metas: list[GroupMeta], *trajectories: Trajectory) -> None:
+    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
         self._update.accumulate(metas, trajectories)
 
     def finish(self) -> UpdateStats:

@@ -26,7 +26,7 @@ from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_ord
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
 HORIZON = 3000.0
 """Virtual seconds in which every schedule has ended; an undisturbed run takes 30 to 60."""
-UPDATE = ("trainer:begin", "trainer:accumulate", "trainer:finish")
+UPDATE = ("trainer:train_last",)
 PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
 
 CELLS: dict[str, tuple[str, ...]] = {
@@ -51,9 +51,7 @@ CALLS = {
     "rollout:load": 1,
     "rollout:prove": 4,
     "reward:score": 20,
-    "trainer:begin": 5,
-    "trainer:accumulate": 5,
-    "trainer:finish": 5,
+    "trainer:train_last": 5,
     "trainer:stage": 5,
     "trainer:seal": 5,
     "trainer:payload": 5,

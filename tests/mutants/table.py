@@ -106,10 +106,10 @@ ORDER = (
     ),
     one(
         "a group is trained twice",
-        f"{GANG}:TrainerGang._accumulate",
-        'await self._with_trajectories(ctx, trained, "accumulate")',
-        'await self._with_trajectories(ctx, trained, "accumulate")\n'
-        '        await self._with_trajectories(ctx, trained, "accumulate")',
+        f"{GANG}:TrainerGang._train",
+        "part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)",
+        "trained = trained + trained\n"
+        "        part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)",
         f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
         arguments={"mode": "stream"},
     ),

@@ -333,13 +333,17 @@ def test_lost_images_of_an_evaluation_are_made_again() -> None:
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "raise"])
-@pytest.mark.parametrize("method", ["begin", "accumulate", "finish", "stage", "seal", "payload", "canary"])
+@pytest.mark.parametrize("method", ["train", "train_last", "stage", "seal", "payload", "canary"])
 def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> None:
     """(The next life begins elsewhere: at the last checkpoint.)"""
-    number = 1 if method == "canary" else 3
+    number = 1 if method in ("canary", "train") else 3
     with pytest.raises((WorkerDied, WorkerFailed, TimeoutError)) as error:
-        disturbed(once("trainer-0", method, number, what), deadlines__update=15.0)
-    named = {"kill": "trainer-0 died", "raise": f"trainer-0.{method} raised RuntimeError: injected", "hang": "deadline"}
+        disturbed(once("trainer-0", method, number, what), hand_over="stream", deadlines__update=15.0)
+    named = {
+        "kill": "trainer-0 died",
+        "raise": f"trainer-0.{method.removesuffix('_last')} raised RuntimeError: injected",
+        "hang": "deadline",
+    }
     assert named[what] in str(error.value)
 
 

@@ -49,7 +49,7 @@ def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, *
 
 
 def at(**calls: str) -> Fault:
-    """`at(finish_3="kill")`: the third finish of any trainer's first incarnation."""
+    """`at(train_last_3="kill")`: the third optimizer step of any trainer's first incarnation."""
     wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
     return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
 
@@ -69,10 +69,10 @@ def check_equal(found: Path, k: int = 1) -> None:
     assert [row for row in verify(found) if not row[1]] == []
 
 
-@pytest.mark.parametrize("method", ["begin_2", "accumulate_4", "finish_4", "stage_3", "seal_4", "save_2", "snapshot_2"])
+@pytest.mark.parametrize("method", ["train_1", "train_last_4", "stage_3", "seal_4", "save_2", "snapshot_2"])
 def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    assert go(root, at(**{method: "kill"})) is None
+    assert go(root, at(**{method: "kill"}), hand_over="stream") is None
     (back,) = rollbacks(root)
     assert back in (0, 2)
     assert [event["kind"] for event in events(root, "fault")] == ["WorkerDied"]
@@ -88,7 +88,7 @@ def test_a_trainer_that_dies_before_the_first_checkpoint_begins_anew(tmp_path: P
 
 def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path) -> None:
     def fault(worker: str, method: str, number: int) -> str | None:
-        deaths = {("trainer-0", "finish", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "restore", 1)}
+        deaths = {("trainer-0", "train_last", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "restore", 1)}
         return "kill" if (worker, method, number) in deaths else None
 
     root = tmp_path / "run"
@@ -100,7 +100,7 @@ def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path)
 def test_a_trainer_that_always_dies_ends_the_run_by_name(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with pytest.raises(WorkerDied, match=rf"trainer-0\.{RECOVERIES} died"):
-        go(root, lambda worker, method, number: "kill" if (method, number) == ("finish", 2) else None)
+        go(root, lambda worker, method, number: "kill" if (method, number) == ("train_last", 2) else None)
     assert len(rollbacks(root)) == RECOVERIES
 
 
@@ -109,13 +109,13 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     """`unloaded`: it was just being replaced when the trainer died."""
 
     def fault(worker: str, method: str, number: int) -> str | None:
-        if (worker, method, number) == ("trainer-0", "accumulate", 2):
+        if (worker, method, number) == ("trainer-0", "train_last", 2):
             return "kill"
         return what if (worker, method, number) == ("rollout-1", "reset", 1) else None
 
     async def kill_before(outside: Outside, groups: Groups) -> None:
         """A replacement is there after one second, without a model for another; the trainer dies in between."""
-        while groups["trainer"].workers[0].calls.get("accumulate", 0) < 2:  # noqa: ASYNC110
+        while groups["trainer"].workers[0].calls.get("train_last", 0) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         groups["rollout"].workers[1].kill()
@@ -177,7 +177,7 @@ def test_a_full_disk_is_loud_and_survived(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    assert go(root, at(save_2="full", finish_4="kill")) is None
+    assert go(root, at(save_2="full", train_last_4="kill")) is None
     assert rollbacks(root) == [0]
     check_equal(root)
 
@@ -208,7 +208,7 @@ def spoil(checkpoint: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = go(tmp_path / "run", at(finish_5="kill"), disturb=kill_after(28.0))
+    left = go(tmp_path / "run", at(train_last_5="kill"), disturb=kill_after(28.0))
     assert left is not None
     newest, older = written(left / "checkpoints")
     spoil(newest)
@@ -226,7 +226,7 @@ def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Pat
             await asyncio.sleep(0.1)
         spoil(root / "checkpoints" / "step_4")
 
-    assert go(root, at(finish_5="kill"), disturb=damage) is None
+    assert go(root, at(train_last_5="kill"), disturb=damage) is None
     assert rollbacks(root) == [2]
     check_equal(root)
 
@@ -248,7 +248,7 @@ def test_nothing_but_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
             spoil(checkpoint)
 
     with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
-        go(root, at(finish_4="kill"), disturb=damage_all)
+        go(root, at(train_last_4="kill"), disturb=damage_all)
 
 
 def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(root, save__keep=9) is None
     older = root / "checkpoints" / "step_2"
-    assert go(root, at(accumulate_1="kill"), resume=str(older), save__keep=9) is None
+    assert go(root, at(train_last_1="kill"), resume=str(older), save__keep=9) is None
     assert rollbacks(root) == [2, 2]
     check_equal(root)
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(tmp_path / "other", save__keep=9) is None
     other = tmp_path / "other" / "checkpoints" / "step_4"
-    assert go(root, at(accumulate_1="kill"), resume=str(other)) is None
+    assert go(root, at(train_last_1="kill"), resume=str(other)) is None
     assert rollbacks(root) == [4, 4]
     assert summary(root)["weights_digest"] == undisturbed(1).digest
 
@@ -344,5 +344,5 @@ def test_weights_of_an_earlier_life_are_refused(door: str, tmp_path: Path, monke
         "generates": r"train ticket \d+ .* was made with weights \w+, but version \d is \w+",
     }
     with pytest.raises((Refused, WeightsMismatch), match=sentence[door]):
-        go(tmp_path / "run", at(finish_4="kill"))
+        go(tmp_path / "run", at(train_last_4="kill"))
     assert rollbacks(tmp_path / "run") == [2]

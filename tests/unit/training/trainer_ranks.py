@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config import Config
 from async_flowrl.policies.registry import resolve_model
+from async_flowrl.training.plan import Part
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import free_port, gang_environment, leave
 
@@ -56,7 +57,7 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
     for step, batch in enumerate(batches):
         size = len(batch) // updates
         for meta, tickets in batch[size:]:
-            worker.proximal([meta], *tickets)
+            worker.proximal(Part(step, (meta,)), *tickets)
         for index in range(updates):
             part = batch[index * size : (index + 1) * size]
             stats.append(rig.update(worker, step, part, plan=rig.StepPlan(rows=rig.rows(part), update=index)))
