@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _POLL = 0.02
 _GRACE = 5.0
+_UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
+"""Ray's settings for a cluster of our own: nobody reads its task history or its metrics, which cost a percent of a core."""
 
 
 class RaySession:
@@ -113,6 +115,7 @@ class RaySession:
         if address is None:
             cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
             options = {"address": "local", "num_cpus": cpus, "resources": custom, "include_dashboard": False}
+            options["_system_config"] = dict(_UNWATCHED)
             # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
             os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
@@ -122,6 +125,8 @@ class RaySession:
             job_config=JobConfig(_py_driver_sys_path=import_path()),
         )
         _log_raylet_messages()
+        if address is None:
+            _end_log_monitor()
 
     def _processes(self) -> list[Identity]:
         """What has to be gone at the end: the daemons of a cluster of our own, our workers here, what these started."""
@@ -185,6 +190,12 @@ def _log_raylet_messages() -> None:
     """Ray prints the raylet's remarks on dead workers over whatever this process displays; log them instead."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
+
+
+def _end_log_monitor() -> None:
+    """It reads the workers' logs to print them here, which is switched off; there is no option to start without it."""
+    if (node := ray_worker._global_node) is not None:
+        node.kill_log_monitor()
 
 
 def import_path() -> list[str]:
