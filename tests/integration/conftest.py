@@ -1,7 +1,6 @@
 """Integration tests run the real engine on the tiny model, offline."""
 
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def offline_single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One torch thread, no hub, and the root logger as it was: a run configures it for its own log file."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One torch thread, nobody else's cluster, and the root logger as it was: a run configures it for its own log."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     root, threads = logging.getLogger(), torch.get_num_threads()
     handlers, level = list(root.handlers), root.level
@@ -24,12 +22,6 @@ def offline_single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterat
     for handler in set(handlers) - set(root.handlers):
         root.addHandler(handler)
     root.setLevel(level)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hub_offline() -> None:
-    """For module-scoped runs, which start before the fixture above."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture

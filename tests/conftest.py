@@ -1,0 +1,12 @@
+"""What every test finds, wherever the tests are started."""
+
+import os
+import signal
+
+# No test reaches for the model hub; what counts is the setting at the time when huggingface_hub is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and whatever that command starts as well. The
+# runs that tests interrupt have to hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
