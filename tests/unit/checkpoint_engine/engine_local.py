@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
-from engine_parts import ALPHA, RANK, blank, lora
+from engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver
@@ -83,7 +83,7 @@ class LinkedRig:
         self.publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
         self.sender = ProcessSender(self.publisher, member=Member(gloo))
         self.replaced: list[str] = []
-        self.broadcast = CollectiveBroadcast(self.sender)
+        self.broadcast = CollectiveBroadcast(self.sender, setup_seconds=PATIENCE, ready_seconds=PATIENCE)
         self.delivery = Delivery(self.sender, replace=self.replace, broadcast=self.broadcast)
         self.link = link or gloo
         self.ends: list[Local] = []
@@ -108,7 +108,7 @@ async def linked(*, link: Callable[[], TorchLink] | None = None, width: int = 51
     torch.set_num_threads(1)
     made = LinkedRig(lora(width=width), link=link)
     try:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(240.0):
             yield made
     finally:
         await made.delivery.close()

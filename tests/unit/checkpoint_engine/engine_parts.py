@@ -11,6 +11,8 @@ from torch import Tensor
 from checkpoint_engine import RING, Ack, Header, LoraModule, Publisher, Receiver
 
 RANK, ALPHA = 4, 8.0
+PATIENCE = 60.0
+"""Seconds for each handshake of a group where nobody is meant to be late: a busy machine takes a few at times."""
 
 
 def lora(seed: int = 0, *, modules: int = 3, width: int = 16, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

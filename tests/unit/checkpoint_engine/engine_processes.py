@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from engine_parts import ALPHA, RANK, lora
+from engine_parts import ALPHA, PATIENCE, RANK, lora
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -27,7 +27,7 @@ from checkpoint_engine.transports import member_for
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])
 BUCKET_BYTES = 4096
-SECONDS = 60.0
+SECONDS = 240.0
 """Nothing here may take longer; it takes a few."""
 
 
@@ -156,12 +156,18 @@ class Child:
 class Rig:
     """A publisher of this process and receivers in others, over one transport."""
 
-    def __init__(self, transport: str, *, retries: int = 3, deadline: float = 30.0, **shape: Any) -> None:
+    def __init__(
+        self, transport: str, *, retries: int = 3, deadline: float = 120.0, patience: float = PATIENCE, **shape: Any
+    ) -> None:
         self.transport, self.shape = transport, shape
         self.tensors = lora(**shape)
         self.publisher = Publisher(self.tensors, alpha=ALPHA, rank=RANK)
         self.sender = ProcessSender(self.publisher, member=member_for(transport))
-        self.broadcast = None if transport == "object_store" else CollectiveBroadcast(self.sender, name=transport)
+        self.broadcast = None
+        if transport != "object_store":
+            self.broadcast = CollectiveBroadcast(
+                self.sender, name=transport, setup_seconds=patience, ready_seconds=patience
+            )
         self.children: dict[str, Child] = {}
         self.replaced: list[tuple[str, str]] = []
         self.acks: list[tuple[str, int]] = []

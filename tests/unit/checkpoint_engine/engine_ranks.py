@@ -61,7 +61,7 @@ def deliver(delivered: list[str], stop: threading.Event) -> None:
         version = len(delivered)
         publisher.stage(version)
         header = publisher.seal(version)
-        epoch = Epoch(version, "secret", *sender.address(), world=2, seconds=20.0)
+        epoch = Epoch(version, "secret", *sender.address(), world=2, seconds=120.0)
         joining = threading.Thread(target=taking.open, args=(epoch, 1))
         joining.start()
         sender.open(epoch)

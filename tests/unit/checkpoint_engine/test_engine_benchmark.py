@@ -24,7 +24,7 @@ def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path) -> None:
         [sys.executable, "-m", "checkpoint_engine.benchmark", *options, str(out)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         check=False,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

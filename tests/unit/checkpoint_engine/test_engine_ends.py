@@ -183,7 +183,7 @@ def test_staging_waits_for_the_version_before_the_last_one() -> None:
     with pytest.raises(TransferFailed, match=r"staging version 2 waited 0.01 s for \[0, 1\] to be sealed"):
         publisher.stage(2, deadline=0.01)
     threading.Timer(0.05, lambda: publisher.seal(0)).start()
-    publisher.stage(2, deadline=10.0)
+    publisher.stage(2, deadline=120.0)
     with pytest.raises(ValueError, match="published already"):
         publisher.stage(1)
     publisher.seal(1)

@@ -13,7 +13,7 @@ EXAMPLE = ROOT / "examples" / "checkpoint_engine" / "publish_and_sample.py"
 def test_the_example_samples_from_what_was_published() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     seen = [

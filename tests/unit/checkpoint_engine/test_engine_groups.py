@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from engine_local import Local
-from engine_parts import ALPHA, RANK, blank, ends, lora, sealed
+from engine_parts import ALPHA, PATIENCE, RANK, blank, ends, lora, sealed
 from engine_processes import CONTEXT, SECONDS
 from engine_ranks import rank_main
 
@@ -66,7 +66,7 @@ def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> Non
     stranger = threading.Thread(target=intrude)
     stranger.start()
     time.sleep(0.2)
-    epoch = Epoch(1, "secret", host, port, world=2, seconds=20.0)
+    epoch = Epoch(1, "secret", host, port, world=2, seconds=120.0)
     joining = threading.Thread(target=taking.open, args=(epoch, 1))
     joining.start()
     sender.open(epoch)
@@ -105,7 +105,8 @@ def test_two_engines_deliver_at_once_in_one_process() -> None:
             async def replace(name: str, error: BaseException) -> None:
                 raise AssertionError(f"{name} was given up") from error
 
-            delivery = Delivery(sender, replace=replace, broadcast=CollectiveBroadcast(sender))
+            broadcast = CollectiveBroadcast(sender, setup_seconds=PATIENCE, ready_seconds=PATIENCE)
+            delivery = Delivery(sender, replace=replace, broadcast=broadcast)
             receivers = [Local(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), f"r{i}") for i in range(2)]
             for receiver in receivers:
                 await delivery.join(receiver)
@@ -141,7 +142,7 @@ def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> N
         sender.open(Epoch(1, "secret", host, port, world=3, seconds=0.3))
     threading.Timer(0.3, sender.abort).start()
     with pytest.raises(TransferFailed, match="rank 0: aborted"):
-        sender.open(Epoch(2, "secret", host, port, world=3, seconds=5.0))
+        sender.open(Epoch(2, "secret", host, port, world=3, seconds=120.0))
     header, _ = sealed(publisher, 0)
     with pytest.raises(TransferFailed, match="not a member of epoch 2"):
         sender.ready(2, header)
@@ -194,7 +195,7 @@ def test_a_process_that_ends_waits_for_the_groups_it_leaves(tmp_path: Path) -> N
         "member.abort()\n"
     )
     left = tmp_path / "left"
-    done = subprocess.run([sys.executable, "-c", code, str(left)], timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(left)], timeout=300, cwd=ROOT, check=False)
     assert done.returncode == 0 and left.exists()
 
 

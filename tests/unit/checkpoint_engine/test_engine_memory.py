@@ -121,7 +121,7 @@ def test_what_was_sealed_elsewhere_is_put_once_and_deleted_beside_the_loop(monke
         return str(one.reference)
 
     reference = asyncio.run(main())
-    assert gone.wait(20.0) and deleted and deleted[0] != threading.get_ident()
+    assert gone.wait(120.0) and deleted and deleted[0] != threading.get_ident()
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(reference)
     sender.close()
@@ -166,7 +166,7 @@ def test_a_process_that_ends_without_closing_leaves_nothing_behind() -> None:
         "payload = asyncio.run(sender.payload(0))\n"
         "print(payload.reference)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == ""
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(done.stdout.strip())

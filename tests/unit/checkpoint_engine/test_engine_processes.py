@@ -42,12 +42,13 @@ WIDE = {"modules": 4, "width": 2048}
 """Several buckets, so that there is a between."""
 
 
-@pytest.mark.parametrize("fault", DEATHS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=pytest.mark.slow if "silent" in fault else ()) for fault in DEATHS]
+)
 def test_a_receiver_lost_in_any_phase_of_a_broadcast_hangs_nobody(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with rig(
-            "gloo", names=("a", "c"), deadline=1.0 if "silent" in fault else 30.0, retries=1, **WIDE
-        ) as made:
+        impatient = {"deadline": 5.0, "patience": 5.0} if "silent" in fault else {}
+        async with rig("gloo", names=("a", "c"), retries=1, **impatient, **WIDE) as made:
             await made.join("b", fault=fault)
             await made.publish(0)
             await made.check("a", "b", "c", version=0)
@@ -141,13 +142,18 @@ def test_a_hundred_publishes_at_random_instants_under_load_tear_nothing() -> Non
     asyncio.run(main())
 
 
+def small(grown: dict[str, int]) -> bool:
+    """Memory: less than the fifty payloads of 393 KB that half of the publishes would have left at least."""
+    return max(grown["threads"] - 3, grown["fds"] - 6, grown["sockets"] - 6) <= 0 and grown["kilobytes"] < 16_384
+
+
 @pytest.mark.parametrize("transport", ["object_store", "gloo"])
 @pytest.mark.parametrize("publishes", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int, transport: str) -> None:
     """Every tenth publish meets in a new epoch."""
 
     async def main() -> None:
-        async with rig(transport, names=("a", "b"), width=1024) as made:
+        async with rig(transport, names=("a", "b"), width=4096) as made:
             warm: list[dict[str, int]] = []
             for version in range(publishes):
                 made.train()
@@ -156,12 +162,13 @@ def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int, tran
                     made.broadcast._members = ()
                 if version == publishes // 2:
                     warm = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
-            await asyncio.sleep(0.5)
-            end = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
             assert made.delivery.stats.fallbacks == 0 and len(made.sender._store._own) <= 6
-            for before, after in zip(warm, end, strict=True):
-                grown = {key: after[key] - before[key] for key in before}
-                assert grown["threads"] <= 3 and grown["fds"] <= 6 and grown["sockets"] <= 6, grown
-                assert grown["kilobytes"] < 8192, grown
+            for _ in range(100):  # groups that were left go beside everything else, on a busy machine late
+                await asyncio.sleep(0.5)
+                end = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
+                grown = [{k: after[k] - before[k] for k in before} for before, after in zip(warm, end, strict=True)]
+                if all(map(small, grown)):
+                    break
+            assert all(map(small, grown)), grown
 
     asyncio.run(main())
