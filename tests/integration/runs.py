@@ -27,7 +27,7 @@ TINY = (
     "monitor.report=false",
 )
 LOCAL = (*TINY, "runtime.backend=local")
-LIMIT = 180.0
+LIMIT = 300.0
 """Seconds any one run may take."""
 
 

@@ -33,12 +33,12 @@ class Bench:
             ray.init(address="local", num_cpus=8, resources=resources, include_dashboard=False, log_to_driver=False)
         else:
             pools = pools[:1]
-        self._context = cluster(pools, backend=backend, start_deadline=120, log_dir=logs)
+        self._context = cluster(pools, backend=backend, start_deadline=240, log_dir=logs)
         self.groups: Mapping[str, WorkerGroup] = self.runner.run(self._context.__aenter__())
 
     def run(self, test: Callable[["Bench"], Coroutine[Any, Any, T]]) -> T:
         async def limited() -> T:
-            async with deadline(120, "this test"):
+            async with deadline(240, "this test"):
                 return await test(self)
 
         return self.runner.run(limited())

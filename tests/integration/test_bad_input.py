@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.main import home_expanded, main
-from tests.integration.runs import ROOT
+from tests.integration.runs import LIMIT, ROOT
 
 
 def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -183,7 +182,7 @@ def test_what_only_the_model_knows_is_one_line_too_and_the_directory_stays_usabl
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
     )
 
 
@@ -199,7 +198,6 @@ def test_as_a_process(tmp_path: Path) -> None:
 
 def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str) -> None:
     out = tmp_path / "run"
-    began = time.monotonic()
     done = command("rollout.num_workers=3", f"runtime.address={existing_cluster}", f"output_dir={out}")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -207,7 +205,6 @@ def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str
     assert done.stderr.startswith("async_flowrl: the cluster can't hold what was asked:")
     assert ["resource", "asked", "exists", "missing"] in rows
     assert ["rollout", "3", "2", "1"] in rows
-    assert time.monotonic() - began < 60
     large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
     done = command(*large, f"runtime.address={existing_cluster}", f"output_dir={out}")
     assert done.returncode == 2, done.stderr

@@ -193,7 +193,7 @@ def test_generate_shows_before_and_after_with_the_runs_own_settings(trained: Qwe
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert f"wrote {out}" in done.stderr

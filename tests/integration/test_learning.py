@@ -66,7 +66,6 @@ def test_swapped_prompts_swap_the_effect(tmp_path: Path) -> None:
     assert rise(run) <= -0.15
 
 
-@pytest.mark.timeout(120)
 def test_deliveries_frozen_at_version_0_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "one_step_off", "total_steps=100", "debug.freeze_publish=true", code=1)
     told = capfd.readouterr().err

@@ -133,7 +133,7 @@ def test_a_hub_name_takes_the_same_path(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
         cwd=Path(__file__).parents[3],
     )
     first, second = ran.stdout.strip().splitlines()

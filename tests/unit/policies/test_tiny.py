@@ -41,7 +41,7 @@ def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(tmp
         )
         for threads in ("1", "2")
     ]
-    said = [process.communicate(timeout=120)[0].strip() for process in running]
+    said = [process.communicate(timeout=300)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert said[0] == said[1]
     assert digest(Path(said[0])) == digest(here)

@@ -25,12 +25,12 @@ async def slow_mean(images: ByteArray, prompt: Prompt) -> Sequence[float]:
 
 
 def meets_another(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    meeting.wait(timeout=10)
+    meeting.wait(timeout=120)
     return [1.0] * len(images)
 
 
 async def meets_another_async(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    await asyncio.to_thread(meeting.wait, 10)
+    await asyncio.to_thread(meeting.wait, 120)
     return [2.0] * len(images)
 
 

@@ -28,7 +28,7 @@ def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str,
 
 def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
-    join(gang_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=120.0), device="cpu")
+    join(gang_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=240.0), device="cpu")
     found = {case: _load(*case) for case in cases}
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
     leave()

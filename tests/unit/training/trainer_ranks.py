@@ -39,7 +39,7 @@ def run_alone(job: Job) -> Outcome:
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    environment = gang_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=60.0)
+    environment = gang_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
     outcomes: list[Outcome] = []
     for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
