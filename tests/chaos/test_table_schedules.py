@@ -10,7 +10,8 @@ from tests.chaos.table_schedules import TableSchedule
 
 pytestmark = pytest.mark.chaos
 
-SCHEDULES = 10_000
+SCHEDULES, FIRST = 10_000, 2_000
+"""Of `make test-slow`, and those of them that `make test` runs."""
 CHUNK = 1000
 
 
@@ -22,7 +23,9 @@ def run(seed: int) -> TableSchedule:
     return schedule
 
 
-@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=pytest.mark.slow if n >= FIRST else ()) for n in range(0, SCHEDULES, CHUNK)]
+)
 def test_no_schedule_breaks_the_bound_or_loses_a_ticket(first: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
