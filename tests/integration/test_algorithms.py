@@ -9,8 +9,14 @@ from tests.integration.runs import Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))
 OWN = "+reward.terms={brightness: {name: 'tests.integration.brightness:brightness'}}"
+STEPS = {"diffusion_nft": 15}
+"""8 unless named here: its old policy follows slowly."""
 MOVED = 0.01
-"""Change of held-out brightness (0..1) in 15 steps; seen: .02 (diffusion_nft) to .12 up, .03 to .15 down."""
+"""Change of held-out brightness (0..1) in so many steps."""
+
+
+FLEE = ("flow_grpo", "diffusion_nft", "dpo")
+"""One of each kind of loss: policy gradient, final images, preferences."""
 
 
 def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
@@ -20,10 +26,10 @@ def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
         f"algorithm={algorithm}",
         "~reward.terms.color",
         OWN,
-        "total_steps=15",
+        f"total_steps={STEPS.get(algorithm, 8)}",
         "group_size=16",
         "trainer.micro_batch_size=16",
-        "trainer.learning_rate=0.01",
+        "trainer.learning_rate=0.02",
         "trainer.eps=1e-15",
         "evaluate.before_training=true",
         "evaluate.images_per_prompt=16",
@@ -37,12 +43,17 @@ def gain(run: Run) -> float:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_policy_follows_its_reward_and_flees_it_when_negated(algorithm: str, tmp_path: Path) -> None:
-    towards = follow(tmp_path / "towards", algorithm)
-    away = follow(tmp_path / "away", algorithm, "algorithm.negate_reward=true")
-    assert towards.column("staleness/max") == [min(step, 1) for step in range(15)]
-    assert gain(towards) > MOVED
-    assert gain(away) < -MOVED
+def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
+    run = follow(tmp_path / "run", algorithm)
+    assert run.column("staleness/max") == [min(step, 1) for step in range(len(run.metrics))]
+    assert gain(run) > MOVED
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in FLEE else pytest.mark.slow) for name in ALGORITHMS]
+)
+def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path: Path) -> None:
+    assert gain(follow(tmp_path / "run", algorithm, "algorithm.negate_reward=true")) < -MOVED
 
 
 @pytest.mark.parametrize("correction", ["mask", "tis"])
