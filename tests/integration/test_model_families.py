@@ -42,9 +42,8 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "sd3" else [pytest.mark.slow]) for name in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.usefixtures("ray_here")
 def test_ten_steps_on_ray(family: str, tmp_path: Path) -> None:
     wanted = ["total_steps=10", "rollout.num_workers=2", *options(family)]
