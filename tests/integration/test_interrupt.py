@@ -13,15 +13,22 @@ from separation.processes import Identity, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
 SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
-FEW_SECONDS = 30.0
-"""Generous, for a machine that is busy with other things; a quiet one needs about three."""
+LONG = "total_steps=500"
+"""Two and a half minutes at least with `SLOWLY`: such a run does not end by itself while a test looks at it."""
+SOON = 120.0
+"""Seconds, for a machine that is busy with other things; a quiet one needs about three."""
 
 
 def ended(processes: list[Identity]) -> bool:
-    deadline = time.monotonic() + FEW_SECONDS
+    deadline = time.monotonic() + SOON
     while any(process.alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not any(process.alive() for process in processes)
+
+
+def quiet(err: str) -> bool:
+    """Nothing was said but, on a busy machine, of processes that had to be killed since they took their time to end."""
+    return all("which outlived its cluster" in line for line in err.splitlines())
 
 
 def sound(folder: Path) -> list[int]:
@@ -35,21 +42,19 @@ def sound(folder: Path) -> list[int]:
 @pytest.mark.parametrize("moment", ["starting", "training"])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
-    process = start(folder, "one_step_off", "total_steps=500", *SLOWLY)
+    process = start(folder, "one_step_off", LONG, *SLOWLY)
     if moment == "training":
         wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     else:
-        wait_until(process, lambda: (folder / "logs/controller.log").exists(), "it had begun")
-        time.sleep(1.0)
+        begun = folder / "logs/controller.log"
+        wait_until(process, lambda: begun.exists() and descendants(process.pid), "the first daemon of its cluster")
     everything = descendants(process.pid)
-    assert len(everything) >= (3 if moment == "training" else 0)
+    assert len(everything) >= (3 if moment == "training" else 1)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, err = finish(process, exits.INTERRUPTED)
-    assert time.monotonic() - began < FEW_SECONDS
-    *slow, last = err.splitlines()
-    assert last == "async_flowrl: interrupted"
-    assert all("which outlived its cluster" in line for line in slow), err  # a busy machine: killed, and said so
+    assert time.monotonic() - began < SOON
+    assert err.endswith("async_flowrl: interrupted\n") and quiet(err.removesuffix("async_flowrl: interrupted\n")), err
     assert "Traceback" not in out
     assert ended(everything), "nothing may be left running"
     assert not (folder / "summary.json").exists()
@@ -60,24 +65,27 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
 
 
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", "one_step_off", "runtime.backend=local", "total_steps=500", *SLOWLY)
+    process = start(tmp_path / "run", "one_step_off", "runtime.backend=local", LONG, *SLOWLY)
     wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
     process.send_signal(signal.SIGINT)
     assert finish(process, exits.INTERRUPTED)[1] == "async_flowrl: interrupted\n"
-    steps = sound(tmp_path / "run")[-1] + 2
-    resumed = train(tmp_path / "run", "one_step_off", f"total_steps={steps}", "resume=auto")
-    assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={steps}").digest
+    check_resumed(tmp_path / "run", sound(tmp_path / "run")[-1] + 2)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("whole"), "one_step_off", "total_steps=8")
+def check_resumed(folder: Path, steps: int, *overrides: str) -> Run:
+    """Going on to `steps` steps gives the weights and the rewards of a run that nobody stopped."""
+    resumed = train(folder, "one_step_off", f"total_steps={steps}", "resume=auto", *overrides)
+    whole = train(folder.with_name(f"{folder.name}-whole"), "one_step_off", f"total_steps={steps}")
+    assert resumed.digest == whole.digest
+    assert resumed.column("step") == list(range(steps))
+    assert resumed.column("reward/mean") == whole.column("reward/mean")
+    return resumed
 
 
 def check_stopped(run: Run) -> int:
     """A stopped run has a checkpoint of exactly where it ended, and a summary of how far it came."""
     done = len(run.metrics)
-    assert 1 <= done < 8
+    assert 1 <= done < 500
     assert run.summary["steps"] == done
     newest = find_checkpoint(run.root / "checkpoints")
     assert newest is not None and newest.name == f"step_{done}"
@@ -85,28 +93,27 @@ def check_stopped(run: Run) -> int:
     return done
 
 
-def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, whole: Run) -> None:
-    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY, "save.every=0")
-    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0")
+    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     everything = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     out, err = finish(process, exits.RESUMABLE)
-    done = check_stopped(Run(tmp_path))
+    done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
-    assert err == ""
+    assert quiet(err), err
     assert ended(everything)
-    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto")
-    assert resumed.digest == whole.digest
-    assert resumed.column("step") == list(range(8))
-    assert resumed.column("reward/mean") == whole.column("reward/mean")
+    check_resumed(folder, done + 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["group", "everything", "twice"])
-def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path, whole: Run) -> None:
+def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
     """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included."""
-    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY, "save.every=0", "rollout.num_workers=2")
-    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0", "rollout.num_workers=2")
+    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     everything = descendants(process.pid)
     assert len(everything) >= 4
     for _ in range(2 if how == "twice" else 1):
@@ -118,62 +125,59 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
             os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.1)
     out, err = finish(process, exits.RESUMABLE)
-    done = check_stopped(Run(tmp_path))
+    done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
-    assert err == ""
-    assert not [e for e in lines(tmp_path / "events.jsonl") if e["event"] == "fault"], "nobody died of it"
+    assert quiet(err), err
+    assert not [e for e in lines(folder / "events.jsonl") if e["event"] == "fault"], "nobody died of it"
     assert ended(everything)
-    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto")
-    assert resumed.digest == whole.digest
-    assert resumed.column("reward/mean") == whole.column("reward/mean")
+    check_resumed(folder, done + 2)
 
 
 @pytest.mark.slow
-def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path, whole: Run) -> None:
-    process = start(tmp_path, "one_step_off", "total_steps=8")
-    wait_until(process, lambda: (tmp_path / "logs/trainer-0.log").exists(), "it had a trainer")
+def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", LONG)
+    wait_until(process, lambda: (folder / "logs/trainer-0.log").exists(), "it had a trainer")
     os.killpg(process.pid, signal.SIGTERM)
     out, _ = finish(process, exits.RESUMABLE)
-    assert "stopped by SIGTERM after step 1" in out
-    assert train(tmp_path, "one_step_off", "total_steps=8", "resume=auto").digest == whole.digest
+    done = check_stopped(Run(folder))
+    assert f"stopped by SIGTERM after step {done}" in out
+    check_resumed(folder, done + 2)
 
 
 @pytest.mark.slow
-def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path, whole: Run) -> None:
+def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
     """As where the cluster is not ours and its nodes go away together with the run."""
-    process = start(tmp_path, "one_step_off", "total_steps=8", *SLOWLY)
-    wait_until(process, lambda: len(lines(tmp_path / "metrics.jsonl")) >= 2, "its second step")
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", LONG, *SLOWLY)
+    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     trainer = next(
-        e["pid"] for e in lines(tmp_path / "events.jsonl") if e["event"] == "worker" and "trainer" in e["worker"]
+        e["pid"] for e in lines(folder / "events.jsonl") if e["event"] == "worker" and "trainer" in e["worker"]
     )
     process.send_signal(signal.SIGTERM)
     os.kill(trainer, signal.SIGKILL)
     out, err = finish(process, exits.RESUMABLE)
     assert "stopped by SIGTERM, which ended workers too (WorkerDied: trainer-0 died" in out
-    assert err == ""
-    assert train(tmp_path, "one_step_off", "total_steps=8", "resume=auto").digest == whole.digest
+    assert quiet(err), err
+    check_resumed(folder, sound(folder)[-1] + 2)
 
 
-def test_time_limit_ends_in_order_and_resume_finishes(
-    tmp_path: Path, whole: Run, capfd: pytest.CaptureFixture[str]
-) -> None:
-    limited = ["total_steps=8", "time_limit=2.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
-    done = check_stopped(train(tmp_path, "one_step_off", *limited, code=exits.RESUMABLE))
+def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    limited = [LONG, "time_limit=2.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exits.RESUMABLE))
     assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
-    resumed = train(tmp_path, "one_step_off", "total_steps=8", "resume=auto", "rollout.num_workers=2")
-    assert resumed.digest == whole.digest
+    check_resumed(tmp_path / "run", done + 2, "rollout.num_workers=2")
 
 
 @pytest.mark.slow
 def test_time_limit_of_processes(tmp_path: Path) -> None:
-    limited = ["total_steps=500", "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    limited = [LONG, "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
     out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exits.RESUMABLE)
-    done = len(lines(tmp_path / "run/metrics.jsonl"))
+    done = check_stopped(Run(tmp_path / "run"))
     assert f"stopped by time_limit=15 s after step {done}; continue with resume=auto" in out
-    assert err == "" and 1 <= done < 500
+    assert quiet(err), err
     assert sound(tmp_path / "run") == [0, done]
-    resumed = train(tmp_path / "run", "one_step_off", f"total_steps={done + 2}", "resume=auto")
-    assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={done + 2}").digest
+    check_resumed(tmp_path / "run", done + 2)
 
 
 def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
