@@ -31,6 +31,10 @@ from async_flowrl.ticket import (
 __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
 
 
+PLENTY = 2
+"""Tickets waiting per worker from which on one may be given ahead."""
+
+
 class TicketTable:
     """All live tickets. `on_change(ticket)` is called after every transition; it must not call back into the table."""
 
@@ -96,16 +100,25 @@ class TicketTable:
 
     # -- the gate
 
-    def next_for(self, worker: str) -> Ticket | None:
-        """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds."""
+    def next_for(self, worker: str, *, ahead: bool = False) -> Ticket | None:
+        """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds.
+
+        `ahead`: it has one already; another only while there are plenty, so that no worker takes what others wait for.
+        """
         held = self.held.get(worker)
         if held is None:
             return None
         train = self._first_pending(TRAIN, held.policy)
+        if ahead and self._waiting(held) < PLENTY * len(self.held):
+            return None
         evaluation = self._first_pending(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
             return evaluation
         return train
+
+    def _waiting(self, held: Held) -> int:
+        """Training tickets that a worker with these versions could run, once `_first_pending` has been asked."""
+        return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
 
     def start(self, ticket: Ticket, worker: str) -> None:
         held = self.held[worker]

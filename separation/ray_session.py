@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _POLL = 0.02
 _GRACE = 5.0
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-"""Ray's settings for a cluster of our own: nobody reads its task history or its metrics, which cost a percent of a core."""
+"""Ray's settings for a cluster of our own: nobody reads its task history or its metrics."""
 
 
 class RaySession:

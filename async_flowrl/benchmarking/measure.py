@@ -15,8 +15,8 @@ from typing import Any
 from async_flowrl.benchmarking.variants import PURE, Variant
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.summary import WARM_UP_STEPS
-from async_flowrl.planning.calibrate import actual, delivery_times, load
-from async_flowrl.tickets import TRAIN, State
+from async_flowrl.planning.calibrate import actual, delivery_times, generation_times, load
+from async_flowrl.tickets import TRAIN
 
 POLL_SECONDS = 0.25
 
@@ -97,17 +97,8 @@ def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
 
 def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float]:
     """Seconds, over all rollout workers, that the tickets of these steps took them, and of that in activations."""
-    began: dict[int, float] = {}
-    wanted: set[int] = set()
-    tickets = 0.0
-    for event in history:
-        if event["event"] != "ticket" or event["kind"] != TRAIN or event["step"] not in steps:
-            continue
-        wanted.add(event["ordinal"])
-        if event["state"] == State.RUNNING:
-            began[event["ordinal"]] = event["time"]
-        elif event["state"] == State.SCORING and event["ordinal"] in began:
-            tickets += event["time"] - began.pop(event["ordinal"])
+    tickets = sum(seconds for _, seconds in generation_times(history, steps))
+    wanted = {e["ordinal"] for e in history if e["event"] == "ticket" and e["kind"] == TRAIN and e["step"] in steps}
     spans = [e for e in history if e["event"] == "span" and e["name"] == "activate" and e.get("ordinal") in wanted]
     return tickets, sum(span["end"] - span["start"] for span in spans)
 

@@ -91,7 +91,7 @@ CASES = (
     Case(
         "demo",
         "--only one_step_off --no-contention --steps 40 --repeats 1 experiment=glyphs prompts_per_step=4 "
-        "rollout.num_inference_steps=10",
+        "rollout.num_inference_steps=12",
         rows={"controller": "{what}, in the demo"},
     ),
 )

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.tickets import Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
-from separation.supervise import DeadlineExceeded, deadline
+from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
 """A worker that is gone, or as good as gone: it is killed and its place filled again."""
@@ -16,8 +17,22 @@ LOSSES = 4
 """Workers that one place may lose in a row, without a finished ticket between them, before the run ends."""
 ATTEMPTS = 6
 """A ticket that had to be made more often than this ends the run: it seems to kill whoever makes it."""
+HANDS = 2
+"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
 BACKOFF = 1.0
 """Seconds before the second of several losses in a row is replaced; doubled each time."""
+
+
+@dataclass
+class Place:
+    """One place in the rollout pool, and who has it."""
+
+    worker: Worker
+    watch: asyncio.Task[WorkerDied]
+    given: int = 0
+    """Tickets that the worker has now."""
+    finished: bool = False
+    """Whether it has made any."""
 
 
 class TicketLost(RuntimeError):
@@ -35,26 +50,34 @@ async def dispatch(ctx: Context) -> None:
 
 
 async def serve(ctx: Context, index: int, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
-    """One place in the rollout pool: takes the ticket the gate gives it, over and over, and replaces a dead worker."""
-    worker = ctx.rollout.workers[index]
-    watch = tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}")
+    """One place in the rollout pool: keeps its worker in tickets, and replaces a dead one."""
+    place = seat(ctx, ctx.rollout.workers[index], tasks)
     lost: Exception | None = None
     losses = 0
     while True:
         try:
             if lost is not None:
-                worker = await replace_rollout(ctx, index, lost, pause=BACKOFF * (2 ** (losses - 1) - 1))
-                watch = tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}")
-                lost = None
-            ticket = await next_ticket(ctx, worker, watch)
-            accepted = await generate(ctx, worker, ticket)
+                pause = BACKOFF * (2 ** (losses - 1) - 1)
+                place, lost = seat(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
+            await together(*(work(ctx, place, free, tasks) for _ in range(HANDS)))
         except LOST as error:
-            lost, losses = error, losses + 1
+            lost, losses = error, 1 if place.finished else losses + 1
+            place.finished = False
             if losses > LOSSES:
                 error.add_note(f"place {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
-            continue
-        losses = 0
+
+
+def seat(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Place:
+    return Place(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
+
+
+async def work(ctx: Context, place: Place, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
+    """One of a place's hands: takes the ticket the gate gives it, over and over. Raises what `LOST` names."""
+    while True:
+        ticket = await next_ticket(ctx, place)
+        accepted = await generate(ctx, place, ticket)
+        place.finished = True
         if accepted and (group := ctx.table.to_score(ticket)):
             tasks.create_task(score(ctx, group, free), name=f"score {describe(ticket)}")
 
@@ -68,27 +91,36 @@ async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
         return death
 
 
-async def next_ticket(ctx: Context, worker: Worker, watch: asyncio.Task[WorkerDied]) -> Ticket:
+async def next_ticket(ctx: Context, place: Place) -> Ticket:
     """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied."""
+    name = place.worker.name
     while True:
-        if watch.done():
-            raise watch.result()
-        if worker.name not in ctx.table.held:
-            raise WorkerDied(worker.name, "it was given up while it waited")
-        if (ticket := ctx.table.next_for(worker.name)) is not None:
+        if place.watch.done():
+            raise place.watch.result()
+        if name not in ctx.table.held:
+            raise WorkerDied(name, "it was given up while it waited")
+        if place.given:
+            await asyncio.sleep(0)  # whoever has nothing to do comes first
+        if (ticket := ctx.table.next_for(name, ahead=place.given > 0)) is not None:
             return ticket
-        ctx.observer.state(worker.name, f"wait_{ctx.table.blocked(worker.name)}")
-        await ctx.work.wait(worker.name)
+        if not place.given:
+            ctx.observer.state(name, f"wait_{ctx.table.blocked(name)}")
+        await ctx.work.wait(name)
 
 
-async def generate(ctx: Context, worker: Worker, ticket: Ticket) -> bool:
+async def generate(ctx: Context, place: Place, ticket: Ticket) -> bool:
     """Has the ticket made; False if another attempt was first. Raises TicketLost for one that was lost too often."""
     if ticket.attempt >= ATTEMPTS:
         raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
+    worker = place.worker
     ctx.table.start(ticket, worker.name)
     ctx.observer.state(worker.name, "busy")
-    async with deadline(ctx.config.deadlines.generate, f"generate: {describe(ticket)}"):
-        report, payload = await worker.call_split("generate", ctx.recipe.request(ticket), returns=3)
+    place.given += 1
+    try:
+        async with deadline(ctx.config.deadlines.generate * place.given, f"generate: {describe(ticket)}"):
+            report, payload = await worker.call_split("generate", ctx.recipe.request(ticket), returns=3)
+    finally:
+        place.given -= 1
     return accept(ctx, worker, ticket, report, payload)
 
 

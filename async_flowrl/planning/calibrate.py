@@ -1,7 +1,7 @@
 """Laws from a run directory: what its events say every part takes. Nothing that its configuration names is imported."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -114,20 +114,27 @@ def within(history: Sequence[Event], first: int, stop: int) -> list[Event]:
     return [event for event in history if begin <= event["time"] <= end]
 
 
-def generation_times(history: Iterable[Event]) -> list[tuple[str, float]]:
-    """(place, seconds from dispatch to result) of every training ticket made; what the worker was taken for."""
-    started: dict[int, tuple[float, str]] = {}
+def generation_times(history: Iterable[Event], steps: Container[int] | None = None) -> list[tuple[str, float]]:
+    """(place, seconds the worker was taken) of every training ticket made, of all steps or of `steps`.
+
+    From dispatch to result, or from the result before it: a worker is given its next ticket while it makes one.
+    """
+    started: dict[tuple[str, int], tuple[float, str]] = {}
+    last: dict[str | None, float] = {}
     found = []
     for event in history:
-        if event["event"] != "ticket" or event["kind"] != TRAIN:
+        if event["event"] != "ticket":
             continue
+        key = event["kind"], event["ordinal"]
         if event["state"] == State.RUNNING:
-            started[event["ordinal"]] = event["time"], event["worker"]
-        elif event["state"] == State.SCORING and event["ordinal"] in started:
-            began, worker = started.pop(event["ordinal"])
-            found.append((place_of(worker), event["time"] - began))
+            started[key] = event["time"], event["worker"]
+        elif event["state"] == State.SCORING and key in started:
+            began, worker = started.pop(key)
+            if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
+                found.append((place_of(worker), event["time"] - max(began, last.get(worker, 0.0))))
+            last[worker] = event["time"]
         elif event["state"] == State.PENDING:
-            started.pop(event["ordinal"], None)
+            started.pop(key, None)
     return found
 
 

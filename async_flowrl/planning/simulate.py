@@ -106,6 +106,7 @@ class SleepingWorker:
     def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int) -> None:
         self.pool, self.index, self.name = pool, index, f"{pool}-{index}"
         self._work, self._seed, self._slowness = work, seed, layout.slowness(index) if pool == "rollout" else 1.0
+        self._main = asyncio.Lock()
 
     async def call(self, method: str, ticket: Ticket, *args: Any, lane: str = "main") -> Any:
         """`score` of the group that `ticket` belongs to."""
@@ -114,7 +115,8 @@ class SleepingWorker:
 
     async def call_split(self, method: str, ticket: Ticket, *, returns: int, lane: str = "main") -> tuple[Any, Any]:
         """`generate`."""
-        await asyncio.sleep(self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness)
+        async with self._main:
+            await asyncio.sleep(self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness)
         return RolloutReport(ticket.ordinal, ticket.version, str(ticket.version), 0, ()), (None, None)
 
     async def watch(self) -> NoReturn:

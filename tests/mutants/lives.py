@@ -33,7 +33,7 @@ LIVES = (
         "run.ledgers.metrics.truncate(resume.version)",
         "pass",
         f"{TEST}:test_a_dead_trainer_goes_on_from_the_last_checkpoint",
-        arguments={"method": "finish_4"},
+        arguments={"method": "train_last_4"},
     ),
     one(
         "metrics are not cut back when a run is resumed",

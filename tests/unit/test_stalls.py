@@ -8,7 +8,7 @@ from tests.toy import ListObserver, Timing, toy_config, virtual
 
 
 def test_tickets_that_nobody_may_run_end_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(table: TicketTable, worker: str) -> Ticket | None:
+    def closed(table: TicketTable, worker: str, *, ahead: bool = False) -> Ticket | None:
         return None
 
     monkeypatch.setattr(TicketTable, "next_for", closed)

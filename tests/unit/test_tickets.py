@@ -63,6 +63,19 @@ def test_one_slow_acknowledgement_stalls_one_worker_only() -> None:
     assert t.next_for("slow") is None
 
 
+def test_a_worker_is_given_a_second_ticket_only_while_there_are_plenty() -> None:
+    """Four workers and eight tickets: the first one taken leaves too few for a second in the same hands."""
+    t = table(k=1, groups=4)
+    for worker in "abcd":
+        t.join(worker)
+    publish(t, 0, *"abcd")
+    assert t.next_for("a", ahead=True) is t.next_for("a") is not None
+    run_ticket(t, "a")
+    assert t.next_for("a", ahead=True) is None
+    t.lost_worker("d")
+    assert t.next_for("a", ahead=True) is t.next_for("a") is not None, "three workers share the seven that are left"
+
+
 def test_tickets_name_exactly_one_version_and_older_ones_stay_usable() -> None:
     t = table(k=1, steps=5)
     t.join("w")

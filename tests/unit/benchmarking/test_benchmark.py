@@ -198,15 +198,17 @@ def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
 
 def test_worker_seconds_are_those_of_the_steps_asked_for() -> None:
     def ticket(step: int, state: str, at: float) -> dict[str, Any]:
-        return {"event": "ticket", "kind": TRAIN, "step": step, "ordinal": step, "state": state, "time": at}
+        found = {"event": "ticket", "kind": TRAIN, "step": step, "ordinal": step, "state": state, "time": at}
+        return found | {"worker": "rollout-0"}
 
     history = [
         ticket(0, "RUNNING", 0.0), ticket(0, "SCORING", 5.0),
-        ticket(1, "RUNNING", 5.0), ticket(1, "PENDING", 6.0), ticket(1, "RUNNING", 6.0), ticket(1, "SCORING", 9.0),
+        ticket(1, "RUNNING", 5.0), ticket(1, "PENDING", 6.0), ticket(1, "RUNNING", 6.0), ticket(2, "RUNNING", 7.0),
+        ticket(1, "SCORING", 9.0), ticket(2, "SCORING", 11.0),
         {"event": "span", "name": "activate", "ordinal": 1, "start": 6.0, "end": 6.5, "time": 9.0},
         {"event": "span", "name": "activate", "ordinal": 0, "start": 0.0, "end": 1.0, "time": 5.0},
     ]  # fmt: skip
-    assert measure.worker_seconds(history, range(1, 3)) == (3.0, 0.5)
+    assert measure.worker_seconds(history, range(1, 3)) == (3.0 + 2.0, 0.5), "the second was given ahead"
 
 
 def test_cpu_is_what_the_process_uses() -> None:
@@ -252,10 +254,10 @@ def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.Monk
     asked = 0
     real = TicketTable.next_for
 
-    def counting(self: TicketTable, worker: str) -> Any:
+    def counting(self: TicketTable, worker: str, *, ahead: bool = False) -> Any:
         nonlocal asked
         asked += 1
-        return real(self, worker)
+        return real(self, worker, ahead=ahead)
 
     monkeypatch.setattr(TicketTable, "next_for", counting)
     counts = []

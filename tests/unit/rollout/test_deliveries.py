@@ -88,8 +88,8 @@ def test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none(m
 
 @pytest.mark.parametrize(("k", "hand_over"), [(1, "batch"), (1, "stream"), (3, "stream")])
 def test_a_run_makes_every_ticket_once_however_many_deliveries_fall_into_it(k: int, hand_over: str) -> None:
-    timing = Timing(seed=3, spread=0.9, transfer=0.4, slow={"rollout-1": 2.0})
-    found = virtual(toy_config(k, hand_over=hand_over, steps=8, rollout__num_workers=3), timing)
+    timing = Timing(seed=3, spread=0.9, transfer=0.8, slow={"rollout-1": 2.0})
+    found = virtual(toy_config(k, hand_over=hand_over, steps=12, rollout__num_workers=3), timing)
     issued = set(range(found.table.issued))
     for state in ("RUNNING", "SCORING", "TRAINED"):
         assert Counter(event["ordinal"] for event in found.tickets(state)) == Counter(issued), state
@@ -102,11 +102,11 @@ def test_a_run_makes_every_ticket_once_however_many_deliveries_fall_into_it(k: i
 
 def arrivals_within_tickets(found: ToyRun) -> int:
     """How often a worker acknowledged a version while it was making a ticket."""
-    busy: set[str] = set()
+    busy: set[tuple[str, int]] = set()
     count = 0
     for event in found.observer.events:
         if event["event"] == "ticket" and event["state"] in ("RUNNING", "SCORING"):
-            (busy.add if event["state"] == "RUNNING" else busy.discard)(event["worker"])
+            (busy.add if event["state"] == "RUNNING" else busy.discard)((event["worker"], event["ordinal"]))
         if event["event"] == "version" and event["state"] == "acknowledged":
-            count += event["worker"] in busy
+            count += event["worker"] in {worker for worker, _ in busy}
     return count
