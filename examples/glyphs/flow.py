@@ -22,7 +22,7 @@ READER: dict[str, Any] = {"detect": False, "line_width": 48}
 DETECTING_READER: dict[str, Any] = {"enlarge": 2, "line_width": 128}
 """Looks for a line first. Nothing is trained on it."""
 
-STEPS = 10
+STEPS = 12
 """Denoising steps, as in configs/experiment/glyphs.yaml."""
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ WINDOW = 12.0
 """Seconds of each timeline that are shown, from the middle of the run."""
 SHOWN = 14
 """Held-out words in the picture."""
-VERSIONS = (0, 30, 60, 180)
+VERSIONS = (0, 30, 60, 240)
 """Steps after which the words are shown."""
 
 
