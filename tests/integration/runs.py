@@ -94,6 +94,20 @@ def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:
     return train(folder, mode, "runtime.backend=ray", *overrides)
 
 
+def overtaking(how: Callable[..., Run], folder: Path, mode: str, *overrides: str) -> Run:
+    """A run of `how`, `train` say, with two rollout workers, one of which overtook the other.
+
+    Whether delays make it so depends on who asked first and on what else the machine does: it is tried a few times.
+    """
+    for attempt in range(5):
+        run = how(folder / f"{mode}-{attempt}", mode, "rollout.num_workers=2", *overrides)
+        made = run.tickets("SCORING")
+        if inverted([event["ordinal"] for event in made]):
+            assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
+            return run
+    raise AssertionError("in five runs no ticket was finished before one that comes earlier")
+
+
 def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run as people start it, with its own Ray cluster."""
     finish(start(folder, mode, *overrides), code)
