@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def second_node(resources: str) -> Iterator[list[Identity]]:
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
     start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while len([node for node in ray.nodes() if node["Alive"]]) < 2:
             assert time.monotonic() < end, "the second node did not come up"
             time.sleep(0.1)
@@ -98,7 +98,7 @@ def second_node(resources: str) -> Iterator[list[Identity]]:
 def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         with second_node('{"away": 1}') as node:
-            async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=60) as groups:
+            async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=180) as groups:
                 away, home = groups["away"].workers[0], bench.toys.workers[2]
                 _, (small, large) = await away.call_split("split_unevenly", 200_000, returns=3)
                 call = asyncio.create_task(away.call("sleep", 600.0))
@@ -116,11 +116,11 @@ def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
 def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         gang = bench.groups["gang"]
-        await join_gang(gang, timeout=60)
+        await join_gang(gang, timeout=180)
         assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
         gang.workers[1].kill()
         await gang.replace(1)
-        await join_gang(gang, timeout=60)
+        await join_gang(gang, timeout=180)
         assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
 
     rays.run(test)
@@ -205,16 +205,22 @@ def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     assert len(marked_processes(mark)) > 3 or ending == "raise", "the mark must be inherited for this test to mean much"
     if ending != "raise":
         driver.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
-    _, errors = driver.communicate(timeout=60)
+    _, errors = driver.communicate(timeout=180)
     assert driver.returncode != 0
     if ending == "kill":
-        end = time.monotonic() + 60
-        while holding_devices(mark) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert holding_devices(mark) == []
+        assert left_after(180, lambda: holding_devices(mark)) == []
     else:
         assert ("KeyboardInterrupt" if ending == "interrupt" else "the body failed") in errors
-        assert marked_processes(mark) == []
+        # All are killed by then; a busy machine takes a moment to end them, what was forgotten lives for a minute.
+        assert left_after(20, lambda: marked_processes(mark)) == []
+
+
+def left_after(seconds: float, find: Callable[[], list[str]]) -> list[str]:
+    """What is found still when so much time has passed; nothing as soon as nothing is found."""
+    end = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
 
 
 def holding_devices(mark: str) -> list[str]:

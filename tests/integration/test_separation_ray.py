@@ -178,10 +178,10 @@ def test_a_worker_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         pools = [PoolSpec("toy", TOY, 1, {"fail": "no such model"})]
         with pytest.raises(WorkerFailed, match="no such model"):
-            async with cluster(pools, backend=bench.backend, start_deadline=60):
+            async with cluster(pools, backend=bench.backend, start_deadline=180):
                 pytest.fail("it started")
         with pytest.raises(WorkerFailed, match="nowhere"):
-            async with cluster([PoolSpec("toy", "nowhere:Toy", 1)], backend=bench.backend, start_deadline=60):
+            async with cluster([PoolSpec("toy", "nowhere:Toy", 1)], backend=bench.backend, start_deadline=180):
                 pytest.fail("it started")
 
     bench.run(test)

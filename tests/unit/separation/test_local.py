@@ -33,7 +33,7 @@ def test_local_workers_run_in_virtual_time() -> None:
 
 def test_a_hung_local_worker_does_not_hold_the_end() -> None:
     async def main() -> None:
-        async with cluster([PoolSpec("toy", TOY, 1)], backend="local", start_deadline=10) as groups:
+        async with cluster([PoolSpec("toy", TOY, 1)], backend="local", start_deadline=120) as groups:
             call = asyncio.create_task(groups["toy"].workers[0].call("wait"))
             await asyncio.sleep(0.05)
         with pytest.raises(WorkerDied):
