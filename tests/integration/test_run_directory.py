@@ -20,7 +20,7 @@ from async_flowrl.export import export
 from async_flowrl.generate import read_config
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
 from async_flowrl.training.lora_file import FILE_NAME
-from tests.integration.runs import ROOT, Run, finish, start, train, train_on_ray, wait_until
+from tests.integration.runs import LIMIT, ROOT, Run, finish, start, train, train_on_ray, wait_until
 
 STEPS = 6
 FILES = (
@@ -210,7 +210,7 @@ def test_the_digest_is_that_of_the_last_checkpoint_and_version(run: Run) -> None
 def test_generate_draws_before_and_after(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "both.png"
     arguments = ["--lora", str(run.root / "lora"), "--prompt", "red red red red", "--images", "1", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "async_flowrl.generate", *arguments], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "async_flowrl.generate", *arguments], cwd=ROOT, check=True, timeout=LIMIT)
     assert np.asarray(Image.open(out)).std() > 1
 
 
