@@ -1,6 +1,5 @@
 """That generation and training really happen at the same time, and that time is booked where it is spent."""
 
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,19 +8,23 @@ import pytest
 from tests.integration.runs import Run, train, train_here_on_ray
 
 WORK = ("group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
-DELAY = 0.2
-TWO = "reward.num_workers=2"
-"""One per group of a step, so that no group waits for another one's score."""
+SLEEP = ("debug.delays.generate=0.3", "debug.delays.score=0.2", "debug.delays.constant=true", "total_steps=8")
+"""Generation takes longest, so that updates fall into it."""
+DELAY = 0.7
+"""Seconds; nothing in the tiny model takes as long, not even where several processes want the same core."""
 STAGES = ("generate", "score", "update", "publish")
 
 
+@pytest.mark.parametrize(
+    ("stages", "least"), [(SLEEP, 0.4), pytest.param(WORK, 0.8, marks=pytest.mark.slow)], ids=["sleep", "work"]
+)
 @pytest.mark.usefixtures("ray_here")
-def test_one_step_off_overlaps_generation_and_training(tmp_path: Path) -> None:
-    """At least 0.8 of what could overlap does; in sync, nothing does."""
-    overlapped = train_here_on_ray(tmp_path / "one_step_off", "one_step_off", *WORK).summary
-    assert overlapped["overlap"]["share"] >= 0.8
+def test_one_step_off_overlaps_generation_and_training(stages: tuple[str, ...], least: float, tmp_path: Path) -> None:
+    """At least 0.8 of what could overlap does on a quiet machine, half of that on any; in sync, nothing does."""
+    overlapped = train_here_on_ray(tmp_path / "one_step_off", "one_step_off", *stages).summary
+    assert overlapped["overlap"]["share"] >= least
     assert overlapped["bound"]["generation"] > 0 and overlapped["bound"]["update"] > 0
-    in_turn = train_here_on_ray(tmp_path / "sync", "sync", *WORK).summary
+    in_turn = train(tmp_path / "sync", "sync", *stages, "total_steps=4").summary
     assert in_turn["overlap"]["share"] < 0.02
     assert in_turn["efficiency"] < overlapped["efficiency"]
 
@@ -43,25 +46,20 @@ def seconds(run: Run) -> dict[str, list[float]]:
     }
 
 
-@pytest.fixture(scope="module")
-def undelayed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[float]]:
-    return seconds(train(tmp_path_factory.mktemp("undelayed"), "sync", TWO))
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(
-    undelayed: Mapping[str, list[float]], tmp_path: Path, stage: str
-) -> None:
+def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(tmp_path: Path, stage: str) -> None:
     """The quickest call of a stage shows it: whatever else a busy machine does can only make a call longer."""
-    found = seconds(train(tmp_path, "sync", TWO, f"debug.delays.{stage}={DELAY}", "debug.delays.constant=true"))
-    moved = {name: min(found[name]) - min(undelayed[name]) for name in STAGES}
-    assert moved.pop(stage) == pytest.approx(DELAY, abs=DELAY / 2)
-    assert all(abs(others) < DELAY / 2 for others in moved.values()), moved
+    delayed = [f"debug.delays.{stage}={DELAY}", "debug.delays.constant=true"]
+    run = train(tmp_path, "sync", "total_steps=2", "prompts_per_step=1", *delayed)
+    quickest = {name: min(found) for name, found in seconds(run).items()}
+    assert DELAY <= quickest.pop(stage) < 2 * DELAY
+    assert all(others < DELAY for others in quickest.values()), quickest
 
 
 def test_the_pools_account_for_injected_time(tmp_path: Path) -> None:
     """All of it in the pool that spent it, and as waiting in the one that waited."""
-    run = train(tmp_path, "sync", f"debug.delays.generate={DELAY}", "debug.delays.constant=true")
+    delayed = [f"debug.delays.generate={DELAY}", "debug.delays.constant=true"]
+    run = train(tmp_path, "sync", "total_steps=2", *delayed)
     calls = len(run.tickets("RUNNING")) + len(run.tickets("RUNNING", kind="evaluation"))
     pools = run.summary["pools"]
     assert pools["rollout"]["busy"] >= calls * DELAY
