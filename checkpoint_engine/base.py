@@ -24,18 +24,6 @@ class Draft:
     rank: int | None
 
     @property
-    def layout_hash(self) -> str:
-        return self.layout.hash
-
-    @property
-    def dtype(self) -> str:
-        return self.layout.dtype
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-    @property
     def nbytes(self) -> int:
         return self.layout.nbytes
 

@@ -60,16 +60,6 @@ class Layout:
         """SHA-256 (hex) over names, shapes, dtypes and offsets."""
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
 
-    @cached_property
-    def dtype(self) -> str:
-        """The dtype, or several joined by +."""
-        return "+".join(sorted({entry.dtype for entry in self.entries}))
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements, padding left out."""
-        return sum(entry.nbytes // dtype_of(entry).itemsize for entry in self.entries)
-
     def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
         """An uninitialised buffer, uint8 [nbytes]."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)

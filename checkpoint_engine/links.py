@@ -29,8 +29,6 @@ CONNECTIONS = 2
 POLL_SECONDS = 5e-4
 WAIT = timedelta(milliseconds=20)
 """How long a waiting thread is deaf to an abort."""
-NOTHING = 0
-"""How far the buffer is filled by what comes behind it."""
 SENDER = 0
 """Rank of the sender in every epoch."""
 
@@ -126,7 +124,7 @@ class TorchLink:
             raise TransferFailed("the group is not open")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        under_way: deque[tuple[Any, int]] = deque()
+        under_way: deque[tuple[Any, int | None]] = deque()
         for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
             end += bucket.shape[0]
             if self._sends:
@@ -135,13 +133,14 @@ class TorchLink:
             if len(under_way) == BUCKETS_UNDER_WAY:
                 self._settle(*under_way.popleft(), limit, seen)
         last = behind()
-        under_way.append((group.broadcast([last], options), NOTHING))
+        under_way.append((group.broadcast([last], options), None))
         while under_way:
             self._settle(*under_way.popleft(), limit, seen)
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
 
-    def _settle(self, work: Any, end: int, limit: Limit, seen: Callable[[int], None]) -> None:
+    def _settle(self, work: Any, end: int | None, limit: Limit, seen: Callable[[int], None]) -> None:
+        """Waits for a bucket that ends at byte `end` of the buffer, or for what comes behind the buffer."""
         while not work.is_completed():
             if self.backend == "gloo":
                 _wait(work)
@@ -149,7 +148,7 @@ class TorchLink:
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
         work.wait()
-        if not self._sends and end != NOTHING:
+        if not self._sends and end is not None:
             seen(end)
 
     def abort(self) -> None:

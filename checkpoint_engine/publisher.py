@@ -1,5 +1,6 @@
 """The sending end: copies tensors away quickly, then seals, retains and hands out versions off the critical path."""
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor
 from checkpoint_engine.base import Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
-from checkpoint_engine.flat import Layout, dtype_of
+from checkpoint_engine.flat import Entry, Layout, dtype_of
 from checkpoint_engine.memory import HostBuffer, HostBuffers, HostMemory, PlainMemory
 from checkpoint_engine.sealing import Sealing
 
@@ -207,7 +208,8 @@ class Publisher:
         picked = []
         for entry, source in zip(self.layout.entries, sources, strict=True):
             flat = source if source.is_contiguous() else source.contiguous()
-            picked.append(flat.as_strided(*_picked(source.numel())).to(dtype_of(entry)))
+            count, step = _picked(entry)
+            picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
         return torch.cat(picked)
 
     def _sample_of(self, buffer: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ class Publisher:
             return
         start = 0
         for entry in self.layout.entries:
-            end = start + min(SAMPLES, entry.nbytes // dtype_of(entry).itemsize)
+            end = start + _picked(entry)[0]
             if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
                 raise WeightsMismatch(
                     f"the staged bytes of version {version} of stream {self.stream} are not the trainer's: "
@@ -273,10 +275,11 @@ class Publisher:
             del self._sealed[version]
 
 
-def _picked(numel: int) -> tuple[tuple[int], tuple[int]]:
-    """Which of so many elements are compared: how many, how far apart."""
+def _picked(entry: Entry) -> tuple[int, int]:
+    """Which of a tensor's elements are compared: how many, how far apart."""
+    numel = math.prod(entry.shape)
     count = min(SAMPLES, numel)
-    return (count,), (max(1, numel // max(1, count)),)
+    return count, max(1, numel // max(1, count))
 
 
 def _sampled(layout: Layout) -> Tensor | None:
@@ -285,7 +288,6 @@ def _sampled(layout: Layout) -> Tensor | None:
         return None
     places = []
     for entry in layout.entries:
-        size = dtype_of(entry).itemsize
-        (count,), (step,) = _picked(entry.nbytes // size)
-        places.append(entry.offset // size + step * torch.arange(count))
+        count, step = _picked(entry)
+        places.append(entry.offset // dtype_of(entry).itemsize + step * torch.arange(count))
     return torch.cat(places)
