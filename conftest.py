@@ -1,4 +1,4 @@
-"""What every test finds, wherever the tests are started."""
+"""What every test finds, wherever the tests are started. Not in tests/, which would then be on the import path."""
 
 import os
 import signal
