@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet $(PIP_OPTIONS) --editable ".[dev]"
 	touch $@
 
-# Words become legible: a small Qwen-Image that writes badly, a third of the full recipe of docs/glyphs.md.
+# Words become legible: a small Qwen-Image that writes badly, a quarter of the full recipe of docs/glyphs.md.
 demo: setup
 	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs total_steps=60 name=demo
 
