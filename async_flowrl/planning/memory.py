@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_flowrl import payload
 from async_flowrl.config import Config
+from async_flowrl.payload import stored_bytes, ticket_bytes
 from async_flowrl.planning.footprint import Allocations, fused_attention
 from async_flowrl.planning.shell import Shell, conditioning, shell_of
-from async_flowrl.policies.base import Shapes
 from async_flowrl.recipe import sampling, ticket_size
 from async_flowrl.training.batch import trained_steps
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -59,15 +58,14 @@ def plan_memory(config: Config) -> MemoryPlan:
     shell = shell_of(config)
     rollout = _rollout(config, shell)
     activations = training_peak(config, shell)
-    ticket = ticket_bytes(config, shell)
-    tickets = config.prompts_per_step * config.group_size // ticket_size(config)
+    shapes = shell.policy.shapes(config.rollout.resolution)
     return MemoryPlan(
         shell=shell,
         trainer=_trainer(config, shell, activations),
         rollout=rollout,
         host=_sharded(config, shell) if config.trainer.cpu_offload else 0,
-        ticket_bytes=ticket,
-        payload=(config.max_staleness + 1) * tickets * ticket,
+        ticket_bytes=ticket_bytes(config, shapes),
+        payload=stored_bytes(config, shapes),
         adapter_bytes=shell.adapter_parameters * FLOAT,
     )
 
@@ -157,11 +155,3 @@ def measured(forward: Callable[[], Tensor], device: str) -> int:
         if out.requires_grad:
             out.backward()  # type: ignore[no-untyped-call]
     return allocations.peak
-
-
-def ticket_bytes(config: Config, shell: Shell) -> int:
-    """Of the model that was built for the plan."""
-    policy = shell.policy
-    return payload.ticket_bytes(
-        config, Shapes(policy.latent_shape(config.rollout.resolution), policy.conditioning_shapes())
-    )

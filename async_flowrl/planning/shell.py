@@ -15,6 +15,7 @@ from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, load_family, resolve_model
+from async_flowrl.policies.stored import configuration
 from async_flowrl.training.lora import attach_lora, lora_parameters
 
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -75,7 +76,7 @@ def _architecture(config: Config) -> tuple[str, Mapping[str, Any], Mapping[str, 
         raise ValueError(
             f"the architecture of {path} is not among those known ({', '.join(KNOWN)}); give a local folder to plan it"
         )
-    transformer, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae"))
+    transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
     text = sum(_stored(file) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
     return resolved.family, transformer, vae, text
 

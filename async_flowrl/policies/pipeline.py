@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.policies.base import Shapes
 from async_flowrl.types import ByteArray, Conditioning, Sampling, TokenIds, Wording
 
 JOINT_ATTENTION = (
@@ -143,6 +144,10 @@ class PipelinePolicy(ABC):
     @abstractmethod
     def latent_shape(self, resolution: int) -> tuple[int, ...]:
         """Shape of one square image's latents, without the batch dimension."""
+
+    def shapes(self, resolution: int) -> Shapes:
+        """Of an image's latents and of a prompt of usual length."""
+        return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
     def velocity(
         self,

@@ -129,7 +129,7 @@ class PipelineFamily:
             dtype=torch.float32,
             max_sequence_length=max_sequence_length,
         )
-        return Shapes(policy.latent_shape(resolution), policy.conditioning_shapes())
+        return policy.shapes(resolution)
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError for what the family has no place for, and for token ids that are no prompt of the model."""

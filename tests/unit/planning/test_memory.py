@@ -13,8 +13,9 @@ from torch import nn
 from async_flowrl import plan as planner
 from async_flowrl.compose import compose_overrides, typed
 from async_flowrl.config import Config
+from async_flowrl.payload import ticket_bytes
 from async_flowrl.planning.footprint import Allocations, fused_attention
-from async_flowrl.planning.memory import plan_memory, ticket_bytes, training_peak
+from async_flowrl.planning.memory import plan_memory, training_peak
 from async_flowrl.planning.memory_report import describe
 from async_flowrl.planning.shell import Shell, shell_of
 from async_flowrl.policies.architectures import KNOWN
@@ -173,7 +174,7 @@ def test_a_tickets_bytes_are_those_of_its_arrays() -> None:
     made = DiffusersEngine(tiny_policy()).generate(request(16))
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
-    told = ticket_bytes(config, shell_of(config))
+    told = ticket_bytes(config, shell_of(config).policy.shapes(config.rollout.resolution))
     text = (128 - len(made.trajectory.conditioning["prompt_embeds"])) * 32 * 4
     assert told - text == sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
 
