@@ -34,6 +34,7 @@ AT_LEAST: Mapping[str, float] = {
     "rollout.num_workers": 1,
     "rollout.num_inference_steps": 2,
     "rollout.resolution": 1,
+    "rollout.batch_size": 1,
     "rollout.threads": 1,
     "trainer.num_workers": 1,
     "trainer.micro_batch_size": 1,
@@ -132,9 +133,6 @@ def _check_sizes(config: Config) -> None:
     together = config.trainer.timesteps_per_forward
     if together is not None and together < 1:
         raise ConfigError(f"trainer.timesteps_per_forward must be at least 1, or null for all of them, got {together}")
-    batch = config.rollout.batch_size
-    if batch is not None and batch < 1:
-        raise ConfigError(f"rollout.batch_size must be at least 1, got {batch}")
     if not config.reward.terms:
         raise ConfigError("reward.terms is empty: name at least one reward, for example reward=ocr")
 

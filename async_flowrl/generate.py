@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config import Config, ModelConfig
+from async_flowrl.naming import first_line
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
 from async_flowrl.training import lora_file
 from async_flowrl.types import ByteArray, Sampling
@@ -59,7 +60,7 @@ def read_config(path: Path) -> Config:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
     except (OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
     return cast("Config", OmegaConf.to_object(merged))
 
 

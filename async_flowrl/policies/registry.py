@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from async_flowrl.config import ModelConfig
-from async_flowrl.naming import unknown_name
+from async_flowrl.naming import first_line, unknown_name
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.types import Prompt
@@ -198,9 +198,8 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
         reason = "it is not in the local cache, and the hub cannot be reached"
         raise ValueError(_missing(config.path, list(_KNOWN), f"no such folder; as a hub model {reason}")) from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        known = f"no such folder, and the hub says: {reason}"
-        raise ValueError(_missing(config.path, list(_KNOWN), known)) from error
+        reason = f"no such folder, and the hub says: {first_line(error)}"
+        raise ValueError(_missing(config.path, list(_KNOWN), reason)) from error
     return index, index.parent.name
 
 

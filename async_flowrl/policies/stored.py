@@ -9,6 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from async_flowrl.naming import first_line
+
 _FOLDER = "transformer"
 _NAME = "diffusion_pytorch_model.safetensors"
 
@@ -60,8 +62,7 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
             file = Path(hf_hub_download(path, name, revision=revision))
         found: dict[str, Any] = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{name} of model.path {path} cannot be read: {reason}") from error
+        raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error
     return found
 
 

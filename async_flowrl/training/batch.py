@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config import Config
 from async_flowrl.seeds import derive
 from async_flowrl.training.plan import GroupMeta
@@ -47,8 +48,6 @@ def check_batching(config: Config) -> None:
 
 def trained_steps(config: Config) -> int:
     """How many denoising steps of a trajectory are trained; the same for every window that can be drawn."""
-    from async_flowrl.algorithms.window import draw_window
-
     steps = config.rollout.num_inference_steps
     return len(draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0).train_steps)
 
