@@ -2,6 +2,7 @@
 
 import math
 
+from async_flowrl.algorithms.window import trains_on_final_images
 from async_flowrl.config import Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.recipe import ticket_size
@@ -13,8 +14,11 @@ _FLOAT = 4
 def ticket_bytes(config: Config, shapes: Shapes) -> int:
     """Images, latents at every recorded point, log-probs and the conditioning of a prompt of usual length."""
     steps = trained_steps(config)
-    recorded = steps + 1 if config.algorithm.window in ("none", "random", "sliding") else 2 * steps
-    image = 3 * config.rollout.resolution**2 + _FLOAT * (recorded * math.prod(shapes.latents) + steps)
+    whole = config.algorithm.window in ("none", "random", "sliding")
+    recorded, log_probs = (steps + 1 if whole else 2 * steps), steps
+    if trains_on_final_images(config.algorithm):
+        recorded, log_probs = 1, 0
+    image = 3 * config.rollout.resolution**2 + _FLOAT * (recorded * math.prod(shapes.latents) + log_probs)
     text = sum(math.prod(shape) for shape in shapes.conditioning.values())
     return ticket_size(config) * image + _FLOAT * text
 

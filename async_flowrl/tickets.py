@@ -117,7 +117,10 @@ class TicketTable:
         return train
 
     def _waiting(self, held: Held) -> int:
-        """Training tickets that a worker with these versions could run, once `_first_pending` has been asked."""
+        """At most so many training tickets wait for a worker with these versions.
+
+        Those started out of order are counted until they come to the head of their heap.
+        """
         return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
 
     def start(self, ticket: Ticket, worker: str) -> None:

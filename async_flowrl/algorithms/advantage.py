@@ -82,11 +82,6 @@ def permuted(values: FloatArray, seed: int) -> FloatArray:
     return values[order]
 
 
-def zero_std_ratio(groups: Groups) -> float:
-    """Share of the groups whose rewards are all equal."""
-    return sum(is_constant(group) for group in groups) / len(groups)
-
-
 def is_constant(group: FloatArray) -> bool:
     """Whether all values are equal, exactly."""
     return bool(np.all(group == group[0]))

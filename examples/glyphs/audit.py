@@ -63,7 +63,7 @@ def trained_images(pipeline: Any, lora: Path, copies: int) -> ByteArray:
 
 
 def scores(images: ByteArray) -> dict[str, float]:
-    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR by another reader, OCR against other words, and so on."""
+    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR by another reader, against other words, and so on."""
     return {
         "ocr": legibility(images, TEST),
         "other_reader": legibility(images, TEST, DETECTING_READER),

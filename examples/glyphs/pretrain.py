@@ -85,7 +85,7 @@ def report(pipeline: Any, picture: Path) -> None:
     for name, steps, guidance in ((f"{STEPS} steps", STEPS, 1.0), ("40 steps", 40, 1.0), ("guidance 3", STEPS, 3.0)):
         images = generate(pipeline, TEST, 4, steps=steps, guidance=guidance)
         log.info("held-out words generated, %s: %.2f", name, legibility(images, TEST))
-        if steps == 8 and guidance == 1.0:
+        if steps == STEPS and guidance == 1.0:
             grid = np.concatenate([np.concatenate(list(row), axis=1) for row in images.swapaxes(0, 1)])
             Image.fromarray(grid).resize((grid.shape[1] * 3, grid.shape[0] * 3), Image.Resampling.NEAREST).save(picture)
 

@@ -70,6 +70,13 @@ def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
     return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(timed, one, other)]
 
 
+def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -> list[float]:
+    """As `time_ratios`, of the seconds until an evaluation first had `score`; without pairs in which one never had."""
+    timed = [result for result in results if result.niceness == 0]
+    found = [(a.seconds_to(score), b.seconds_to(score)) for a, b in pairs(timed, one, other)]
+    return [mine / theirs for mine, theirs in found if mine is not None and theirs]
+
+
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """90 % interval of the mean (Student's t); None for less than two differences or more than ten."""
     freedom = len(differences) - 1

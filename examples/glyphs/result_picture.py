@@ -7,7 +7,7 @@ from statistics import median
 import matplotlib as mpl
 
 from examples.glyphs.curves import smooth
-from examples.glyphs.result import Result, interval, score_differences, time_ratios
+from examples.glyphs.result import Result, goal_ratios, interval, score_differences, time_ratios
 
 GOAL = 0.8
 FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness")
@@ -69,8 +69,14 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
     ratios = time_ratios(results, variant, "sync")
     if not ratios:
         return f"\n{scores}"
-    spent = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    return f"\n{scores}\n\nSeconds of {variant} ÷ sync, by seed: {spent}; median {median(ratios):.2f}"
+    lines = [scores, f"Seconds of {variant} ÷ sync, by seed: {_listed(ratios)}"]
+    if reached := goal_ratios(results, variant, "sync", GOAL):
+        lines.append(f"The same until the first evaluation of {GOAL:g} or more: {_listed(reached)}")
+    return "\n" + "\n\n".join(lines)
+
+
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios) + f"; median {median(ratios):.2f}"
 
 
 def _line(result: Result) -> str:

@@ -64,10 +64,11 @@ def test_a_resolution_without_latents(tmp_path: Path) -> None:
         prepared(tmp_path, f"model.path={video}")
 
 
-def test_a_videos_payload_is_counted_in_its_own_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_grpo_fast", "diffusion_nft"])
+def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path: Path) -> None:
     """Latents [channels, frames, h, w]: what a plan says is what a ticket's trajectory comes to, byte for byte."""
     model = (f"model.path={build_video(tmp_path / 'video')}", "model.family=tests.video:VideoFamily")
-    found = prepared(tmp_path, *model, "ticket_size=2")
+    found = prepared(tmp_path, *model, "ticket_size=2", f"algorithm={algorithm}")
     assert found.shapes.latents == (CHANNELS, FRAMES, 4, 8)
     policy = load_policy(found.model, dtype="float32", device="cpu", parts="all")
     made = DiffusersEngine(policy).generate(found.recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))

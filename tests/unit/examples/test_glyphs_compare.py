@@ -6,7 +6,7 @@ from async_flowrl.compose import compose_checked
 from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
 from examples.glyphs.flow import STEPS, generate, legibility
-from examples.glyphs.result import Result, interval, load_all, score_differences, time_ratios
+from examples.glyphs.result import Result, goal_ratios, interval, load_all, score_differences, time_ratios
 from examples.glyphs.result_picture import COLOURS, draw, table
 from examples.glyphs.words import TEST, WEIGHTS
 
@@ -47,6 +47,8 @@ def test_differences_are_paired_by_seed_at_equal_images() -> None:
     found += [result("one_step_off", seed, 0.75) for seed in (0, 1, 2, 3)]
     assert score_differences(found, "one_step_off", "sync") == pytest.approx([0.25, 0.15])
     assert time_ratios(found, "one_step_off", "sync") == [0.5, 0.5]
+    assert goal_ratios(found, "one_step_off", "sync", 0.9) == [0.5, 0.5]
+    assert goal_ratios(found, "one_step_off", "sync", 0.95) == []
     assert score_differences(found, "permuted", "sync") == []
 
 
@@ -65,8 +67,9 @@ def test_table_and_picture_show_every_run(tmp_path: Path) -> None:
     found = [result("sync", 0, 0.5), result("sync", 1, 0.6), result("one_step_off", 0, 0.8), result("mine", 0)]
     lines = table(found).splitlines()
     assert sum(line.startswith("| sync") for line in lines) == 2 and any(line.startswith("| mine") for line in lines)
-    assert lines[-3] == "OCR of one_step_off less that of sync, by seed: +0.300"
-    assert lines[-1] == "Seconds of one_step_off ÷ sync, by seed: 0.50; median 0.50"
+    assert lines[-5] == "OCR of one_step_off less that of sync, by seed: +0.300"
+    assert lines[-3] == "Seconds of one_step_off ÷ sync, by seed: 0.50; median 0.50"
+    assert lines[-1] == "The same until the first evaluation of 0.8 or more: 0.50; median 0.50"
     draw(found, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
