@@ -25,6 +25,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.prepare import Prepared
 from async_flowrl.recipe import shape
 from async_flowrl.run_directory import RunDirectory
+from async_flowrl.ticket import record
 from async_flowrl.tickets import Ticket, TicketTable
 from async_flowrl.training.checkpoint import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
@@ -149,20 +150,10 @@ def build_context(run: Run, resume: Resume) -> Context:
     prepared, events = run.prepared, run.ledgers.events
     config = prepared.config
 
-    def record(ticket: Ticket) -> None:
-        events.event(
-            "ticket",
-            ordinal=ticket.ordinal,
-            kind=ticket.kind,
-            step=ticket.step,
-            state=ticket.state,
-            worker=ticket.worker,
-            attempt=ticket.attempt,
-            version=ticket.version,
-            digest=ticket.digest,
-        )
+    def changed(ticket: Ticket) -> None:
+        events.event("ticket", **record(ticket))
 
-    table = TicketTable(shape(config), first_step=resume.version, on_change=record)
+    table = TicketTable(shape(config), first_step=resume.version, on_change=changed)
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     saved = [resume.version] if own else []
     checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)

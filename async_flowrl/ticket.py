@@ -71,6 +71,12 @@ class Held:
     taken: int = 0
 
 
+def record(ticket: Ticket) -> dict[str, Any]:
+    """What an event log says of it after a transition."""
+    names = ("ordinal", "kind", "step", "state", "worker", "attempt", "version", "digest")
+    return {name: getattr(ticket, name) for name in names}
+
+
 def describe(ticket: Ticket) -> str:
     """One ticket in words, for errors and stall reports."""
     return (

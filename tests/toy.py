@@ -18,6 +18,7 @@ from async_flowrl.controller.gang import TrainerGang
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.recipe import Recipe, shape
+from async_flowrl.ticket import record
 from async_flowrl.tickets import Ticket, TicketTable
 from async_flowrl.types import Prompt
 from separation.group import PoolSpec
@@ -181,18 +182,7 @@ def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: Li
 
 
 def note(observer: ListObserver, ticket: Ticket) -> None:
-    observer.event(
-        "ticket",
-        ordinal=ticket.ordinal,
-        kind=ticket.kind,
-        step=ticket.step,
-        group=ticket.group,
-        state=ticket.state,
-        worker=ticket.worker,
-        attempt=ticket.attempt,
-        version=ticket.version,
-        digest=ticket.digest,
-    )
+    observer.event("ticket", **record(ticket), group=ticket.group)
 
 
 def virtual(

@@ -30,7 +30,8 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.planning.virtual_time import run_virtual
 from async_flowrl.planning.work import FOREVER
 from async_flowrl.recipe import Recipe, shape
-from async_flowrl.tickets import Shape, Ticket, TicketTable
+from async_flowrl.ticket import record
+from async_flowrl.tickets import Shape, TicketTable
 from async_flowrl.training.plan import Part, UpdateStats
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores
 from checkpoint_engine import CANARY_VERSION, Ack, Header, Publisher
@@ -214,7 +215,7 @@ async def _run(config: Config, events: Path) -> Clocked:
     with EventLog(events, clock, ledger=PoolLedger(clock)) as log:
         gang = TrainerGang(cast("WorkerGroup", groups["trainer"]), algorithm)
         weights, clocked = PublishedWeights(gang), Clocked()
-        table = TicketTable(shape(config), on_change=lambda ticket: _record(log, ticket))
+        table = TicketTable(shape(config), on_change=lambda ticket: log.event("ticket", **record(ticket)))
         prompts = [Prompt(index, f"prompt {index}") for index in range(100)]
         ctx = Context(
             config=config,
@@ -233,20 +234,6 @@ async def _run(config: Config, events: Path) -> Clocked:
             table.join(worker.name)
         await run(ctx)
     return clocked
-
-
-def _record(log: EventLog, ticket: Ticket) -> None:
-    log.event(
-        "ticket",
-        ordinal=ticket.ordinal,
-        kind=ticket.kind,
-        step=ticket.step,
-        state=ticket.state,
-        worker=ticket.worker,
-        attempt=ticket.attempt,
-        version=ticket.version,
-        digest=ticket.digest,
-    )
 
 
 def _config(workers: int, max_staleness: int, hand_over: str) -> Config:

@@ -19,6 +19,7 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.planning.laws import Law
 from async_flowrl.recipe import Recipe, shape
+from async_flowrl.ticket import record
 from async_flowrl.tickets import TicketTable
 from async_flowrl.types import Prompt, RolloutRequest, Scores
 from separation.cluster import cluster
@@ -111,11 +112,8 @@ async def _run(directory: Path, config: Config) -> None:
             weights = PublishedWeights(gang)
             table = TicketTable(
                 shape(config),
-                on_change=lambda t: log.event(
-                    "ticket", ordinal=t.ordinal, kind=t.kind, step=t.step, state=t.state, worker=t.worker,
-                    attempt=t.attempt, version=t.version, digest=t.digest,
-                ),
-            )  # fmt: skip
+                on_change=lambda t: log.event("ticket", **record(t)),
+            )
             ctx = Context(
                 config=config, recipe=Recipe(config, prompts, prompts[:2]), table=table, rollout=groups["rollout"],
                 reward=groups["reward"], trainer=gang, weights=weights, observer=log,
