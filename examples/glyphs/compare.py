@@ -6,7 +6,7 @@ python -m examples.glyphs.compare --draw                             # the pictu
 
 A finished run leaves one small JSON file in --results and is skipped from then on; an interrupted one goes on from its
 last checkpoint in --runs. Scores do not depend on what else the machine does, seconds do: the load is kept beside them,
-and a run under `nice` counts for its scores only.
+and a run under `nice`, or on a machine that had much else to do, counts for its scores only.
 """
 
 import argparse

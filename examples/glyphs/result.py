@@ -10,6 +10,9 @@ from statistics import fmean, stdev
 T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 """95 % quantiles of Student's t by degrees of freedom: the half width of a two-sided 90 % interval."""
 
+BUSY = 2.5
+"""Load average per core above which the seconds of a run do not count; a run of its own brings it to 1.5 or so."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -28,6 +31,11 @@ class Result:
     niceness: int
     """Above 0 the run took what others left of the processor: its seconds say nothing."""
     cores: int
+
+    @property
+    def timed(self) -> bool:
+        """Whether its seconds say something: it gave way to nobody and had the machine nearly to itself."""
+        return self.niceness == 0 and self.load <= BUSY * self.cores
 
     def save(self, path: Path) -> None:
         """Written beside its place and renamed: a file that is there is whole."""
@@ -65,14 +73,14 @@ def score_differences(results: Sequence[Result], one: str, other: str) -> list[f
 
 
 def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Seconds of training of `one` as a share of those of `other`, by seed, where neither gave way to other work."""
-    timed = [result for result in results if result.niceness == 0]
+    """Seconds of training of `one` as a share of those of `other`, by seed, where both are `timed`."""
+    timed = [result for result in results if result.timed]
     return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(timed, one, other)]
 
 
 def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -> list[float]:
     """As `time_ratios`, of the seconds until an evaluation first had `score`; without pairs in which one never had."""
-    timed = [result for result in results if result.niceness == 0]
+    timed = [result for result in results if result.timed]
     found = [(a.seconds_to(score), b.seconds_to(score)) for a, b in pairs(timed, one, other)]
     return [mine / theirs for mine, theirs in found if mine is not None and theirs]
 

@@ -29,7 +29,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for panel, axis in zip(panels, ("images", "seconds"), strict=True):
         labelled: set[str] = set()
-        for result in (r for r in results if axis == "images" or r.niceness == 0):
+        for result in (r for r in results if axis == "images" or r.timed):
             along, colour = getattr(result, axis), COLOURS.get(result.variant, "black")
             label = None if result.variant in labelled else result.variant
             labelled.add(result.variant)
@@ -82,5 +82,5 @@ def _listed(ratios: Sequence[float]) -> str:
 def _line(result: Result) -> str:
     final = " | ".join(f"{result.final[key]:.3f}" for key in FINAL)
     before = f"{result.evaluations[0][1]:.3f}" if result.evaluations[0][0] < 0 else ""
-    spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)" if result.niceness == 0 else "–"
+    spent = f"{result.seconds[-1]:.0f} ({result.load:.0f} on {result.cores} cores)" if result.timed else "–"
     return f"| {result.variant} | {result.seed} | {result.images[-1]:.0f} | {before} | {final} | {spent} |"
