@@ -40,7 +40,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
         panel.set(xlabel=axis, ylim=(0, 1))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("OCR score")
-    panels[0].legend(fontsize=8, loc="lower right")
+    panels[0].legend(fontsize=8, loc="center right")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 
