@@ -84,8 +84,8 @@ def table(runs: dict[str, Run]) -> str:
         summary, scores = run.summary, [score for _, score in run.curve.evaluations]
         step = float(np.median(np.diff(run.curve.seconds)))
         lines.append(
-            f"| {CASES[variant]} | {step:.2f} | {run.curve.images[0] / step:.0f} | {scores[0]:.2f} → {scores[-1]:.2f} | {summary['staleness_max']} | "
-            f"{summary['weights_digest'][:12]} |"
+            f"| {CASES[variant]} | {step:.2f} | {run.curve.images[0] / step:.0f} | {scores[0]:.2f} → {scores[-1]:.2f} | "
+            f"{summary['staleness_max']} | {summary['weights_digest'][:12]} |"
         )
     return "\n".join(lines)
 
