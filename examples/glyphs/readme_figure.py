@@ -82,9 +82,10 @@ def table(runs: dict[str, Run]) -> str:
     lines = ["| run | s/step | images/s | held-out OCR | staleness | digest |", "|---|---|---|---|---|---|"]
     for variant, run in runs.items():
         summary, scores = run.summary, [score for _, score in run.curve.evaluations]
-        step = float(np.median(np.diff(run.curve.seconds)))
+        pace = float(np.median(np.diff(run.curve.seconds)))
         lines.append(
-            f"| {CASES[variant]} | {step:.2f} | {run.curve.images[0] / step:.0f} | {scores[0]:.2f} → {scores[-1]:.2f} | "
+            f"| {CASES[variant]} | {pace:.2f} | {run.curve.images[0] / pace:.0f} | "
+            f"{scores[0]:.2f} → {scores[-1]:.2f} | "
             f"{summary['staleness_max']} | {summary['weights_digest'][:12]} |"
         )
     return "\n".join(lines)
