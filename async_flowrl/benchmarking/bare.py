@@ -30,11 +30,11 @@ class Bare:
             for tensor in part.parameters():  # memory-mapped weights are not aligned, which makes products slower
                 tensor.data = tensor.data.clone()
         self.pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
-        self.side, self.tokens, self.dtype = side, (side // 16) ** 2, dtype
+        self.side, self.rows, self.dtype = side, side // (2 * self.pipe.vae_scale_factor), dtype
         self.texts: dict[str, Tensor] = {}
         config = self.pipe.scheduler.config
         lengths = config.base_image_seq_len, config.max_image_seq_len
-        mu = calculate_shift(self.tokens, *lengths, config.base_shift, config.max_shift)
+        mu = calculate_shift(self.rows**2, *lengths, config.base_shift, config.max_shift)
         retrieve_timesteps(self.pipe.scheduler, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
         self.sigmas: list[float] = self.pipe.scheduler.sigmas.tolist()
         self.trained = [p for p in self.pipe.transformer.parameters() if p.requires_grad]
@@ -42,7 +42,7 @@ class Bare:
 
     def velocity(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """x [n, tokens, 64] at noise levels sigma [n]."""
-        shapes = [[(1, self.side // 16, self.side // 16)]] * len(x)
+        shapes = [[(1, self.rows, self.rows)]] * len(x)
         embeds = text.expand(len(x), -1, -1)
         out: Tensor = self.pipe.transformer(x.to(self.dtype), embeds, None, sigma, shapes, return_dict=False)[0]
         return out.float()
@@ -61,7 +61,7 @@ class Bare:
         """Images uint8 [n, H, W, 3] and what `update` trains on."""
         if text not in self.texts:
             self.texts[text] = self.pipe.encode_prompt(text)[0]
-        xs = [torch.randn(n, self.tokens, 64)]
+        xs = [torch.randn(n, self.rows**2, 64)]
         log_probs: list[Tensor] = []
         for s, after in pairwise(torch.tensor(self.sigmas).view(-1, 1, 1, 1).expand(-1, n, 1, 1)):
             v = self.velocity(xs[-1], s.flatten(), self.texts[text])

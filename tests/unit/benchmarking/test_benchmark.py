@@ -279,6 +279,14 @@ def test_single_workers_beside_bare_loops() -> None:
     assert "rollout worker ÷ bare loop" in engines.markdown(found)
 
 
+@pytest.mark.parametrize("role", loops.ROLES)
+def test_the_bare_loops_take_the_demos_model(role: str) -> None:
+    """Its latents are a quarter of the picture, not an eighth."""
+    torch.set_num_threads(1)
+    small = ("experiment=glyphs", "prompts_per_step=1", "rollout.num_inference_steps=2", "output_dir=nowhere")
+    loops.step_of(tiny(*small), role)()
+
+
 def test_bytes_of_a_ticket_in_the_object_store() -> None:
     """Window 2 of 10: no more than three latents per image, the picture, the text once per ticket, and 4 KB."""
     for resolution, images in ((64, 4), (512, 2)):
