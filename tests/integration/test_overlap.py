@@ -8,8 +8,8 @@ import pytest
 from tests.integration.runs import Run, train, train_here_on_ray
 
 WORK = ("group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
-SLEEP = ("debug.delays.generate=0.3", "debug.delays.score=0.2", "debug.delays.constant=true", "total_steps=8")
-"""Generation takes longest, so that updates fall into it."""
+SLEEP = ("debug.delays.slow_worker=8", "total_steps=8")
+"""A slow worker sleeps, and is booked as busy: generation takes longest, so that updates fall into it."""
 DELAY = 0.7
 """Seconds; nothing in the tiny model takes as long, not even where several processes want the same core."""
 STAGES = ("generate", "score", "update", "publish")
