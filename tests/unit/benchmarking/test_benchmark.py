@@ -164,8 +164,8 @@ def test_loads_are_found_by_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(loops, "side_by_side", side_by_side)
     pace = suite.Pace.of(MACHINE, [], tmp_path)
     assert [pace.steps_for(ratio) for ratio in (1.0, 1.2, 1 / 1.2)] == [13, 9, 25]
-    assert pace.load(suite.CASES[0]) == ("prompts_per_step=8", "rollout.num_inference_steps=13")
-    assert pace.load(suite.CASES[1]) == ("prompts_per_step=9", "rollout.num_inference_steps=9")
+    assert pace.load(suite.CASES[0]) == ("prompts_per_step=14", "rollout.num_inference_steps=13")
+    assert pace.load(suite.CASES[1]) == ("prompts_per_step=18", "rollout.num_inference_steps=9")
 
 
 def test_the_suite_has_a_row_for_every_target_and_comes_back_from_its_file(tmp_path: Path) -> None:
