@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 """95 % quantiles of Student's t by degrees of freedom: the half width of a two-sided 90 % interval."""
 
-BUSY = 2.5
-"""Load average per core above which the seconds of a run do not count; a run of its own brings it to 1.5 or so."""
+BUSY = 1.5
+"""Load average per core above which the seconds of a run do not count; one run alone brings it to 1 or so."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_seconds_of_a_run_that_gave_way_do_not_count() -> None:
     found = [result("sync", 0), result("sync", 1), result("fully_async", 0, niceness=19), result("fully_async", 1)]
     assert len(score_differences(found, "fully_async", "sync")) == 2
     assert len(time_ratios(found, "fully_async", "sync")) == 1
-    busy = [replace(each, load=5.1) for each in found]
+    busy = [replace(each, load=3.1) for each in found]
     assert time_ratios(busy, "fully_async", "sync") == [] and len(score_differences(busy, "fully_async", "sync")) == 2
 
 
