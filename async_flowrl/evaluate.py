@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_flowrl.config import Config
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config
 from async_flowrl.data.prompts import load_prompts
-from async_flowrl.generate import Settings, apply_lora, from_config, open_pipeline, read_config, run_pipeline
+from async_flowrl.generate import Settings, apply_lora, from_config, open_pipeline, run_pipeline
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import DTYPES, family_of
 from async_flowrl.rewards.composite import CompositeReward

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.training import lora_file
+from async_flowrl.policies import lora_file
 from async_flowrl.training.checkpoint import MANIFEST, find_checkpoint, read_checkpoint
 from async_flowrl.types import FloatArray
 
@@ -28,7 +28,7 @@ def save_lora(
     Names are layout names; the rank is read off the tensors. The file appears whole or not at all.
     """
     if isinstance(source, nn.Module):
-        from async_flowrl.training.lora import lora_parameters
+        from async_flowrl.policies.lora import lora_parameters
 
         return lora_file.write(Path(folder), lora_parameters(source), alpha=alpha)
     return lora_file.write(Path(folder), {name: torch.as_tensor(value) for name, value in source.items()}, alpha=alpha)

@@ -10,18 +10,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from PIL import Image, ImageDraw, ImageFont
 
-from async_flowrl.config import Config, ModelConfig
-from async_flowrl.naming import first_line
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
-from async_flowrl.training import lora_file
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
@@ -53,15 +51,6 @@ class Settings:
             sde_type="ode",
             noise_level=0.0,
         )
-
-
-def read_config(path: Path) -> Config:
-    """A run's config.yaml. Raises ValueError where it is not one."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-    except (OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
-    return cast("Config", OmegaConf.to_object(merged))
 
 
 def settings_of(lora: Path | None, model: str | None) -> Settings:

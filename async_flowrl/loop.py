@@ -12,7 +12,7 @@ may run ahead is one number, `max_staleness`; whether a step's groups are handed
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import dispatch
-from async_flowrl.controller.stalls import watch_for_stalls
+from async_flowrl.controller.watchdog import watch_for_stalls
 from separation.supervise import supervised
 
 

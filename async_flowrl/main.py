@@ -1,34 +1,117 @@
-"""python -m async_flowrl.main [--config-name one_step_off] [key=value ...]: compose, check, build, run, exit code."""
+"""python -m async_flowrl.main [--config-name one_step_off] [key=value ...]: compose, train, exit code."""
 
+import argparse
+import importlib.util
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from async_flowrl import exits
-from async_flowrl.compose import DEFAULT, GuardError, compose_checked, guard_imports, typed
-from async_flowrl.paths import config_dir
+from async_flowrl.config import exit_codes
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import (
+    DEFAULT,
+    VERSION_BASE,
+    check_words,
+    composed,
+    explain,
+    is_hydras,
+    typed,
+    without_hydra,
+)
+from async_flowrl.config.paths import config_dir
+from async_flowrl.config.schema import Config
 
 
-def main() -> None:
-    """Checks everything that can be checked without starting a process, then hands over to Hydra."""
-    from async_flowrl.check import ConfigError
+class GuardError(RuntimeError):
+    """Another package shadows one of ours."""
 
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+
+def main() -> int:
+    """Trains what the command line describes; returns the exit code. Refusals are one sentence on stderr."""
+    arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
         guard_imports()
-        sys.argv[1:] = [home_expanded(argument) for argument in sys.argv[1:]]
-        compose_checked(sys.argv[1:])
-        entry()
+        given, hydras = command_line(arguments)
+        if hydras:
+            return through_hydra(arguments, given)
+        values = composed(given.config_name, given.overrides, given.config_dir)
+        return train(typed(values), record(values))
     except (ConfigError, GuardError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
-        raise SystemExit(exits.CONFIG) from None
+        return exit_codes.CONFIG
     except KeyboardInterrupt:
         sys.stderr.write("async_flowrl: interrupted\n")
-        raise SystemExit(exits.INTERRUPTED) from None
+        return exit_codes.INTERRUPTED
+
+
+def train(config: Config, hydra_record: Mapping[str, str] | None = None) -> int:
+    """One run, and after it what its first half predicted of its second (the planner is no part of a run)."""
+    from async_flowrl.run.job import run
+
+    code = run(config, hydra_record or {})
+    if code in (exit_codes.OK, exit_codes.RESUMABLE) and not config.dry_run:
+        from async_flowrl.plan.prediction import add_prediction
+
+        sentence = add_prediction(Path(config.output_dir))
+        if sentence and code == exit_codes.OK:
+            sys.stdout.write(f"{'plan':8} {sentence}\n")
+    return code
+
+
+def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
+    """What the arguments say, and whether Hydra itself is asked for something (`--multirun`, `--cfg job`, `--help`)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", default=DEFAULT)
+    parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
+    for flag in (("--cfg", "-c"), ("--package", "-p"), ("--info", "-i"), ("--config-path", "-cp")):
+        parser.add_argument(*flag, nargs="?", const="", dest="hydras", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    given, unknown = parser.parse_known_intermixed_args(arguments)
+    return given, bool(given.hydras or unknown or any(is_hydras(override) for override in given.overrides))
+
+
+def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
+    """Hydra's own commands and settings. With `--multirun` each job has a folder of its own; the worst code counts."""
+    check_words(given.config_name, given.overrides, given.config_dir)
+    codes = [exit_codes.OK]
+
+    def job(values: DictConfig) -> None:
+        try:
+            config = typed(values)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
+            codes.append(train(config))
+        except ConfigError as error:
+            sys.stderr.write(f"async_flowrl: {error}\n")
+            codes.append(exit_codes.CONFIG)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's refusals come back as exceptions, which `explain` puts into words
+    sys.argv[1:] = arguments
+    entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
+    try:
+        entry()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    return max(codes)
+
+
+def record(values: DictConfig) -> dict[str, str]:
+    """Hydra's record of a job by file name: the composed configuration, Hydra's settings, the overrides as typed."""
+    return {
+        "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(values, ["hydra"])),
+        "overrides.yaml": OmegaConf.to_yaml(values.hydra.overrides.task),
+    }
 
 
 def home_expanded(argument: str) -> str:
@@ -37,17 +120,17 @@ def home_expanded(argument: str) -> str:
     return f"{key}={Path(value).expanduser()}" if equals and value.startswith("~") else argument
 
 
-def _task(composed: DictConfig) -> None:
-    from async_flowrl.build import run
-
-    raise SystemExit(run(typed(composed)))
-
-
-def entry() -> None:
-    """The Hydra application (so `--cfg job`, `--multirun` and the like work)."""
-    decorated: Any = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=DEFAULT)(_task)
-    decorated()
+def guard_imports() -> None:
+    """PyPI's `checkpoint-engine` (Moonshot) installs the same import name; refuse to run on the wrong one."""
+    ours = importlib.util.find_spec("separation")
+    found = importlib.util.find_spec("checkpoint_engine")
+    where = [Path(spec.origin).resolve().parent.parent if spec and spec.origin else None for spec in (ours, found)]
+    if where[0] is None or where[0] != where[1]:
+        raise GuardError(
+            f"checkpoint_engine is imported from {where[1]}, but async_flowrl's own is in {where[0]}: another package "
+            "of that name is installed; run `pip uninstall checkpoint-engine` and reinstall async-flowrl"
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

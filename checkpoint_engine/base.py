@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpoint_engine.digest import ByteArray, combine
-from checkpoint_engine.flat import Layout
+from checkpoint_engine.layout import Layout
 
 RING = "ring"
 """Slot kind: the newest `capacity` versions of each stream."""

@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from checkpoint_engine.base import RING, Ack, Draft
 from checkpoint_engine.errors import TransferFailed
-from checkpoint_engine.links import POLL_SECONDS, SENDER, Epoch, Limit, Link, TorchLink
+from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
+from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link, TorchLink
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.sealing import Intake, Sealing, trailer, trailer_bytes
 
 __all__ = ["SENDER", "CollectiveReceiver", "CollectiveSender", "Epoch", "Link", "Member", "TorchLink"]
 

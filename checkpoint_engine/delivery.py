@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from checkpoint_engine.base import EVALUATION, RING, Ack, Broadcast, Header, ReceiverEndpoint, SenderEndpoint
 from checkpoint_engine.errors import VersionGone
 from checkpoint_engine.fanout import parents
-from checkpoint_engine.lane import Job, Lane, LaneEvents
 from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, verdict
+from checkpoint_engine.receiver_queue import Job, Lane, LaneEvents
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from checkpoint_engine.base import Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
-from checkpoint_engine.flat import Entry, Layout, dtype_of
-from checkpoint_engine.memory import HostBuffer, HostBuffers, HostMemory, PlainMemory
-from checkpoint_engine.sealing import Sealing
+from checkpoint_engine.host_buffers import HostBuffer, HostBuffers, HostMemory, PlainMemory
+from checkpoint_engine.incremental import Sealing
+from checkpoint_engine.layout import Entry, Layout, dtype_of
 
 STAGING_SLOTS = 2
 SAMPLES = 16

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from checkpoint_engine.errors import TransferFailed
-from checkpoint_engine.links import BUCKET_BYTES, SENDER, Epoch, Limit
+from checkpoint_engine.process_group import BUCKET_BYTES, SENDER, Epoch, Limit
 
 UNIQUE_ID = "nccl-unique-id"
 cuda: Any = torch.cuda

@@ -8,8 +8,8 @@ from torch import Tensor
 from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
-from checkpoint_engine.flat import Layout, RunningDigests, as_bytes
-from checkpoint_engine.sealing import Intake
+from checkpoint_engine.incremental import Intake
+from checkpoint_engine.layout import Layout, RunningDigests, as_bytes
 
 SLOTS = (RING, EVALUATION)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_engine.collective import Member
-from checkpoint_engine.links import TorchLink
+from checkpoint_engine.process_group import TorchLink
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
 ELSEWHERE = "use gloo, object_store or auto"

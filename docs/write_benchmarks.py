@@ -1,10 +1,10 @@
 """python docs/write_benchmarks.py [NAME=FILE.json ...]: tables and picture of docs/benchmarks.md from measurements.
 
     python -m async_flowrl.benchmark --out outputs/modes
-    python -m async_flowrl.benchmark --suite targets --out outputs/targets
-    python -m async_flowrl.benchmarking.controller --json > outputs/controller.json
-    python -m async_flowrl.benchmarking.profile --json > outputs/profile.json
-    python -m async_flowrl.benchmarking.profile --json model.tiny.layers=12 model.tiny.heads=24 > outputs/largest.json
+    python -m tests.performance.suite --out outputs/targets
+    python -m tests.performance.controller --json > outputs/controller.json
+    python -m tests.performance.profile --json > outputs/profile.json
+    python -m tests.performance.profile --json model.tiny.layers=12 model.tiny.heads=24 > outputs/largest.json
     python docs/write_benchmarks.py modes=outputs/modes/benchmark.json targets=outputs/targets/targets.json \\
         controller=outputs/controller.json profile=outputs/profile.json largest=outputs/largest.json
 
@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.benchmarking import controller, profile, suite, table
-from async_flowrl.benchmarking.page import between_markers
+from async_flowrl.benchmark import table
+from async_flowrl.benchmark.page import between_markers
+from tests.performance import controller, profile, suite
 
 DOCS = Path(__file__).resolve().parent
 PAGE, MEASURED, PICTURE = DOCS / "benchmarks.md", DOCS / "measured", DOCS / "images" / "benchmark.png"

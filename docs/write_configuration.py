@@ -1,11 +1,11 @@
-"""python docs/write_configuration.py: docs/configuration.md from the fields of async_flowrl/config.py."""
+"""python docs/write_configuration.py: docs/configuration.md from the fields of async_flowrl/config/schema.py."""
 
 import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, PAGE = ROOT / "async_flowrl" / "config.py", ROOT / "docs" / "configuration.md"
+SOURCE, PAGE = ROOT / "async_flowrl" / "config" / "schema.py", ROOT / "docs" / "configuration.md"
 GROUPS = ("model", "algorithm", "reward", "data", "trainer", "experiment")
 HEAD = """# Which settings are there?
 
@@ -26,7 +26,7 @@ An experiment is a set of values for everything a recipe needs, applied after th
 given on the command line win over it. The modes start with `experiment=two_prompts`; `~experiment`
 leaves it out, so that only groups and keys count. Defaults below are those of the schema.
 
-This page is made from `async_flowrl/config.py` by `python docs/write_configuration.py`.
+This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
 
 

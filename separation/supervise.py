@@ -6,11 +6,8 @@ All time comes from the running loop, so everything here works under a loop whos
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
-
-from separation.table import format_table
 
 T = TypeVar("T")
 
@@ -172,30 +169,3 @@ async def retry(
                 raise
         await asyncio.sleep(backoff * 2 ** (count - 1))
     raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-@dataclass(frozen=True)
-class StallRow:
-    """Something that waits. `age` is in seconds since it came into `state`."""
-
-    ticket: str
-    state: str
-    worker: str
-    age: float
-    last_event: str
-
-
-class StallReport:
-    """Who waits for what: the oldest first, because that one usually blocks the others."""
-
-    def __init__(self, rows: Sequence[StallRow], *, limit: int = 20) -> None:
-        self.rows = sorted(rows, key=lambda row: (-row.age, row.ticket))
-        self.limit = limit
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return "nothing is under way"
-        shown = [(r.ticket, r.state, r.worker, f"{r.age:.1f} s", r.last_event) for r in self.rows[: self.limit]]
-        text = format_table(("ticket", "state", "worker", "age", "last event"), shown)
-        hidden = len(self.rows) - len(shown)
-        return text + (f"\n… and {hidden} more" if hidden > 0 else "")

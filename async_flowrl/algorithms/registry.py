@@ -17,8 +17,8 @@ from async_flowrl.algorithms.grpo_guard import GRPOGuard
 from async_flowrl.algorithms.policy_gradient import check_density, uses_density
 from async_flowrl.algorithms.sde import check_noise_level, cps_std, validate_schedule
 from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
-from async_flowrl.config import AlgorithmConfig
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import AlgorithmConfig
 
 BUILT_IN: dict[str, type] = {
     cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)

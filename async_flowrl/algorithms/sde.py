@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
 
 SDE_TYPES = ("sde", "dance_sde", "cps", "ode")
 START = 1.0 - 1e-6

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from async_flowrl.config import AlgorithmConfig
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
 WINDOWS = ("none", "random", "sliding", "list", "fraction")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from async_flowrl.config import Config
-from async_flowrl.recipe import Recipe
-from async_flowrl.tickets import TicketTable
+from async_flowrl.config.schema import Config
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
 from separation.group import Worker, WorkerGroup
 

@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.context import Context, book_span
-from async_flowrl.tickets import Ticket, describe
+from async_flowrl.tickets.table import Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
@@ -37,6 +36,10 @@ class Place:
 
 class TicketLost(RuntimeError):
     """A ticket was lost again and again."""
+
+
+class StartError(RuntimeError):
+    """A worker came up, but it does not fit the others."""
 
 
 async def dispatch(ctx: Context) -> None:
@@ -202,3 +205,19 @@ async def reward_failed(ctx: Context, index: int, error: Exception) -> None:
     if not isinstance(error, WorkerFailed):
         worker.kill()
         await ctx.reward.replace(index)
+
+
+async def load_rollout(worker: Worker, *, seconds: float) -> str:
+    """Builds the worker's model; returns the digest of its base weights."""
+    async with deadline(seconds, f"load: model of {worker.name}"):
+        loaded = await worker.call("load")
+    return str(loaded["base_digest"])
+
+
+def check_base(worker: Worker, found: str, expected: str) -> None:
+    """Raises StartError unless the worker's base weights are the trainer's."""
+    if found != expected:
+        raise StartError(
+            f"{worker.name} and the trainer hold different base weights ({found} and {expected}): model.path or its "
+            "revision differs between nodes"
+        )

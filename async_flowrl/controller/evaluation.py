@@ -8,7 +8,7 @@ import numpy as np
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
-from async_flowrl.tickets import State, Ticket, describe
+from async_flowrl.tickets.table import State, Ticket, describe
 from async_flowrl.types import ByteArray, Prompt, Scores
 from separation.group import RefLost
 from separation.supervise import deadline

@@ -9,11 +9,11 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from async_flowrl.controller.averaged import AveragedWeights
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.damage import DamageWatch
-from async_flowrl.controller.delivery_ends import RolloutEnd, TrainerEnd
-from async_flowrl.controller.gang import TrainerGang
+from async_flowrl.controller.corruption import DamageWatch
+from async_flowrl.controller.ema import AveragedWeights
+from async_flowrl.controller.endpoints import RolloutEnd, TrainerEnd
+from async_flowrl.controller.trainer import TrainerGang
 from async_flowrl.types import EMA
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -24,7 +24,7 @@ from checkpoint_engine import (
     Header,
     check_binding,
 )
-from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.outcome import Verdict, verdict
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker, WorkerDied
@@ -158,7 +158,7 @@ class PublishedWeights:
 
     @property
     def delivery_retain(self) -> int:
-        return self.ctx.config.max_staleness + 1
+        return self.ctx.config.live_versions
 
     async def _start(self) -> None:
         config = self.ctx.config

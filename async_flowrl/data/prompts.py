@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config import DataConfig
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.messages import PromptError, content_of, split_messages
-from async_flowrl.naming import unknown_name
-from async_flowrl.paths import find_data
 from async_flowrl.types import Prompt, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')

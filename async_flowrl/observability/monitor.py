@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from async_flowrl.config import MonitorConfig
+from async_flowrl.config.schema import MonitorConfig
 
 RECENT = 20
 """Steps over which seconds per step and the time left are measured."""

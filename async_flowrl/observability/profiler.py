@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 
 
 class StepProfiler:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.flops import utilisation
 from async_flowrl.observability.intervals import Interval, intersect, length, union

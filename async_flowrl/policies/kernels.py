@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
 from async_flowrl.policies.base import Policy
 
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from async_flowrl.config import ModelConfig
-from async_flowrl.naming import first_line, unknown_name
+from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.types import Prompt
@@ -80,7 +80,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
 
 def _resolve(config: ModelConfig) -> ResolvedModel:
     if config.path == "tiny":
-        from async_flowrl.policies.tiny import build_tiny
+        from async_flowrl.policies.tiny.build import build_tiny
 
         folder = build_tiny(config.tiny)
         return ResolvedModel(str(folder), _family(config.family, folder / "model_index.json", "tiny"), None)

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from async_flowrl.naming import first_line
+from async_flowrl.config.messages import first_line
 
 _FOLDER = "transformer"
 _NAME = "diffusion_pytorch_model.safetensors"

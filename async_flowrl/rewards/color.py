@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
 from async_flowrl.types import ByteArray, Prompt
 
 CHANNELS = {"red": 0, "green": 1, "blue": 2}

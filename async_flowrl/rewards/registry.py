@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from async_flowrl.config import RewardConfig, RewardTerm
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.composite import CompositeReward, Term
 from async_flowrl.types import Prompt

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from async_flowrl.config import DelaysConfig, RewardConfig
+from async_flowrl.config.schema import DelaysConfig, RewardConfig
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive
 from async_flowrl.types import ByteArray, Prompt, Scores

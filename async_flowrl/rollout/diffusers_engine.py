@@ -12,9 +12,9 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import lora_layers, lora_modules, lora_parameters
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.seeds import generator
-from async_flowrl.training.lora import lora_layers, lora_modules, lora_parameters
 from async_flowrl.types import TRAIN, ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation, LoraModule, binding_probe
 

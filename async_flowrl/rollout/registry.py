@@ -1,12 +1,12 @@
 """From `rollout.engine` to a loaded engine and the digest of the base weights it holds."""
 
-from async_flowrl.config import Config
-from async_flowrl.naming import unknown_name
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.kernels import compile_blocks
+from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.training.lora import add_lora
 from checkpoint_engine import base_digest
 
 ENGINES = ("diffusers", "vllm_omni")

@@ -14,14 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.seeds import derive
-from async_flowrl.transport import ReceivingEnd
 from async_flowrl.types import (
     EMA,
     EVALUATION,
@@ -37,6 +36,7 @@ from async_flowrl.types import (
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Ack, Activation, Draft, Header, Receiver
 from checkpoint_engine.collective import Epoch
+from checkpoint_engine.ends import ReceivingEnd
 
 
 class RolloutWorker:
@@ -59,7 +59,7 @@ class RolloutWorker:
         self.receiver = Receiver(
             self.engine.lora_parameters(),
             streams=(POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA),
-            capacity=self.config.max_staleness + 1,
+            capacity=self.config.live_versions,
             alpha=self.config.lora.alpha,
             rank=self.config.lora.rank,
         )

@@ -1,13 +1,14 @@
 """AdamW over the flat trainable vector, with gradient clipping and the ratio that shows whether eps rules the step."""
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import rms_over_eps
-from async_flowrl.config import TrainerConfig
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.training.flat import FlatParameters
 
 logger = logging.getLogger(__name__)
@@ -87,3 +88,19 @@ class Optimizer:
         for moment in MOMENTS:
             mine = {n.removeprefix(f"{moment}/"): t for n, t in tensors.items() if n.startswith(f"{moment}/")}
             kept[moment] = self._parameters.pack(mine, where=f"optimizer state {moment}")
+
+
+def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
+    """The rate of every optimizer step of batch `step` (counted from 0), after `step` published updates.
+
+    Linear warm-up over the first `warmup_steps` updates (the first is already above zero), then constant, or falling
+    linearly or along half a cosine to zero at `total_steps`.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.lr_schedule == "linear":
+        return config.learning_rate * max(0.0, 1.0 - done)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))

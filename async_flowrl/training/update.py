@@ -11,11 +11,11 @@ import torch
 
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
-from async_flowrl.training.batch import Group
-from async_flowrl.training.passes import Parts, Passes
-from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
-from async_flowrl.training.schedule import learning_rate
-from async_flowrl.training.tally import GroupTally, RowSums, Tally
+from async_flowrl.training.forward_passes import Parts, Passes
+from async_flowrl.training.messages import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.micro_batches import Group
+from async_flowrl.training.optimizer import learning_rate
+from async_flowrl.training.update_metrics import GroupTally, RowSums, Tally
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 
 

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
-from async_flowrl.recipe import sampling
 from async_flowrl.seeds import derive
+from async_flowrl.tickets.request import sampling
+from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
+from async_flowrl.training.forward_passes import Parts
 from async_flowrl.training.fsdp import Gang, checkpoint_blocks, prefetch, shard
-from async_flowrl.training.lora import add_lora, load_warm_start, lora_parameters
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.outgoing import Outgoing
-from async_flowrl.training.passes import Parts
-from async_flowrl.training.plan import GroupMeta, Part, StepPlan, UpdateStats
-from async_flowrl.training.streaming import digest_of_stored, stream_base
+from async_flowrl.training.publishing import Outgoing
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory, Wording

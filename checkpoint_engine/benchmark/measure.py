@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from checkpoint_engine.benchmark.receiving import LIMIT, Bare, Process, ask, memcpy, tensors_of
-from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.object_store import SharedMemoryStore
 from checkpoint_engine.outcome import DeliveryOptions
-from checkpoint_engine.processes import ProcessSender
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.transports import OBJECT_STORE, member_for
+from examples.checkpoint_engine.processes import ProcessSender
 
 TICK = 0.002
 """Seconds between two looks at the event loop's lag."""

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from checkpoint_engine.links import gloo_group
 from checkpoint_engine.object_store import SharedMemoryStore
-from checkpoint_engine.processes import ProcessReceiver, serve
+from checkpoint_engine.process_group import gloo_group
 from checkpoint_engine.receiver import Receiver
 from checkpoint_engine.transports import member_for
+from examples.checkpoint_engine.processes import ProcessReceiver, serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["checkpoint_engine.benchmark.measure"])

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from checkpoint_engine import Delivery, Publisher, Receiver
-from checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+from examples.checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
 
 
 def sample(connection: Connection) -> None:

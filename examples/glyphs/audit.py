@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from async_flowrl.config import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.types import ByteArray, FloatArray
 from examples.glyphs.flow import DETECTING_READER, STEPS, generate, legibility

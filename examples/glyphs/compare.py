@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.benchmarking.page import between_markers
+from async_flowrl.benchmark.page import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
 from examples.glyphs.result import Result, load_all

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
-from async_flowrl.tickets import State
+from async_flowrl.tickets.table import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.toy import ToyRun, toy_config, virtual
-from tests.toy_pool import ListObserver, Timing, VirtualGroup
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import ListObserver, Timing, VirtualGroup
 from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_order, check_watermarks
 
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)

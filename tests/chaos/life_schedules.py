@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from async_flowrl.config import Config
-from async_flowrl.controller.bookkeeping import evaluation_due
-from async_flowrl.controller.saving import MISSES, SaveFailed
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.after_step import evaluation_due
+from async_flowrl.controller.checkpoints import MISSES, SaveFailed
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
@@ -28,9 +28,9 @@ from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended, 
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
-from tests.toy import toy_config
-from tests.toy_life import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
-from tests.toy_pool import ListObserver, Timing, World, no_fault
+from tests.support.toy import toy_config
+from tests.support.toy_life import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
+from tests.support.toy_pool import ListObserver, Timing, World, no_fault
 
 STEPS = 6
 CELLS: dict[str, tuple[str, ...]] = {

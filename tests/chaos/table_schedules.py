@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from async_flowrl.tickets import State, Ticket, TicketTable
+from async_flowrl.tickets.table import State, Ticket, TicketTable
 
 RUNNING = (State.RUNNING, State.SCORING, State.READY, State.HANDED)
 PATIENCE = 50_000

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from async_flowrl.tickets import Shape, TicketTable
+from async_flowrl.tickets.table import Shape, TicketTable
 from tests.chaos.table_schedules import TableSchedule
 
 pytestmark = pytest.mark.chaos

@@ -11,7 +11,7 @@ import torch
 from checkpoint_engine import Publisher, Receiver
 from checkpoint_engine.collective import CollectiveSender, Member
 from checkpoint_engine.errors import TransferCorrupted, TransferFailed
-from checkpoint_engine.links import Epoch, TorchLink
+from checkpoint_engine.process_group import Epoch, TorchLink
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.build import run as run_config
-from async_flowrl.compose import check_everything, compose_overrides, typed
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.job import run as run_config
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -83,8 +83,7 @@ class Run:
 
 def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
-    config = typed(compose_overrides(mode, [*LOCAL, f"output_dir={folder}", *overrides]))
-    check_everything(config)
+    config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *overrides])
     assert run_config(config) == code
     return Run(folder)
 

@@ -9,22 +9,23 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.gang import TrainerGang
+from async_flowrl.controller.trainer import TrainerGang
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
-from async_flowrl.planning.laws import Law
-from async_flowrl.recipe import Recipe, shape
-from async_flowrl.ticket import record
-from async_flowrl.tickets import TicketTable
+from async_flowrl.plan.laws import Law
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.table import TicketTable
+from async_flowrl.tickets.ticket import record
 from async_flowrl.types import Prompt, RolloutRequest, Scores
 from separation.cluster import cluster
 from separation.group import PoolSpec
-from tests.toy import ToyReward, ToyRollout, ToyTrainer, toy_config
+from tests.support.toy import ToyReward, ToyRollout, ToyTrainer, toy_config
 
 TICKET, GROUP, SCORE = Law(0.24, 0.3), Law(0.24, 0.1), Law(0.05, 0.5)
 """One ticket on one rollout worker, one group on a single trainer rank, one group on a reward worker; seconds."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.paths import config_dir
+from async_flowrl.config.paths import config_dir
 from tests.integration.runs import Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))

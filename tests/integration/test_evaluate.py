@@ -9,15 +9,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl import evaluate as evaluating
-from async_flowrl.config import Config, LoraConfig, RewardTerm
+from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.export import save_lora
 from async_flowrl.policies.qwen_image import QwenImagePolicy
-from async_flowrl.recipe import Recipe
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.tickets import EVALUATION, Ticket
-from tests.tiny import adapted_policy, tiny_policy, token_ids
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.table import EVALUATION, Ticket
+from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 PROMPTS = (

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from async_flowrl import export as exporting
 from async_flowrl import generate as generating
-from async_flowrl.config import Config, LoraConfig, ModelConfig
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig
 from async_flowrl.export import export, save_lora
 from async_flowrl.generate import apply_lora
+from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from async_flowrl.training.lora import lora_parameters
-from async_flowrl.training.lora_file import FILE_NAME
 from async_flowrl.types import EVALUATION
-from tests.tiny import RED, adapted_policy, randomise, request, tiny_policy
+from tests.support.tiny import RED, adapted_policy, randomise, request, tiny_policy
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 N = 3

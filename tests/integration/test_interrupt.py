@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl import exits
+from async_flowrl.config import exit_codes
 from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
 from separation.processes import Identity, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
@@ -52,7 +52,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     assert len(everything) >= (3 if moment == "training" else 1)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    out, err = finish(process, exits.INTERRUPTED)
+    out, err = finish(process, exit_codes.INTERRUPTED)
     assert time.monotonic() - began < SOON
     assert err.endswith("async_flowrl: interrupted\n") and quiet(err.removesuffix("async_flowrl: interrupted\n")), err
     assert "Traceback" not in out
@@ -68,7 +68,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "one_step_off", "runtime.backend=local", LONG, *SLOWLY)
     wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
     process.send_signal(signal.SIGINT)
-    assert finish(process, exits.INTERRUPTED)[1] == "async_flowrl: interrupted\n"
+    assert finish(process, exit_codes.INTERRUPTED)[1] == "async_flowrl: interrupted\n"
     check_resumed(tmp_path / "run", sound(tmp_path / "run")[-1] + 2)
 
 
@@ -99,7 +99,7 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     everything = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
-    out, err = finish(process, exits.RESUMABLE)
+    out, err = finish(process, exit_codes.RESUMABLE)
     done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
     assert quiet(err), err
@@ -124,7 +124,7 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
         else:
             os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.1)
-    out, err = finish(process, exits.RESUMABLE)
+    out, err = finish(process, exit_codes.RESUMABLE)
     done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
     assert quiet(err), err
@@ -139,7 +139,7 @@ def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path)
     process = start(folder, "one_step_off", LONG)
     wait_until(process, lambda: (folder / "logs/trainer-0.log").exists(), "it had a trainer")
     os.killpg(process.pid, signal.SIGTERM)
-    out, _ = finish(process, exits.RESUMABLE)
+    out, _ = finish(process, exit_codes.RESUMABLE)
     done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}" in out
     check_resumed(folder, done + 2)
@@ -156,7 +156,7 @@ def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
     )
     process.send_signal(signal.SIGTERM)
     os.kill(trainer, signal.SIGKILL)
-    out, err = finish(process, exits.RESUMABLE)
+    out, err = finish(process, exit_codes.RESUMABLE)
     assert "stopped by SIGTERM, which ended workers too (WorkerDied: trainer-0 died" in out
     assert quiet(err), err
     check_resumed(folder, sound(folder)[-1] + 2)
@@ -164,7 +164,7 @@ def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
 
 def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     limited = [LONG, "time_limit=2.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
-    done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exits.RESUMABLE))
+    done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exit_codes.RESUMABLE))
     assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
     check_resumed(tmp_path / "run", done + 2, "rollout.num_workers=2")
 
@@ -172,7 +172,7 @@ def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pyt
 @pytest.mark.slow
 def test_time_limit_of_processes(tmp_path: Path) -> None:
     limited = [LONG, "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
-    out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exits.RESUMABLE)
+    out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exit_codes.RESUMABLE)
     done = check_stopped(Run(tmp_path / "run"))
     assert f"stopped by time_limit=15 s after step {done}; continue with resume=auto" in out
     assert quiet(err), err
@@ -182,5 +182,5 @@ def test_time_limit_of_processes(tmp_path: Path) -> None:
 
 def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
     slow = ["total_steps=1", "time_limit=0.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
-    run = train(tmp_path, "sync", *slow, code=exits.OK)
+    run = train(tmp_path, "sync", *slow, code=exit_codes.OK)
     assert run.summary["steps"] == run.summary["total_steps"] == 1

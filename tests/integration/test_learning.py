@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.config import RewardTerm
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.evaluate import evaluate
-from async_flowrl.generate import read_config
 from tests.integration.runs import Run, train
 
 EXPERIMENT = (

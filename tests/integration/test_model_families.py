@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config import ModelConfig
-from async_flowrl.planning.calibrate import calibrate
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.lora_file import FILE_NAME, read
-from tests.families import NAMES, TEXT, pipeline_of
 from tests.integration.runs import Run, train, train_here_on_ray
-from tests.tiny import sampling
-from tests.video import CHANNELS, FRAMES, build_video
+from tests.support.families import NAMES, TEXT, pipeline_of
+from tests.support.tiny import sampling
+from tests.support.video import CHANNELS, FRAMES, build_video
 
 
 def options(family: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_guidance_that_the_model_does_not_take_is_refused(tmp_path: Path, capsys
 
 def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
     """Latents [channels, frames, h, w] pass through steps, log-probs, payloads, batching and delivery."""
-    model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.video:VideoFamily"]
+    model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.support.video:VideoFamily"]
     run = train(
         tmp_path / "run", "one_step_off", *model, "ticket_size=2", "rollout.batch_size=1", "reward=jpeg_compressibility"
     )
@@ -73,7 +73,7 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
 
 def test_log_probs_of_videos_are_means_over_every_element(tmp_path: Path) -> None:
     """The same numbers whether a latent is seen as a video or as one long row."""
-    config = ModelConfig(path=str(build_video(tmp_path)), family="tests.video:VideoFamily")
+    config = ModelConfig(path=str(build_video(tmp_path)), family="tests.support.video:VideoFamily")
     policy = load_policy(resolve_model(config), dtype="float32", device="cpu", parts="all")
     assert policy.latent_shape(32) == (CHANNELS, FRAMES, 4, 8)
     rng = torch.Generator().manual_seed(0)

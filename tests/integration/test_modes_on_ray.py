@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_flowrl.training.lora_file import FILE_NAME
+from async_flowrl.policies.lora_file import FILE_NAME
 from tests.integration.runs import Run, overtaking, train, train_here_on_ray
 
 pytestmark = pytest.mark.usefixtures("ray_here")

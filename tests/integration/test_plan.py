@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.planning.advise import Limits, advise
-from async_flowrl.planning.calibrate import actual, calibrate
-from async_flowrl.planning.simulate import simulate
-from async_flowrl.planning.work import Layout
+from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.calibrate import actual, calibrate
+from async_flowrl.plan.simulate import simulate
+from async_flowrl.plan.work import Layout
 from tests.integration.sleeping import sleep_config, sleeping_run
 
 TOLERANCE = 0.1

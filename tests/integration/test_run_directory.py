@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-from async_flowrl.config import Config
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config
 from async_flowrl.evaluate import evaluate
 from async_flowrl.export import export
-from async_flowrl.generate import read_config
+from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
-from async_flowrl.training.lora_file import FILE_NAME
 from tests.integration.runs import LIMIT, ROOT, Run, finish, start, train, train_on_ray, wait_until
 
 STEPS = 6

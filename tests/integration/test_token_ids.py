@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.runs import train
-from tests.tiny import token_ids
+from tests.support.tiny import token_ids
 
 TEXTS = (("red red red red", "blue"), ("blue blue blue blue", " "))
 

@@ -3,9 +3,9 @@
 from tests.mutants.table import TABLE, TICKETS, one
 
 LIVES_OF, SAVING, BOOKKEEPING = (
-    "async_flowrl.lives",
-    "async_flowrl.controller.saving",
-    "async_flowrl.controller.bookkeeping",
+    "async_flowrl.run.recovery",
+    "async_flowrl.controller.checkpoints",
+    "async_flowrl.controller.after_step",
 )
 TEST = "tests.unit.test_lives"
 
@@ -37,7 +37,7 @@ LIVES = (
     ),
     one(
         "metrics are not cut back when a run is resumed",
-        "tests.toy_life:open_ledgers",
+        "tests.support.toy_life:open_ledgers",
         "metrics.truncate(resume.version)",
         "pass",
         f"{TEST}:test_a_killed_controller_and_resume",

@@ -3,12 +3,12 @@
 from tests.mutants.mutation import Mutant, Patch
 
 TICKETS, DISPATCH, WEIGHTS = (
-    "async_flowrl.tickets",
+    "async_flowrl.tickets.table",
     "async_flowrl.controller.dispatch",
     "async_flowrl.controller.weights",
 )
 GANG, EVALUATION, RECEIVER = (
-    "async_flowrl.controller.gang",
+    "async_flowrl.controller.trainer",
     "async_flowrl.controller.evaluation",
     "checkpoint_engine.receiver",
 )
@@ -291,7 +291,7 @@ RECOVERY = (
     ),
     one(
         "NaN is a reward",
-        "tests.toy_models:checked",
+        "tests.support.toy_models:checked",
         "all(math.isfinite(number) for number in numbers)",
         "True",
         f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",

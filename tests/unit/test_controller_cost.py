@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import tests.toy
-from async_flowrl.config import Config
+import tests.support.toy
+from async_flowrl.config.schema import Config
 from async_flowrl.types import RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Header, binding_probe, canary_tensors
-from tests.toy import toy_config, toy_run
-from tests.toy_models import ToyRollout, toy_lora
-from tests.toy_pool import Timing
+from tests.support.toy import toy_config, toy_run
+from tests.support.toy_models import ToyRollout, toy_lora
+from tests.support.toy_pool import Timing
 
 WORKERS = 256
 LIMIT = 0.1
@@ -72,7 +72,7 @@ def test_a_turn_of_the_loop_is_short_with_256_workers(
 ) -> None:
     """`pytest --junitxml` records the figures."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(tests.toy, "ToyRollout", FakeRollout)
+    monkeypatch.setattr(tests.support.toy, "ToyRollout", FakeRollout)
     timing = Timing(generate=0.1, score=0.0, update=0.0, transfer=0.0)
     config = toy_config(
         1, hand_over=hand_over, steps=4, prompts_per_step=WORKERS, rollout__num_workers=WORKERS, reward__num_workers=16

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.config import Config
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.ledger import STATES
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +52,10 @@ def code(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands_are_modules_with_an_entry(page: str) -> None:
-    for module in re.findall(r"python -m (async_flowrl[\w.]*)", TEXTS[page]):
+    for module in re.findall(r"python -m ((?:async_flowrl|tests\.performance)[\w.]*)", TEXTS[page]):
         spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{module}.__main__")
         assert spec is not None and spec.origin is not None, module
         assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), module
 
@@ -83,7 +85,7 @@ def test_commands_of_a_run_compose(page: str) -> None:
             words = command[1].replace("'", "").rstrip("\\").split()
             name = words[words.index("--config-name") + 1] if "--config-name" in words else "one_step_off"
             overrides = [word for word in words if not word.startswith("--") and word != name]
-            typed(compose_overrides(name, overrides))
+            compose_config(name, overrides)
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -1,12 +1,12 @@
 """dry_run=true says what would run, and starts nothing."""
 
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.dry_run import describe_run
-from async_flowrl.prepare import prepare
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.launch import describe_run
+from async_flowrl.run.prepare import prepare
 
 
 def test_pools_tickets_and_bytes_are_those_of_the_configuration() -> None:
-    config = typed(compose_overrides("fully_async", ["rollout.num_workers=3", "ticket_size=8", "output_dir=unused"]))
+    config = compose_config("fully_async", ["rollout.num_workers=3", "ticket_size=8", "output_dir=unused"])
     text = describe_run(prepare(config))
     assert "fully_async: max_staleness 2, stream hand-over" in text
     assert "100 steps of 32 images: 4 tickets of 8" in text

@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.dispatch import LOSSES, TicketLost
+from async_flowrl.controller.dispatch import LOSSES, StartError, TicketLost
 from async_flowrl.rewards.composite import checked
-from async_flowrl.tickets import State
+from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.toy import ToyRun, toy_config, virtual
-from tests.toy_models import ToyReward, ToyRollout
-from tests.toy_pool import Fault, ListObserver, Timing, VirtualGroup
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_models import ToyReward, ToyRollout
+from tests.support.toy_pool import Fault, ListObserver, Timing, VirtualGroup
 from tests.unit.test_loop import check_bound, check_evaluation, check_order, check_watermarks
 
 torch.set_num_threads(1)

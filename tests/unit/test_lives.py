@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.check import ConfigError
-from async_flowrl.config import Config
-from async_flowrl.controller.saving import MISSES, SaveFailed
-from async_flowrl.lives import RECOVERIES
-from async_flowrl.tickets import Refused
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.checkpoints import MISSES, SaveFailed
+from async_flowrl.run.recovery import RECOVERIES
+from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
 from async_flowrl.types import EVALUATION, RolloutRequest
 from async_flowrl.verify import verify
 from checkpoint_engine import RING, Ack, Header, WeightsMismatch
 from separation.group import WorkerDied
 from tests.chaos.life_schedules import STEPS, undisturbed
-from tests.toy import toy_config
-from tests.toy_life import (
+from tests.support.toy import toy_config
+from tests.support.toy_life import (
     Groups,
     Outside,
     evaluations,
@@ -32,8 +32,8 @@ from tests.toy_life import (
     run_controller,
     summary,
 )
-from tests.toy_models import ToyRollout, ToyTrainer
-from tests.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_models import ToyRollout, ToyTrainer
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 
 torch.set_num_threads(1)
 Disturb = Callable[[Outside, Groups], Any]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from async_flowrl.controller.context import Context
-from async_flowrl.tickets import EVALUATION
-from tests.toy import ToyRun, toy_config, virtual
-from tests.toy_pool import Timing, VirtualGroup
+from async_flowrl.tickets.table import EVALUATION
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import Timing, VirtualGroup
 
 torch.set_num_threads(1)
 

@@ -5,15 +5,16 @@ import pytest
 import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config import Config
-from async_flowrl.recipe import Recipe, shape
-from async_flowrl.tickets import TRAIN, Ticket
-from async_flowrl.training.plan import GroupMeta, StepPlan
+from async_flowrl.config.schema import Config
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.table import TRAIN, Ticket
+from async_flowrl.training.messages import GroupMeta, StepPlan
 from async_flowrl.types import Prompt
 from checkpoint_engine import Header, Layout
-from tests.toy import toy_config, virtual
-from tests.toy_models import ToyReward, ToyRollout, ToyTrainer
-from tests.toy_pool import Timing
+from tests.support.toy import toy_config, virtual
+from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
+from tests.support.toy_pool import Timing
 
 torch.set_num_threads(1)
 

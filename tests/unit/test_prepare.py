@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from async_flowrl import payload
-from async_flowrl.check import ConfigError
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.dry_run import describe_run
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import load_policy
-from async_flowrl.prepare import Prepared, prepare
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.tickets import TRAIN, Ticket
-from tests.video import CHANNELS, FRAMES, build_video
+from async_flowrl.run.launch import describe_run
+from async_flowrl.run.prepare import Prepared, prepare
+from async_flowrl.tickets import arithmetic
+from async_flowrl.tickets.table import TRAIN, Ticket
+from tests.support.video import CHANNELS, FRAMES, build_video
 
 
 def prepared(folder: Path, *overrides: str) -> Prepared:
-    return prepare(typed(compose_overrides("one_step_off", [f"output_dir={folder / 'run'}", *overrides])))
+    return prepare(compose_config("one_step_off", [f"output_dir={folder / 'run'}", *overrides]))
 
 
 def prompts(folder: Path, **columns: Any) -> str:
@@ -57,7 +57,7 @@ def test_a_resolution_without_latents(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^resolution must be a multiple of 16, got 40"):
         prepared(tmp_path, "rollout.resolution=40")
     video = build_video(tmp_path / "video")
-    own = (f"model.path={video}", "model.family=tests.video:VideoFamily", "rollout.resolution=40")
+    own = (f"model.path={video}", "model.family=tests.support.video:VideoFamily", "rollout.resolution=40")
     assert prepared(tmp_path, *own).shapes.latents == (CHANNELS, FRAMES, 5, 10)
     (video / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ConfigError, match=r"^vae/config\.json of model\.path .* cannot be read: .*No such file"):
@@ -67,16 +67,16 @@ def test_a_resolution_without_latents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_grpo_fast", "diffusion_nft"])
 def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path: Path) -> None:
     """Latents [channels, frames, h, w]: what a plan says is what a ticket's trajectory comes to, byte for byte."""
-    model = (f"model.path={build_video(tmp_path / 'video')}", "model.family=tests.video:VideoFamily")
+    model = (f"model.path={build_video(tmp_path / 'video')}", "model.family=tests.support.video:VideoFamily")
     found = prepared(tmp_path, *model, "ticket_size=2", f"algorithm={algorithm}")
     assert found.shapes.latents == (CHANNELS, FRAMES, 4, 8)
     policy = load_policy(found.model, dtype="float32", device="cpu", parts="all")
     made = DiffusersEngine(policy).generate(found.recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
     assert made.trajectory is not None
-    told = payload.ticket_bytes(found.config, found.shapes)
+    told = arithmetic.ticket_bytes(found.config, found.shapes)
     pictures = 2 * 3 * 32 * 32
     assert told - pictures == made.trajectory.nbytes - made.trajectory.sigmas.nbytes
     tickets = found.config.prompts_per_step * found.config.group_size // 2
-    whole = payload.stored_bytes(found.config, found.shapes)
+    whole = arithmetic.stored_bytes(found.config, found.shapes)
     assert whole == 2 * tickets * told
     assert f"at most {whole / 1e6:.1f} MB of payload" in describe_run(found)

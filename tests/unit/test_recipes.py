@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.check import ConfigError, check
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.config import Config
-from async_flowrl.dry_run import describe_run
-from async_flowrl.paths import config_dir
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.paths import config_dir
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import PIPELINES
-from async_flowrl.prepare import prepare
+from async_flowrl.run.launch import describe_run
+from async_flowrl.run.prepare import prepare
 
 RECIPES = {
     "qwen_image_ocr": "Qwen/Qwen-Image",
@@ -62,7 +62,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
     wanted = [f"experiment={name}", f"output_dir={tmp_path / 'run'}", *overrides]
-    return typed(compose_overrides("one_step_off", wanted))
+    return compose_config("one_step_off", wanted)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -109,11 +109,11 @@ def test_the_published_values(tmp_path: Path) -> None:
 def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> None:
     wanted = ["experiment=qwen_image_ocr", f"output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="mode=stream means hand_over=stream, got batch"):
-        check(typed(compose_overrides("stream", wanted)))
-    streamed = typed(compose_overrides("stream", [*wanted, "hand_over=stream", "trainer.updates_per_batch=1"]))
+        check(compose_config("stream", wanted))
+    streamed = compose_config("stream", [*wanted, "hand_over=stream", "trainer.updates_per_batch=1"])
     check(streamed)
     assert (streamed.hand_over, streamed.total_steps) == ("stream", 300)
-    assert typed(compose_overrides("fully_async", [f"output_dir={tmp_path}"])).hand_over == "stream"
+    assert compose_config("fully_async", [f"output_dir={tmp_path}"]).hand_over == "stream"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.tickets import Refused, Shape, State, Ticket, TicketTable
+from async_flowrl.tickets.table import Refused, Shape, State, Ticket, TicketTable
 
 
 def digest(version: int) -> str:

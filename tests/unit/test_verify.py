@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.verify import main, verify
 from checkpoint_engine import weights_digest
-from tests.toy import ToyRun, toy_config, virtual
+from tests.support.toy import ToyRun, toy_config, virtual
 from tests.unit.test_faults import once
 
 torch.set_num_threads(1)

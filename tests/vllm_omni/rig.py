@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config import Config, LoraConfig, RolloutConfig
+from async_flowrl.config.schema import Config, LoraConfig, RolloutConfig
+from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.seeds import derive, generator
-from async_flowrl.training.lora import lora_parameters
 from async_flowrl.types import RolloutRequest, Trajectory
 from checkpoint_engine import Ack, Activation, Header
 from checkpoint_engine.digest import ByteArray
-from tests.tiny import adapted_policy
+from tests.support.tiny import adapted_policy
 
 TOLERANCE = 1e-5
 """float32; the two networks do the same sums in other orders."""

@@ -16,16 +16,16 @@ pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-
 from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 
 from async_flowrl.algorithms import sde
+from async_flowrl.policies.lora import lora_layers, lora_modules, reference_mode
 from async_flowrl.rollout.vllm_omni import adapters, names
 from async_flowrl.rollout.vllm_omni.adapters import Adapters
 from async_flowrl.rollout.vllm_omni.pipeline import whole_ticket
 from async_flowrl.rollout.vllm_omni.replies import VllmOmniError
 from async_flowrl.rollout.vllm_omni.requests import REQUEST
-from async_flowrl.training.lora import lora_layers, lora_modules, reference_mode
 from async_flowrl.types import EVALUATION, Prompt
 from checkpoint_engine import Activation, LoraModule, base_digest, binding_probe, check_binding
 from separation import rendezvous
-from tests.tiny import request, sampling, tensors, tiny_policy, token_ids
+from tests.support.tiny import request, sampling, tensors, tiny_policy, token_ids
 from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
 
 LONG = Prompt(1, "a very long prompt about a blue square, a red circle and much more", negative="grey")

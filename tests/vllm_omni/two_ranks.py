@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-from async_flowrl.training.lora import lora_layers, lora_modules
+from async_flowrl.policies.lora import lora_layers, lora_modules
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
-from tests.tiny import request, sampling, tiny_policy
+from tests.support.tiny import request, sampling, tiny_policy
 from tests.vllm_omni.rig import Rig, gap, same
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.vllm_omni.adapters import adapter_path

@@ -7,11 +7,11 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import nn
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.loading import quiet
+from async_flowrl.policies.lora import targeted_modules
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import DTYPES, ResolvedModel
-from async_flowrl.training.lora import targeted_modules
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 
 RELEASE = "0.30"
 """vllm and vllm-omni come in pairs, and the seams used here move between releases."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 SIGMAS = (1.0, 0.9, 0.75, 0.55, 0.3, 0.0)
 

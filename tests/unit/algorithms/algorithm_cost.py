@@ -12,10 +12,10 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
-from async_flowrl.config import AlgorithmConfig, LoraConfig, ModelConfig
+from async_flowrl.config.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.lora import add_lora
 from async_flowrl.types import Sampling
 
 STEPS, SAMPLES, REPEATS = 6, 16, 5

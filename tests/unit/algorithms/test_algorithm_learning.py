@@ -13,7 +13,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.policy_gradient import PolicyGradient
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 torch.set_num_threads(1)
 START = Weights(0.3, (0.2, -0.1, 0.3, -0.2))

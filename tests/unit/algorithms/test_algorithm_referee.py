@@ -25,7 +25,7 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.policy_gradient import PolicyGradient
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 torch.set_num_threads(1)
 LAND, MISS = 4.0, 15.0

@@ -13,7 +13,7 @@ from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 GOOD: dict[str, dict[str, Any]] = {
     "flow_grpo": {},

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl import benchmark
-from async_flowrl.benchmarking import compare, controller, engines, loops, measure, payload, suite
-from async_flowrl.benchmarking.latency import Latency
-from async_flowrl.benchmarking.loops import Loops
-from async_flowrl.benchmarking.measure import CpuWatch, Measured
-from async_flowrl.benchmarking.table import as_json, from_json, markdown, picture
-from async_flowrl.benchmarking.targets import Load, Results, Round, targets
-from async_flowrl.benchmarking.variants import Machine, chosen, colocated, variants
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.config import Config
-from async_flowrl.prepare import prepare
-from async_flowrl.tickets import TRAIN
+from async_flowrl.benchmark import __main__ as benchmark
+from async_flowrl.benchmark import compare, loops, measure
+from async_flowrl.benchmark.latency import Latency
+from async_flowrl.benchmark.loops import Loops
+from async_flowrl.benchmark.measure import CpuWatch, Measured
+from async_flowrl.benchmark.table import as_json, from_json, markdown, picture
+from async_flowrl.benchmark.targets import Load, Results, Round, targets
+from async_flowrl.benchmark.variants import Machine, chosen, colocated, variants
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.run.prepare import prepare
+from async_flowrl.tickets.table import TRAIN
 from async_flowrl.types import Prompt
+from tests.performance import controller, engines, payload, suite
 
 MACHINE = Machine(2, 1, gpu=False)
 FAST = Measured("", 1.0, 100.0, {"rollout": 0.9, "trainer": 0.9}, 1.0, 1.0, 0.95, 0.1, 0.001, 0.001, 0.02, "digest")
@@ -120,7 +121,7 @@ def test_every_variant_composes() -> None:
     )
     overrides = compare.load_overrides(given, 0.2)
     for variant in variants(MACHINE, Config()):
-        composed = typed(compose_overrides(variant.mode, [*measure.PURE, *overrides, *variant.overrides]))
+        composed = compose_config(variant.mode, [*measure.PURE, *overrides, *variant.overrides])
         assert composed.reward.terms["latency"].options == {"seconds": 0.2, "cv": 2.0}
         assert composed.debug.delays.slow_worker == 3.0
         assert (composed.rollout.resolution, composed.algorithm.sde_window_size) == (48, 2)
@@ -249,7 +250,7 @@ def test_the_controller_serves_every_ticket() -> None:
 
 def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work per ticket at the gate does not grow with the number of workers: nobody is asked for another's sake."""
-    from async_flowrl.tickets import TicketTable
+    from async_flowrl.tickets.table import TicketTable
 
     asked = 0
     real = TicketTable.next_for
@@ -269,7 +270,7 @@ def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.Monk
 
 
 def tiny(*overrides: str) -> Config:
-    return typed(compose_overrides("one_step_off", ["group_size=2", "trainer.micro_batch_size=2", *overrides]))
+    return compose_config("one_step_off", ["group_size=2", "trainer.micro_batch_size=2", *overrides])
 
 
 def test_single_workers_beside_bare_loops() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver
 from checkpoint_engine.base import Draft
-from checkpoint_engine.broadcast import CollectiveBroadcast
 from checkpoint_engine.collective import CollectiveReceiver, Member
-from checkpoint_engine.links import Epoch, Limit, TorchLink
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.object_store import LocalReceiver
-from checkpoint_engine.processes import ProcessSender
+from checkpoint_engine.process_group import Epoch, Limit, TorchLink
+from examples.checkpoint_engine.processes import ProcessSender
 
 
 def gloo() -> TorchLink:

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from checkpoint_engine import Delivery, DeliveryOptions, Publisher, Receiver
-from checkpoint_engine import links as links_module
-from checkpoint_engine.broadcast import CollectiveBroadcast
+from checkpoint_engine import process_group as links_module
 from checkpoint_engine.collective import Member
-from checkpoint_engine.links import Epoch, Limit, TorchLink
-from checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
+from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from checkpoint_engine.transports import member_for
+from examples.checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])

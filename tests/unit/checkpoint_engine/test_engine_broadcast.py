@@ -8,9 +8,9 @@ from engine_parts import ALPHA, RANK, ends, lora
 
 from checkpoint_engine import Ack, Publisher
 from checkpoint_engine.base import Draft
-from checkpoint_engine.broadcast import CollectiveBroadcast
-from checkpoint_engine.links import Epoch
-from tests.virtual import run_virtual
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
+from checkpoint_engine.process_group import Epoch
+from tests.support.virtual import run_virtual
 
 
 class Ends:
@@ -119,7 +119,7 @@ def test_staging_takes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a digest was taken while the trainer waits")
 
     with monkeypatch.context() as patched:
-        patched.setattr("checkpoint_engine.flat.RunningDigests.feed", refuse)
+        patched.setattr("checkpoint_engine.layout.RunningDigests.feed", refuse)
         publisher.stage(0)
         with pytest.raises(AssertionError, match="while the trainer waits"):
             publisher.seal(0)

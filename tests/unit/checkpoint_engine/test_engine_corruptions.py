@@ -12,8 +12,8 @@ from torch import Tensor
 
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Publisher, Receiver, WeightsMismatch
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.flat import Entry
-from tests.virtual import run_virtual
+from checkpoint_engine.layout import Entry
+from tests.support.virtual import run_virtual
 
 FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"
 Sent = tuple[Header, ByteArray]

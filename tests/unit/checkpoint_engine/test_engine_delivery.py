@@ -17,8 +17,8 @@ from checkpoint_engine import (
     WeightsMismatch,
     verdict,
 )
-from checkpoint_engine.lane import Lane
-from tests.virtual import run_virtual
+from checkpoint_engine.receiver_queue import Lane
+from tests.support.virtual import run_virtual
 
 
 def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:

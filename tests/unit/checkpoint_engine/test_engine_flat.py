@@ -9,7 +9,7 @@ from engine_parts import flipped, lora
 
 from checkpoint_engine import Layout, base_digest, weights_digest
 from checkpoint_engine.digest import digest_span
-from checkpoint_engine.flat import BLOCK_BYTES, RunningDigests
+from checkpoint_engine.layout import BLOCK_BYTES, RunningDigests
 
 
 def test_layout_is_sorted_padded_and_independent_of_order() -> None:

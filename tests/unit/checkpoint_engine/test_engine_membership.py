@@ -11,7 +11,7 @@ from engine_virtual import Rig, failing, hang
 
 from checkpoint_engine import EVALUATION, TransferFailed, VersionGone
 from checkpoint_engine.fanout import parents
-from tests.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 
 def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
@@ -167,7 +167,7 @@ def test_who_gets_it_from_the_sender_because_a_neighbour_did_not_pass_it_on_is_n
         await rig.delivery.drain()
         assert all(rig.held(name) == [0] for name in rig.ends) and rig.delivery.stats.fallbacks == 1
 
-    with caplog.at_level(logging.WARNING, "checkpoint_engine.lane"):
+    with caplog.at_level(logging.WARNING, "checkpoint_engine.receiver_queue"):
         run_virtual(main())
     assert caplog.messages == [
         "a gets version 0 of stream policy from the sender, not passed on by leader: "

@@ -14,9 +14,9 @@ from engine_parts import ALPHA, RANK, ends, lora, sealed
 
 from checkpoint_engine import Publisher, SharedMemoryStore
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.flat import Layout
-from checkpoint_engine.memory import SPARE, HostBuffers, PlainMemory
-from checkpoint_engine.processes import ProcessSender, SharedPayload
+from checkpoint_engine.host_buffers import SPARE, HostBuffers, PlainMemory
+from checkpoint_engine.layout import Layout
+from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,7 +159,7 @@ def test_a_process_that_ends_without_closing_leaves_nothing_behind() -> None:
     code = (
         "import asyncio, torch\n"
         "from checkpoint_engine import Publisher\n"
-        "from checkpoint_engine.processes import ProcessSender\n"
+        "from examples.checkpoint_engine.processes import ProcessSender\n"
         "publisher = Publisher({'w': torch.ones(1000)})\n"
         "sender = ProcessSender(publisher)\n"
         "publisher.stage(0); publisher.seal(0)\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_processes import BUCKET_BYTES, Rig, rig, usage
 
-from checkpoint_engine import links as links_module
+from checkpoint_engine import process_group as links_module
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 

@@ -12,11 +12,11 @@ from engine_local import PAYLOAD, TRAILER, FlippingLink, linked
 from engine_parts import ALPHA, RANK, ends, flipped, lora, sealed
 
 from checkpoint_engine import Publisher, Receiver, TransferCorrupted, TransferFailed, WeightsMismatch
-from checkpoint_engine import links as links_module
+from checkpoint_engine import process_group as links_module
 from checkpoint_engine.base import Header
 from checkpoint_engine.collective import CollectiveReceiver, Member
-from checkpoint_engine.links import Limit, Link, TorchLink
-from checkpoint_engine.sealing import trailer, trailer_bytes
+from checkpoint_engine.incremental import trailer, trailer_bytes
+from checkpoint_engine.process_group import Limit, Link, TorchLink
 
 VICTIM = "block.1.lora_A.weight"
 

@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.config import DataConfig
+from async_flowrl.config.paths import config_dir, find_data
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.prompts import PromptError, load_prompts, quoted_target
-from async_flowrl.paths import config_dir, find_data
 from async_flowrl.types import Prompt
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
-from async_flowrl.config import DataConfig, ModelConfig, TinyConfig
+from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.policies.tiny_pipeline import tiny_pipeline
+from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import Sampling
 from examples.glyphs.audit import before_after, sharpness, template_accuracy

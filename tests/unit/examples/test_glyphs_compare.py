@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.compose import compose_checked
+from async_flowrl.config.compose import compose_config
+from async_flowrl.main import command_line
 from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
 from examples.glyphs.flow import STEPS, generate, legibility
@@ -87,8 +88,8 @@ def test_a_run_whose_result_is_there_is_skipped(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = compose_checked(overrides(VARIANTS[name], 3, tmp_path / name, steps=7))
-    assert config is not None
+    given, _ = command_line(overrides(VARIANTS[name], 3, tmp_path / name, steps=7))
+    config = compose_config(given.config_name, given.overrides)
     assert (config.mode, config.seed, config.total_steps, config.resume) == (VARIANTS[name].mode, 3, 7, "auto")
     assert config.output_dir == str(tmp_path / name)
     assert config.algorithm.permute_advantages is (name == "permuted")
@@ -104,8 +105,8 @@ def test_the_shipped_model_is_small_and_writes_badly() -> None:
 
 def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     kept = load_all(ROOT / "examples/glyphs/results")
-    config = compose_checked(["experiment=glyphs", "model.path=tiny", f"output_dir={tmp_path / 'run'}"])
-    assert config is not None and kept
+    config = compose_config(overrides=["experiment=glyphs", "model.path=tiny", f"output_dir={tmp_path / 'run'}"])
+    assert kept
     images = config.total_steps * config.prompts_per_step * config.group_size
     assert all(result.variant in VARIANTS and result.images[-1] == images for result in kept)
     assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in kept)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import Meter, counted, utilisation
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
-from async_flowrl.training.lora import add_lora
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(64, 4, 1.0, 0.0, " ", "sde", 1.0)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from async_flowrl.config import MonitorConfig
+from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.observability.charts import Line, line_chart, timeline
 from async_flowrl.observability.images import CELL, GAP, LINE, write_grid
 from async_flowrl.observability.monitor import Display, Monitor

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.compose import compose_overrides, typed
+from async_flowrl.config.compose import compose_config
 from async_flowrl.observability.profiler import StepProfiler
-from async_flowrl.prepare import prepare
-from async_flowrl.recipe import sampling
 from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.tickets import TRAIN, Ticket
-from async_flowrl.training.plan import GroupMeta, StepPlan
+from async_flowrl.run.prepare import prepare
+from async_flowrl.tickets.request import sampling
+from async_flowrl.tickets.table import TRAIN, Ticket
+from async_flowrl.training.messages import GroupMeta, StepPlan
 from async_flowrl.training.worker import TrainerWorker
 
 
 def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     given = ["prompts_per_step=1", "group_size=2", "trainer.micro_batch_size=2", "profile.steps=[1]"]
-    prepared = prepare(typed(compose_overrides("sync", [*given, f"output_dir={tmp_path}"])))
+    prepared = prepare(compose_config("sync", [*given, f"output_dir={tmp_path}"]))
     config = prepared.config
     rollout = RolloutWorker(config, prepared.model, 0, "rollout-0")
     trainer = TrainerWorker(config, prepared.model, 0, "trainer-0")
@@ -42,7 +42,7 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_block_that_fails_leaves_no_trace(tmp_path: Path) -> None:
-    config = typed(compose_overrides("sync", ["profile.steps=[3]", f"output_dir={tmp_path}"]))
+    config = compose_config("sync", ["profile.steps=[3]", f"output_dir={tmp_path}"])
     profiler = StepProfiler(config, "rollout-0")
     with pytest.raises(KeyError), profiler.around(3):
         raise KeyError

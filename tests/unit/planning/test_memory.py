@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl import plan as planner
-from async_flowrl.compose import compose_overrides, typed
-from async_flowrl.config import Config
-from async_flowrl.payload import ticket_bytes
-from async_flowrl.planning.footprint import Allocations, fused_attention
-from async_flowrl.planning.memory import plan_memory, training_peak
-from async_flowrl.planning.memory_report import describe
-from async_flowrl.planning.shell import Shell, shell_of
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan import __main__ as planner
+from async_flowrl.plan.footprint import Allocations, fused_attention
+from async_flowrl.plan.memory import plan_memory, training_peak
+from async_flowrl.plan.memory_report import describe
+from async_flowrl.plan.shell import Shell, shell_of
 from async_flowrl.policies.architectures import KNOWN
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.sd3 import SD3Policy
-from async_flowrl.training.lora import add_lora, lora_parameters
-from tests.families import NAMES, adapted, how
+from async_flowrl.tickets.arithmetic import ticket_bytes
+from tests.support.families import NAMES, adapted, how
 
 ROOT = Path(__file__).parents[3]
 RECIPES = {"qwen_image_ocr": 20_430_401_088, "sd35_ocr": 2_243_171_520, "flux_pickscore": 11_901_408_320}
@@ -29,7 +29,7 @@ RECIPES = {"qwen_image_ocr": 20_430_401_088, "sd35_ocr": 2_243_171_520, "flux_pi
 
 
 def recipe(name: str, *overrides: str) -> Config:
-    return typed(compose_overrides("one_step_off", [f"experiment={name}", *overrides]))
+    return compose_config("one_step_off", [f"experiment={name}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,7 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: bool) -> None:
     """The same update on the meta device and on real tensors of the same tiny model."""
-    config = typed(
-        compose_overrides("one_step_off", ["model=tiny" if family == "qwen_image" else f"model=tiny_{family}"])
-    )
+    config = compose_config("one_step_off", ["model=tiny" if family == "qwen_image" else f"model=tiny_{family}"])
     config.model.tiny.heads, config.lora.rank = 4, 4
     config.rollout.guidance_scale = how(family).guidance_scale
     config.rollout.resolution, config.trainer.micro_batch_size = 128, 2
@@ -105,7 +103,7 @@ def test_a_published_model_at_full_size_takes_what_is_planned() -> None:
 RESIDENT = """
 import torch
 from diffusers import FluxTransformer2DModel
-from async_flowrl.planning.footprint import Allocations, fused_attention
+from async_flowrl.plan.footprint import Allocations, fused_attention
 torch.set_num_threads(1)
 model = FluxTransformer2DModel(num_layers=2, num_single_layers=3, num_attention_heads=8, attention_head_dim=64,
     axes_dims_rope=(16, 24, 24), joint_attention_dim=64, pooled_projection_dim=64).requires_grad_(False)
@@ -168,7 +166,7 @@ def test_attention_is_counted_as_a_fused_kernel() -> None:
 
 def test_a_tickets_bytes_are_those_of_its_arrays() -> None:
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-    from tests.tiny import request, tiny_policy
+    from tests.support.tiny import request, tiny_policy
 
     config = Config()
     made = DiffusersEngine(tiny_policy()).generate(request(16))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from async_flowrl import plan
-from async_flowrl.planning.advise import Limits, advise
-from async_flowrl.planning.calibrate import NothingToLearn, calibrate
-from async_flowrl.planning.laws import Law
-from async_flowrl.planning.simulate import simulate
-from async_flowrl.planning.work import Layout, Work
-from tests.toy import Timing, ToyRun, toy_config, virtual
+from async_flowrl.plan import __main__ as plan
+from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.calibrate import NothingToLearn, calibrate
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.simulate import simulate
+from async_flowrl.plan.work import Layout, Work
+from tests.support.toy import Timing, ToyRun, toy_config, virtual
 
 
 def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any) -> Work:

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from async_flowrl.planning.laws import Law
-from async_flowrl.planning.simulate import Prediction, simulate
-from async_flowrl.planning.work import Layout, Work, balance, bounds
-from tests.toy import Timing, toy_config, virtual
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.simulate import Prediction, simulate
+from async_flowrl.plan.work import Layout, Work, balance, bounds
+from tests.support.toy import Timing, toy_config, virtual
 
 
 def predict(

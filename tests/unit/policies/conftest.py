@@ -1,5 +1,5 @@
 """Nothing here is made faster by threads."""
 
-from tests.threads import one_thread
+from tests.support.threads import one_thread
 
 __all__ = ["one_thread"]

@@ -16,18 +16,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config import LoraConfig, TinyConfig
+from async_flowrl.config.schema import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import counted
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.registry import check_prompts_of, family_of, load_family, resolve_model, shapes_of
-from async_flowrl.policies.tiny import build_tiny
+from async_flowrl.policies.tiny.build import build_tiny
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
-from async_flowrl.training.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.types import EVALUATION, Prompt, Sampling
-from tests.families import NAMES, NEGATIVE, TEXT, adapted, conditioning, how, model_config, pipeline_of, policy_of
-from tests.tiny import randomise, request, tensors
+from tests.support.families import (
+    NAMES,
+    NEGATIVE,
+    TEXT,
+    adapted,
+    conditioning,
+    how,
+    model_config,
+    pipeline_of,
+    policy_of,
+)
+from tests.support.tiny import randomise, request, tensors
 
 N = 3
 

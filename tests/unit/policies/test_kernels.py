@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from async_flowrl.policies.kernels import compile_blocks, use_attention
+from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
-from async_flowrl.training.lora import lora_parameters
-from tests.families import NAMES, adapted, conditioning, how, model_config, policy_of
+from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
 
 
 def gradients(family: str, *, compiled: bool, checkpointed: bool) -> list[torch.Tensor]:

@@ -10,12 +10,12 @@ from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config import ModelConfig
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import check_prompts_of, load_policy, resolve_model
-from async_flowrl.training.lora import lora_parameters
 from async_flowrl.types import Prompt
-from tests.tiny import RED, adapted_policy, sampling, tensors, tiny_policy, token_ids
+from tests.support.tiny import RED, adapted_policy, sampling, tensors, tiny_policy, token_ids
 
 NEGATIVE = sampling().negative_prompt
 

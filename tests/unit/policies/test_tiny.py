@@ -13,8 +13,8 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
-from async_flowrl.config import TinyConfig
-from async_flowrl.policies.tiny import build_tiny
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies.tiny.build import build_tiny
 
 
 def digest(folder: Path) -> str:
@@ -28,7 +28,9 @@ def digest(folder: Path) -> str:
 def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(tmp_path: Path) -> None:
     here = build_tiny(TinyConfig(), tmp_path / "here")
     code = (
-        "from async_flowrl.policies.tiny import *; from async_flowrl.config import *; print(build_tiny(TinyConfig()))"
+        "from async_flowrl.policies.tiny.build import build_tiny\n"
+        "from async_flowrl.config.schema import TinyConfig\n"
+        "print(build_tiny(TinyConfig()))"
     )
     environment = {**os.environ, "ASYNC_FLOWRL_CACHE": str(tmp_path / "there"), "HF_HUB_OFFLINE": "1"}
     running = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_flowrl.config import DataConfig, RewardConfig, RewardTerm
+from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt

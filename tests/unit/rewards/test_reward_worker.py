@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.config import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
 from async_flowrl.rewards.worker import RewardWorker

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import RolloutReport, RolloutRequest
 from checkpoint_engine import Publisher
-from tests.tiny import randomise, request
-from tests.toy import ToyRun, toy_config, virtual
-from tests.toy_pool import Timing
+from tests.support.tiny import randomise, request
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import Timing
 
 torch.set_num_threads(1)
 IMAGES, STEPS = 3, 6

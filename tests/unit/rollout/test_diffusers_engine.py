@@ -11,16 +11,16 @@ from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies import qwen_image
+from async_flowrl.policies.lora import lora_parameters, reference_mode
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
-from async_flowrl.training.lora import lora_parameters, reference_mode
 from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
-from tests.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy, token_ids
+from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy, token_ids
 
 
 @pytest.fixture(scope="module")

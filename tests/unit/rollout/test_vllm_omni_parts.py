@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_flowrl.check import ConfigError, check
-from async_flowrl.config import Config, LoraConfig, RewardTerm
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
+from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.vllm_omni import settings
@@ -18,9 +19,8 @@ from async_flowrl.rollout.vllm_omni.names import adapter_tensors, engine_name, p
 from async_flowrl.rollout.vllm_omni.network import network_plan
 from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, metadata, reply
 from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments, tensor_parallel
-from async_flowrl.training.lora import lora_parameters
 from checkpoint_engine import base_digest
-from tests.tiny import adapted_policy, tiny_policy
+from tests.support.tiny import adapted_policy, tiny_policy
 
 PACKED = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import EVALUATION, TRAIN, RolloutRequest
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import Activation, Header, Receiver
-from tests.tiny import request
+from tests.support.tiny import request
 
 
 class Engine:

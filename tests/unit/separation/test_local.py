@@ -11,7 +11,7 @@ from separation.group import PoolSpec, WorkerDied
 from separation.host import resolve, thread_environment
 from separation.processes import Identity, descendants, kill_remaining
 from separation.rendezvous import free_port, gang_environment
-from tests.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 TOY = "tests.unit.separation.toy:Toy"
 

@@ -10,14 +10,12 @@ import pytest
 
 from separation.supervise import (
     DeadlineExceeded,
-    StallReport,
-    StallRow,
     deadline,
     retry,
     supervised,
     together,
 )
-from tests.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 
 class Boom(Exception):
@@ -277,15 +275,3 @@ def test_together_raises_the_first_failure_and_waits_for_the_others() -> None:
 
     assert run_virtual(main()) == 3
     assert log == ["a told", "a ended"]
-
-
-def test_stall_report_shows_the_oldest_first() -> None:
-    rows = [
-        StallRow("step 3 group 1", "RUNNING", "rollout-0", 2.0, "denoise 4/10"),
-        StallRow("step 3 group 0", "SCORING", "reward-1", 61.5, "call sent"),
-    ]
-    lines = str(StallReport(rows)).splitlines()
-    assert lines[0].split() == ["ticket", "state", "worker", "age", "last", "event"]
-    assert lines[1].startswith("step 3 group 0") and "61.5 s" in lines[1]
-    assert "and 1 more" in str(StallReport(rows, limit=1))
-    assert str(StallReport([])) == "nothing is under way"

@@ -8,14 +8,14 @@ import torch
 import torch.multiprocessing as processes
 from torch.distributed.tensor import DTensor
 
-from async_flowrl.config import LoraConfig
-from async_flowrl.planning.footprint import Allocations
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.plan.footprint import Allocations
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.training.base_weights import base_tensors, digest_of_stored, stream_base
 from async_flowrl.training.fsdp import Gang, shard
-from async_flowrl.training.lora import add_lora, lora_parameters
-from async_flowrl.training.streaming import base_tensors, digest_of_stored, stream_base
 from separation.rendezvous import free_port, gang_environment, join, leave
-from tests.families import model_config
+from tests.support.families import model_config
 
 
 def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str, str], dict[str, Any]]]:

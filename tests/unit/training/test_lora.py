@@ -12,10 +12,9 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from async_flowrl.config import LoraConfig
-from async_flowrl.policies.qwen_image import QwenImagePolicy
-from async_flowrl.training import lora_file
-from async_flowrl.training.lora import (
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.lora import (
     add_lora,
     load_tensors,
     load_warm_start,
@@ -25,7 +24,8 @@ from async_flowrl.training.lora import (
     lora_weights,
     reference_mode,
 )
-from tests.tiny import RED, adapted_policy, randomise, sampling, tensors, tiny_policy
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from tests.support.tiny import RED, adapted_policy, randomise, sampling, tensors, tiny_policy
 
 
 def output(policy: QwenImagePolicy) -> Tensor:

@@ -6,10 +6,10 @@ import pytest
 import trainer_rig as rig
 from omegaconf import OmegaConf
 
-from async_flowrl.config import TrainerConfig
-from async_flowrl.paths import config_dir
-from async_flowrl.training.batch import check_batching, trained_steps
-from async_flowrl.training.schedule import learning_rate
+from async_flowrl.config.paths import config_dir
+from async_flowrl.config.schema import TrainerConfig
+from async_flowrl.tickets.arithmetic import check_batching, trained_steps
+from async_flowrl.training.optimizer import learning_rate
 
 
 def test_the_small_configuration_is_sound() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import trainer_rig as rig
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.training import checkpoint as store
 from async_flowrl.training.checkpoint import (
     Checkpoint,
@@ -21,7 +22,6 @@ from async_flowrl.training.checkpoint import (
     read_controller,
     write_checkpoint,
 )
-from async_flowrl.training.fingerprint import config_hash, differences, numerics
 
 
 def small(value: float = 1.0) -> Checkpoint:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import trainer_rig as rig
 
-from async_flowrl.config import Config
-from async_flowrl.training.lora import lora_layers, lora_modules, lora_parameters
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.lora import lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.worker import TrainerWorker
 from checkpoint_engine import (
     CANARY_VERSION,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from streaming_ranks import streamed
 
-from async_flowrl.config import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import DTYPES, resolve_model
 from async_flowrl.policies.stored import StoredWeights
-from async_flowrl.training.streaming import base_tensors
+from async_flowrl.training.base_weights import base_tensors
 from checkpoint_engine import base_digest
-from tests.families import NAMES, model_config, policy_of
+from tests.support.families import NAMES, model_config, policy_of
 
 
 def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:

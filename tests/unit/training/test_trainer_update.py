@@ -9,12 +9,12 @@ import torch
 import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.export import save_lora
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.batch import Group
-from async_flowrl.training.lora import add_lora, lora_parameters
-from async_flowrl.training.plan import Part, StepPlan
+from async_flowrl.training.messages import Part, StepPlan
+from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.types import Trajectory
 

@@ -10,9 +10,9 @@ import trainer_rig as rig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from async_flowrl.config import Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.plan import Part
+from async_flowrl.training.messages import Part
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import free_port, gang_environment, leave
 

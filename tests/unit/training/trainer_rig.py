@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config import Config, RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
-from async_flowrl.training.lora import add_lora, lora_parameters
-from async_flowrl.training.plan import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
 

@@ -1,0 +1,46 @@
+"""python -m async_flowrl.benchmark [--out DIR] [key=value ...]: every mode on the same devices, and their bound.
+
+Runs `sync` colocated (in its variants) and separate, `stream`, `one_step_off` and `fully_async` one after another,
+several times over, beside the bare loops that say what generation and training take by themselves. Overrides shape the
+load and apply to all, for example `model.path=Qwen/Qwen-Image`.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_flowrl.benchmark import measure
+from async_flowrl.benchmark.compare import compare, parser
+from async_flowrl.benchmark.table import as_json, markdown, picture
+from async_flowrl.benchmark.targets import Results
+from async_flowrl.config.check import ConfigError
+
+
+def write(results: Results, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "benchmark.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
+    (out / "benchmark.md").write_text(markdown(results))
+    picture(results, out / "benchmark.png")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser().parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    out = given.out.expanduser()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            results = compare(arguments, Path(directory))
+    except (ConfigError, ValueError, measure.RunFailed) as error:
+        sys.stderr.write(f"benchmark: {error}\n")
+        return 2
+    write(results, out)
+    sys.stdout.write(f"{markdown(results)}\nwrote benchmark.json, benchmark.md and benchmark.png to {out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""All variants under one load, interleaved with the bare loops: what `python -m async_flowrl.benchmark` measures."""
+
+import argparse
+import logging
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from async_flowrl.benchmark import loops, measure
+from async_flowrl.benchmark.describe import machine_description
+from async_flowrl.benchmark.targets import Load, Results, Round
+from async_flowrl.benchmark.variants import Machine, Variant, chosen
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.arguments import count, factor, pair, seconds
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = ("python", "-m", "async_flowrl.benchmark")
+DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
+"""On the tiny model: about a second each of generation and training per step, ten tickets per worker."""
+
+
+def parser(prog: str = " ".join(PROGRAM)) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog=prog, description="Every mode, same devices.")
+    number = found.add_argument
+    number("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
+    number("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
+    number("--steps", type=count, default=9, help="training steps per run; the first two are warm-up")
+    number("--repeats", type=count, default=2)
+    number("--loop-seconds", type=seconds, default=8.0, help="how long each bare loop is measured")
+    number("--no-contention", action="store_true", help="don't measure the bare loops alone, only side by side")
+    number("--devices", type=count, help="default: all GPUs, or two CPU cores")
+    number("--split", type=pair, metavar="R:T", help="rollout and trainer devices of the separate pools")
+    number("--only", action="append", default=[], metavar="NAME", help="only this variant (and others given so)")
+    number("--reward-latency", type=seconds, default=0.0, metavar="S", help="seconds per reward call")
+    number("--reward-latency-share", type=seconds, default=0.0, metavar="X", help="the same in shares of max(G,T)")
+    number("--reward-cv", type=seconds, default=0.0, help="spread of that latency (above 1: heavy tail)")
+    number("--reward-workers", type=count)
+    number(
+        "--slow-worker", type=factor, default=1.0, metavar="X", help="the first rollout worker takes X times as long"
+    )
+    number("--resolution", type=count, metavar="PIXELS")
+    number(
+        "--trained-steps", type=count, metavar="N", help="denoising steps that are trained, a window drawn at random"
+    )
+    return found
+
+
+def load_overrides(given: argparse.Namespace, latency: float) -> list[str]:
+    """The load that all variants share; `latency` is that of a reward call, seconds."""
+    found = [f"total_steps={given.steps}", *DEFAULT_LOAD]
+    if given.resolution:
+        found.append(f"rollout.resolution={given.resolution}")
+    if given.trained_steps:
+        found += ["algorithm.window=random", f"algorithm.sde_window_size={given.trained_steps}"]
+    if given.slow_worker > 1:
+        found.append(f"debug.delays.slow_worker={given.slow_worker:g}")
+    if latency:
+        options = "reward.terms.latency.options"
+        found += ["reward=color_and_latency", f"{options}.seconds={latency:.6g}", f"{options}.cv={given.reward_cv:g}"]
+    if given.reward_workers:
+        found.append(f"reward.num_workers={given.reward_workers}")
+    return [*found, *given.overrides]
+
+
+def compare(arguments: Sequence[str], directory: Path) -> Results:
+    """All repeats, interleaved, of what a command line asks for. Raises ValueError, ConfigError or RunFailed."""
+    given = parser().parse_intermixed_args(arguments)
+    command = shlex.join([*PROGRAM, *arguments])
+    machine = Machine.here(given.devices, given.split)
+    config = composed(load_overrides(given, given.reward_latency), directory)
+    runs = chosen(machine, config, given.only)
+    description = machine_description()
+    rounds: list[Round] = []
+    load = Load(config.prompts_per_step * (config.group_size // config.images_per_ticket) / machine.rollout)
+    load = replace(load, latency=given.reward_latency, slow_worker=given.slow_worker)
+    for repeat in range(given.repeats):
+        logger.info("repeat %d of %d: bare loops", repeat + 1, given.repeats)
+        bare = loops.measure(config, seconds=given.loop_seconds, alone=not given.no_contention)
+        if given.reward_latency_share and not rounds:
+            bound = Results(machine, [], load, command).bound(bare)
+            load = replace(load, latency=round(given.reward_latency_share * bound, 3))
+        overrides = load_overrides(given, load.latency)
+        config = composed(overrides, directory)
+        measured = {v.name: one(v, overrides, directory, repeat) for v in order(runs, repeat)}
+        rounds.append(Round(bare, {v.name: measured[v.name] for v in runs}))
+    load = replace(load, reward_seconds=config.prompts_per_step * load.latency / config.reward.num_workers)
+    return Results(machine, rounds, load, command, overrides, description)
+
+
+def composed(overrides: Sequence[str], directory: Path) -> Config:
+    config: Config = compose_config("one_step_off", [*overrides, f"output_dir={directory}/none"])
+    return config
+
+
+def order(variants: Sequence[Variant], repeat: int) -> Sequence[Variant]:
+    """Forth and back, so that a machine that gets slower (or a neighbour) is nobody's disadvantage."""
+    return list(reversed(variants)) if repeat % 2 else variants
+
+
+def one(variant: Variant, overrides: Sequence[str], directory: Path, repeat: int) -> measure.Measured:
+    logger.info("  %s", variant.name)
+    name = f"{variant.name} (repeat {repeat + 1})"
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        return measure.run(variant, name, overrides, Path(place) / "run")

@@ -1,0 +1,160 @@
+"""G and T: how long one step's generation and training take when nothing but the model runs.
+
+Each is the bare loop of bare.py in a process of its own, alone and with the other beside it: the bound max(G, T) that
+the pools are held to is that of loops which never wait for each other but share the machine, as the pools do.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.run.prepare import prepare
+from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.tickets.table import TRAIN, Ticket
+
+ROLES = ("rollout", "trainer")
+START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Seconds per step on one device; alone None where that was not measured."""
+
+    generation: float
+    update: float
+    generation_alone: float | None = None
+    update_alone: float | None = None
+
+    @property
+    def contention(self) -> tuple[float, float] | None:
+        """How many times as long generation and training take with the other loop beside them."""
+        if self.generation_alone is None or self.update_alone is None:
+            return None
+        return self.generation / self.generation_alone, self.update / self.update_alone
+
+
+def measure(config: Config, *, seconds: float, alone: bool = True) -> Loops:
+    """Both loops side by side, then each alone, `seconds` each. Raises ValueError for what the bare loop can't do."""
+    (together,) = side_by_side([config], seconds=seconds)
+    if not alone:
+        return together
+    apart = {role: run([config], [role], seconds)[role][0] for role in ROLES}
+    return Loops(together.generation, together.update, apart["rollout"], apart["trainer"])
+
+
+def side_by_side(configs: Sequence[Config], *, seconds: float) -> list[Loops]:
+    """Both loops, one configuration after the other, `seconds` each, in one pair of processes."""
+    for config in configs:
+        if config.rollout.true_cfg_scale > 1:
+            raise ValueError(
+                f"the bare loop has no guidance: rollout.true_cfg_scale must be 1, got {config.rollout.true_cfg_scale}"
+            )
+    found = run(configs, ROLES, seconds)
+    return [Loops(generation, update) for generation, update in zip(found["rollout"], found["trainer"], strict=True)]
+
+
+def run(configs: Sequence[Config], roles: Sequence[str], seconds: float) -> dict[str, list[float]]:
+    """Per role, median seconds per step with each configuration; all roles start a configuration together."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(len(roles))
+    pipes = [context.Pipe(duplex=False) for _ in roles]
+    processes = [
+        context.Process(target=work, args=(configs, role, seconds, barrier, pipe[1]), daemon=True)
+        for role, pipe in zip(roles, pipes, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    patience = START_SECONDS + 10 * seconds * len(configs)
+    try:
+        return {role: receive(role, pipe[0], patience) for role, pipe in zip(roles, pipes, strict=True)}
+    finally:
+        for process in processes:
+            process.join(10.0)
+            process.kill()
+
+
+def receive(role: str, pipe: "multiprocessing.connection.Connection[Any, Any]", patience: float) -> list[float]:
+    if not pipe.poll(patience):
+        raise TimeoutError(f"the bare {role} loop did not answer within {patience:g} s")
+    try:
+        return [float(value) for value in pipe.recv()]
+    except EOFError:
+        raise RuntimeError(f"the bare {role} loop died; its message is above") from None
+
+
+def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, answer: Any) -> None:
+    """A process: for each configuration loads, warms up, waits for the others, and loops until they are done too."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    import torch
+
+    if torch.cuda.is_available():
+        index = ROLES.index(role) % torch.cuda.device_count()
+        torch.set_default_device(f"cuda:{index}")
+    found = []
+    for config in configs:
+        torch.set_num_threads(config.rollout.threads if role == "rollout" else config.trainer.threads)
+        found.append(timed(step_of(config, role), seconds, barrier))
+    answer.send(found)
+    barrier.wait(START_SECONDS)
+
+
+def timed(step: Callable[[], Any], seconds: float, barrier: Any) -> float:
+    """Median seconds of a step. At least three of them, and at least `seconds` long."""
+    step()
+    barrier.wait(START_SECONDS)
+    times: list[float] = []
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times) < 3:
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    barrier.wait(START_SECONDS)
+    return median(times)
+
+
+def step_of(config: Config, role: str) -> Any:
+    """A function that does one training step's worth of the role's work and returns when the device is done."""
+    import torch
+
+    from async_flowrl.benchmark.bare import Bare
+    from async_flowrl.policies.loading import quiet
+    from async_flowrl.policies.lora import targeted_modules
+    from async_flowrl.policies.registry import DTYPES, load_policy
+
+    prepared = prepare(config)
+    policy = load_policy(prepared.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+    targets = targeted_modules(policy.transformer, config.lora, policy)
+    rollout, n, count = config.rollout, config.group_size, trained_steps(config)
+    with quiet():
+        bare = Bare(
+            prepared.model.path,
+            side=rollout.resolution,
+            steps=rollout.num_inference_steps,
+            targets=targets,
+            rank=config.lora.rank,
+            dtype=DTYPES[config.model.dtype],
+        )
+    tickets = [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
+    texts = [prepared.recipe.prompt(ticket).text for ticket in tickets]
+
+    def generate() -> Any:
+        return [bare.generate(text, n)[1] for text in texts]
+
+    groups = generate()
+    at_once = config.trainer.timesteps_per_forward or count
+
+    def train() -> None:
+        bare.update(groups, trained=count, at_once=at_once)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    return generate if role == "rollout" else train

@@ -1,0 +1,146 @@
+"""Runs one variant as a user would, and reads what it did from its run directory."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.benchmark.variants import PURE, Variant
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.summary import WARM_UP_STEPS
+from async_flowrl.plan.calibrate import actual, delivery_times, generation_times, load
+from async_flowrl.tickets.table import TRAIN
+
+POLL_SECONDS = 0.25
+
+
+class RunFailed(RuntimeError):
+    """A variant's run ended with an error; the message ends with what it said."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steady state of one run: after the warm-up, before generation has nothing left to do. Seconds per step."""
+
+    variant: str
+    step_seconds: float
+    images_per_s: float
+    busy: Mapping[str, float]
+    staleness_mean: float
+    generation: float
+    """Seconds a step's tickets take one rollout worker, from dispatch to result."""
+    update: float
+    """Seconds an update takes, without waiting for images."""
+    publish: float
+    """Seconds from staging until a worker holds the version; half of the deliveries are faster."""
+    trainer_stall: float
+    """Seconds per step that the trainer waits for staging."""
+    worker_stall: float
+    """Seconds per step that a rollout worker waits for an activation."""
+    controller_cpu: float
+    """CPU seconds of the controller's process ÷ wall clock."""
+    weights_digest: str
+
+
+def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) -> Measured:
+    """One run in a fresh process. Raises RunFailed."""
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode]
+    given = [f"output_dir={directory}", *PURE, *overrides, *variant.overrides]
+    with subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        watch = CpuWatch(process.pid)
+        try:
+            output, _ = process.communicate()
+        finally:
+            watch.stop()
+            if process.poll() is None:
+                process.terminate()
+    if process.returncode != 0:
+        raise RunFailed(f"{name} ended with code {process.returncode}:\n{output[-2000:]}")
+    return read(variant.name, directory, watch)
+
+
+def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
+    """What a finished run did. Raises RunFailed for one that is too short."""
+    config, history, metrics = load(directory)
+    found = actual(directory)
+    if found is None:
+        raise RunFailed(f"{name} has no steady state: it needs more than {WARM_UP_STEPS + config.max_staleness} steps")
+    stop = config.total_steps - config.max_staleness
+    lines = [line for line in metrics if WARM_UP_STEPS <= line["step"] < stop]
+    steps = {event["step"]: event for event in history if event["event"] == "step"}
+    window = steps[WARM_UP_STEPS]["started"], steps[stop - 1]["ended"]
+    summary = json.loads((directory / "summary.json").read_text())
+    tickets, activations = worker_seconds(history, range(WARM_UP_STEPS, stop))
+    made = config.prompts_per_step * config.group_size
+    return Measured(
+        variant=name,
+        step_seconds=found.step_seconds,
+        images_per_s=made / found.step_seconds,
+        busy=found.busy,
+        staleness_mean=summary["staleness_mean"],
+        generation=tickets / len(lines),
+        update=mean(line["timing/update"] for line in lines),
+        publish=middle(delivery_times(history)),
+        trainer_stall=summary["sync"]["trainer_stall_seconds"] / max(1, summary["sync"]["publishes"]),
+        worker_stall=activations / len(lines) / config.rollout.num_workers,
+        controller_cpu=watch.share(*window),
+        weights_digest=summary["weights_digest"],
+    )
+
+
+def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float]:
+    """Seconds, over all rollout workers, that the tickets of these steps took them, and of that in activations."""
+    tickets = sum(seconds for _, seconds in generation_times(history, steps))
+    wanted = {e["ordinal"] for e in history if e["event"] == "ticket" and e["kind"] == TRAIN and e["step"] in steps}
+    spans = [e for e in history if e["event"] == "span" and e["name"] == "activate" and e.get("ordinal") in wanted]
+    return tickets, sum(span["end"] - span["start"] for span in spans)
+
+
+@dataclass
+class CpuWatch:
+    """CPU seconds of one process over time, read from /proc; its children have clocks of their own."""
+
+    pid: int
+    _times: list[float] = field(default_factory=list)
+    _used: list[float] = field(default_factory=list)
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def share(self, start: float, end: float) -> float:
+        """CPU ÷ wall clock between two unix times; 0 where the process was not seen twice."""
+        inside = slice(bisect_left(self._times, start), bisect_left(self._times, end))
+        times, used = self._times[inside], self._used[inside]
+        return (used[-1] - used[0]) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+
+    def _watch(self) -> None:
+        ticks = os.sysconf("SC_CLK_TCK")
+        while not self._done.wait(POLL_SECONDS):
+            try:
+                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                return
+            self._times.append(time.time())
+            self._used.append((int(fields[11]) + int(fields[12])) / ticks)
+
+
+def mean(values: Any) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

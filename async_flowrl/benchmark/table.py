@@ -1,0 +1,151 @@
+"""The results as JSON and back, as tables of Markdown, and as a picture."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from async_flowrl.benchmark.loops import Loops
+from async_flowrl.benchmark.measure import Measured
+from async_flowrl.benchmark.targets import Load, Results, Round, faster, targets
+from async_flowrl.benchmark.variants import BASELINE, Machine
+
+HEAD = (
+    "variant",
+    "step s",
+    "images/s",
+    "speed-up",
+    "rollout busy",
+    "trainer busy",
+    "reward busy",
+    "mean age",
+    "controller CPU",
+)
+TARGET_HEAD = ("ratio", "target", "measured", "met")
+
+
+def markdown(results: Results) -> str:
+    """Runs, loops and targets, ready for a page of documentation."""
+    names = list(results.rounds[0].runs)
+    rows = [_row(results, name) for name in names]
+    ratios = [target.cells() for target in targets(results)]
+    parts = [
+        f"    {results.command}",
+        said(results.description),
+        grid(HEAD, rows),
+        _bound(results),
+        grid(TARGET_HEAD, ratios) if ratios else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---" * len(head) + "|" for cells in lines)
+
+
+def said(description: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in description.items()) + "." if description else ""
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    return {
+        "command": results.command,
+        "description": dict(results.description),
+        "machine": asdict(results.machine),
+        "load": asdict(results.load),
+        "overrides": list(results.overrides),
+        "rounds": [
+            {
+                "loops": asdict(r.loops),
+                "bound": results.bound(r.loops),
+                "runs": {n: asdict(m) for n, m in r.runs.items()},
+            }
+            for r in results.rounds
+        ],
+        "targets": [{**asdict(target), "value": target.value, "met": target.met} for target in targets(results)],
+    }
+
+
+def from_json(found: Mapping[str, Any]) -> Results:
+    """What `as_json` wrote. Raises KeyError or TypeError for anything else."""
+    rounds = [
+        Round(Loops(**r["loops"]), {name: Measured(**run) for name, run in r["runs"].items()}) for r in found["rounds"]
+    ]
+    return Results(
+        machine=Machine(**found["machine"]),
+        rounds=rounds,
+        load=Load(**found["load"]),
+        command=found["command"],
+        overrides=found["overrides"],
+        description=found["description"],
+    )
+
+
+def picture(results: Results, path: Path) -> None:
+    """Images/s over all devices per variant, with the least and the most, and the bound as a line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(results.rounds[0].runs)
+    rates = [[r.runs[name].images_per_s for r in results.rounds] for name in names]
+    middles = [median(values) for values in rates]
+    below = [m - min(v) for m, v in zip(middles, rates, strict=True)]
+    above = [max(v) - m for m, v in zip(middles, rates, strict=True)]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(names) + 1.6))
+    colors = ["#7a7a7a" if name.startswith("sync") else "#1f5fa8" for name in names]
+    axes.barh(names, middles, xerr=[below, above], color=colors, capsize=3)
+    first = results.rounds[0].runs[names[0]]
+    made = first.images_per_s * first.step_seconds
+    bound = median(made / results.bound(r.loops) for r in results.rounds)
+    axes.axvline(bound, color="#b23a48", linestyle="--", label="bound: max(G, T) of bare loops")
+    axes.set_xlim(0, 1.35 * max(bound, *middles))
+    axes.invert_yaxis()
+    axes.set_xlabel(f"images per second over all {results.machine.devices} devices")
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    # No date and version inside: the same results are the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _bound(results: Results) -> str:
+    """G, T, how they were had, and what they allow."""
+    machine, rounds = results.machine, results.rounds
+    text = (
+        f"G = {_middle(results, lambda r: r.loops.generation):.3g} and "
+        f"T = {_middle(results, lambda r: r.loops.update):.3g} device-seconds per step (G:T = "
+        f"{_middle(results, lambda r: results.generation(r.loops) / results.update(r.loops)):.2f} on "
+        f"{machine.rollout} + {machine.trainer} devices): two bare loops side by side"
+    )
+    slower = [found for r in rounds if (found := r.loops.contention) is not None]
+    if slower:
+        generation, update = (median(values) for values in zip(*slower, strict=True))
+        text += f", {generation:.2f} and {update:.2f} times what they take alone"
+    bound = _middle(results, lambda r: results.bound(r.loops))
+    return f"{text}. Bound: {bound:.3g} s per step. Median (least-most) of {len(rounds)} repeats."
+
+
+def _row(results: Results, name: str) -> list[str]:
+    runs = [r.runs[name] for r in results.rounds]
+    busy = [f"{median(run.busy.get(pool, 0.0) for run in runs):.0%}" for pool in ("rollout", "trainer", "reward")]
+    return [
+        name,
+        _spread([run.step_seconds for run in runs]),
+        f"{median(run.images_per_s for run in runs):.1f}",
+        _spread([faster(r, name) for r in results.rounds]) if results.has(BASELINE) else "",
+        *busy,
+        f"{median(run.staleness_mean for run in runs):.2f}",
+        f"{median(run.controller_cpu for run in runs):.1%}",
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _middle(results: Results, value: Callable[[Round], float]) -> float:
+    return median(results.over(value))

@@ -1,0 +1,167 @@
+"""The ratios that runs are held to, each taken within one repeat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from async_flowrl.benchmark.loops import Loops
+from async_flowrl.benchmark.measure import Measured
+from async_flowrl.benchmark.variants import BASELINE, Machine
+
+TICKETS_PER_WORKER = 8
+"""From here on on-policy streaming is expected to pay."""
+ASYNC, STREAM = "one_step_off", "stream"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One repeat: the bare loops and every variant, run one after another."""
+
+    loops: Loops
+    runs: Mapping[str, Measured]
+
+    def colocated(self) -> Measured | None:
+        """The fastest colocated variant of this repeat."""
+        found = [run for name, run in self.runs.items() if name.startswith("sync colocated")]
+        return min(found, key=lambda run: run.step_seconds) if found else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What shapes a step beside the configuration; seconds, and how many times as long the slow worker takes."""
+
+    tickets_per_worker: float
+    reward_seconds: float = 0.0
+    """One step's reward calls, spread evenly over the reward workers."""
+    latency: float = 0.0
+    """Of one reward call."""
+    slow_worker: float = 1.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that was measured, and on what."""
+
+    machine: Machine
+    rounds: Sequence[Round]
+    load: Load
+    command: str
+    """What repeats it."""
+    overrides: Sequence[str] = ()
+    description: Mapping[str, str] = field(default_factory=dict)
+    """Of the machine: processor, versions, when, and how busy it was with other things."""
+
+    def generation(self, loops: Loops) -> float:
+        """G: seconds per step of the rollout devices together; a slow worker counts for what it does."""
+        return loops.generation / (self.machine.rollout - 1 + 1 / self.load.slow_worker)
+
+    def update(self, loops: Loops) -> float:
+        """T: seconds per step of the trainer devices together."""
+        return loops.update / self.machine.trainer
+
+    def bound(self, loops: Loops) -> float:
+        """max(G, T), and the rewards' share where it is longer: no schedule takes less per step."""
+        return max(self.generation(loops), self.update(loops), self.load.reward_seconds)
+
+    def in_turn(self, found: Round) -> float:
+        """G + T + S: what a synchronous step takes at best; S is the median delivery."""
+        return self.generation(found.loops) + self.update(found.loops) + found.runs[BASELINE].publish
+
+    def over(self, ratio: Callable[[Round], float]) -> tuple[float, ...]:
+        return tuple(ratio(found) for found in self.rounds)
+
+    def has(self, *names: str) -> bool:
+        return all(name in found.runs for name in names for found in self.rounds)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio with what it should be; `values` has one per repeat."""
+
+    key: str
+    what: str
+    values: tuple[float, ...]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def value(self) -> float:
+        return median(self.values)
+
+    @property
+    def met(self) -> bool:
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
+
+    @property
+    def wanted(self) -> str:
+        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+
+    @property
+    def measured(self) -> str:
+        """The median, with the least and the most where there are several."""
+        spread = f" ({min(self.values):.3f}-{max(self.values):.3f})" if len(self.values) > 1 else ""
+        return f"{self.value:.3f}{spread}"
+
+    def cells(self) -> list[str]:
+        return [self.what, self.wanted, self.measured, "yes" if self.met else "**no**"]
+
+
+def targets(results: Results) -> list[Target]:
+    """Those that the measured variants allow."""
+    found = of_the_overlap(results) if results.has(ASYNC) else []
+    if results.has(BASELINE):
+        found += against_sync(results)
+    if results.has(ASYNC) and results.load.latency > 0 and all(r.colocated() for r in results.rounds):
+        values = results.over(against_colocated)
+        found.append(Target("colocated", "best `sync` colocated ÷ `one_step_off`, step time", values, at_least=1.2))
+    return found
+
+
+def of_the_overlap(results: Results) -> list[Target]:
+    """Of one_step_off against the bare loops, and what it loses to itself."""
+    over, machine = results.over, results.machine
+
+    def share(of: Callable[[Measured], float]) -> tuple[float, ...]:
+        return over(lambda r: of(r.runs[ASYNC]) / r.runs[ASYNC].step_seconds)
+
+    # What a bare loop would need for the same images, with as many of them as there are workers.
+    rollout = over(lambda r: r.loops.generation / r.runs[ASYNC].generation)
+    update = over(lambda r: r.loops.update / machine.trainer / r.runs[ASYNC].update)
+    step = over(lambda r: r.runs[ASYNC].step_seconds / results.bound(r.loops))
+    found = [Target("step", "`one_step_off` step ÷ max(G,T)", step, at_most=1.05)]
+    if results.load.slow_worker == 1:
+        found.append(Target("rollout", "rollout images/s ÷ bare loop's", rollout, at_least=0.95))
+    return [
+        *found,
+        Target("update", "update ÷ bare loop's, rate", update, at_least=0.95),
+        Target("trainer_stall", "publish: trainer stall ÷ step", share(lambda run: run.trainer_stall), at_most=0.01),
+        Target("worker_stall", "publish: worker stall ÷ step", share(lambda run: run.worker_stall), at_most=0.01),
+        Target("controller", "controller CPU ÷ wall clock", over(lambda r: r.runs[ASYNC].controller_cpu), at_most=0.05),
+    ]
+
+
+def against_sync(results: Results) -> list[Target]:
+    """Of `sync` separate against its own best, and of what is faster against that."""
+    over = results.over
+    sync = over(lambda r: r.runs[BASELINE].step_seconds / results.in_turn(r))
+    found = [Target("sync", "`sync` separate step ÷ (G+T+S)", sync, at_most=1.05)]
+    if results.has(ASYNC):
+        gain = over(lambda r: faster(r, ASYNC) * results.bound(r.loops) / results.in_turn(r))
+        what = "speed-up over `sync` separate ÷ its ceiling (G+T+S)/max(G,T)"
+        found.append(Target("speed_up", what, gain, at_least=0.95))
+    if results.has(STREAM) and results.load.tickets_per_worker >= TICKETS_PER_WORKER:
+        stream = over(lambda r: faster(r, STREAM))
+        found.append(Target("stream", "`sync` separate ÷ `stream`, step time", stream, at_least=1.5))
+    return found
+
+
+def faster(found: Round, name: str) -> float:
+    return found.runs[BASELINE].step_seconds / found.runs[name].step_seconds
+
+
+def against_colocated(found: Round) -> float:
+    best = found.colocated()
+    assert best is not None
+    return best.step_seconds / found.runs[ASYNC].step_seconds

@@ -1,0 +1,103 @@
+"""What is compared: every mode, on the same devices, with the same recipe and the same number of images per step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import Config
+
+BASELINE, COLOCATED = "sync separate", "sync colocated"
+PURE = (
+    "evaluate.before_training=false",
+    "evaluate.every=0",
+    "evaluate.images_per_prompt=1",
+    "evaluate.max_prompts=1",
+    "monitor.progress=false",
+    "monitor.report=false",
+)
+"""Nothing but training: every mode pays the same for evaluations and reports, so they tell nothing apart."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`devices` in all, of which `rollout` generate where the pools are separate."""
+
+    devices: int
+    rollout: int
+    gpu: bool
+
+    @property
+    def trainer(self) -> int:
+        return self.devices - self.rollout
+
+    @classmethod
+    def here(cls, devices: int | None, split: tuple[int, int] | None) -> "Machine":
+        """All GPUs, or two cores where there is none; half of them generate. Raises ValueError for fewer than 2."""
+        gpu = torch.cuda.is_available()
+        if split is not None:
+            return cls(sum(split), split[0], gpu)
+        count = devices or (torch.cuda.device_count() if gpu else 2)
+        if count < 2:
+            raise ValueError(f"separate pools need at least 2 devices, got {count}")
+        return cls(count, count // 2, gpu)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to use the devices."""
+
+    name: str
+    mode: str
+    overrides: tuple[str, ...]
+
+    @property
+    def colocated(self) -> bool:
+        return "placement=colocated" in self.overrides
+
+    def is_called(self, name: str) -> bool:
+        return name == self.name or (name == COLOCATED and self.colocated)
+
+
+def variants(machine: Machine, config: Config) -> list[Variant]:
+    """Colocated sync in all its variants first, then what it is compared with."""
+    return [*colocated(machine, config), *separate(machine)]
+
+
+def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Variant]:
+    """Those named in `only` ("sync colocated": all its variants), or everything. Raises ValueError for other names."""
+    every = variants(machine, config)
+    for name in only:
+        if not any(variant.is_called(name) for variant in every):
+            raise ValueError(unknown_name("--only", name, [*(variant.name for variant in every), COLOCATED]))
+    return [variant for variant in every if not only or any(variant.is_called(name) for name in only)]
+
+
+def colocated(machine: Machine, config: Config) -> list[Variant]:
+    """As many workers as devices; on CPUs also one process of each pool with all the threads."""
+    found = []
+    if not machine.gpu:
+        threads = (f"rollout.threads={machine.devices}", f"trainer.threads={machine.devices}")
+        name = f"sync colocated 1 x {machine.devices} threads"
+        found.append(Variant(name, "sync", ("placement=colocated", *_workers(1, 1), *threads)))
+    share = config.group_size // machine.devices
+    if config.group_size % machine.devices == 0:
+        batch = min(config.trainer.micro_batch_size, share)
+        overrides = (*_workers(machine.devices, machine.devices), f"trainer.micro_batch_size={batch}")
+        found.append(Variant(f"sync colocated {machine.devices} x 1", "sync", ("placement=colocated", *overrides)))
+    return found
+
+
+def separate(machine: Machine) -> list[Variant]:
+    workers = _workers(machine.rollout, machine.trainer)
+    return [
+        Variant(BASELINE, "sync", workers),
+        Variant("stream", "stream", workers),
+        Variant("one_step_off", "one_step_off", workers),
+        Variant("fully_async", "fully_async", workers),
+    ]
+
+
+def _workers(rollout: int, trainer: int) -> tuple[str, ...]:
+    return f"rollout.num_workers={rollout}", f"trainer.num_workers={trainer}"

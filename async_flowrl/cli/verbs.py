@@ -1,0 +1,42 @@
+"""The console command `async-flowrl <verb> ...`: every tool under one name; each is also `python -m <its module>`."""
+
+import runpy
+import sys
+from importlib.metadata import version
+
+from async_flowrl.config import exit_codes
+from async_flowrl.config.messages import unknown_name
+
+VERBS = {
+    "train": ("async_flowrl.main", "train a configuration"),
+    "plan": ("async_flowrl.plan", "predict step time, memory and bytes before a run"),
+    "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
+    "evaluate": ("async_flowrl.evaluate", "score a LoRA on prompts"),
+    "generate": ("async_flowrl.generate", "make images with and without a LoRA"),
+    "export": ("async_flowrl.export", "write the LoRA of a checkpoint"),
+    "verify": ("async_flowrl.verify", "check a finished run from its files"),
+    "prove": ("async_flowrl.prove", "train the same steps undisturbed, delayed and killed, and compare digests"),
+}
+"""Verb → module that is run as a program, and what it does."""
+
+
+def main() -> int:
+    """Runs the verb's module with the remaining arguments; its exit code is the command's."""
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb in ("--help", "-h"):
+        lines = [f"  {name:10} {what}" for name, (_, what) in VERBS.items()]
+        sys.stdout.write("\n".join(["usage: async-flowrl <verb> [arguments]", "", *lines, ""]))
+        return exit_codes.OK
+    if verb == "--version":
+        sys.stdout.write(f"async-flowrl {version('async-flowrl')}\n")
+        return exit_codes.OK
+    if verb not in VERBS:
+        sys.stderr.write(f"async-flowrl: {unknown_name('the verb', verb, VERBS)}\n")
+        return exit_codes.CONFIG
+    del sys.argv[1]
+    runpy.run_module(VERBS[verb][0], run_name="__main__", alter_sys=True)
+    return exit_codes.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Command line → typed configuration, with every refusal as one sentence before anything is started."""
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from async_flowrl.config.check import ConfigError, unknown_keys
+from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.paths import config_dir
+from async_flowrl.config.schema import Config, RewardTerm
+
+DEFAULT = "one_step_off"
+VERSION_BASE = "1.3"
+"""Hydra's behaviour, by the version of Hydra that defines it."""
+WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    int | None: "an integer or null",
+    float | None: "a number or null",
+    str | None: "text or null",
+    list[str] | None: "a list of texts, such as [one,two], or null",
+    list[int]: "a list of integers, such as [1,2]",
+    list[int] | None: "a list of integers, such as [1,2], or null",
+    tuple[float, float]: "two numbers, such as [0.9,0.99]",
+    tuple[int, int] | None: "two integers, such as [0,5], or null",
+    dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
+}
+"""Types of configuration fields in words."""
+
+
+def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: Path | None = None) -> Config:
+    """The named configuration with overrides. `folder` is one beside the shipped ones. Raises ConfigError."""
+    return typed(composed(name, overrides, folder))
+
+
+def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
+    """What Hydra makes of a command line, its own settings under `hydra` included. Raises ConfigError."""
+    check_words(name, overrides, folder)
+    name = name.removesuffix(".yaml")
+    # Hydra looks for the primary configuration in the first folder only.
+    folders = sorted(
+        {config_dir(), (folder or config_dir()).absolute()}, key=lambda f: not (f / f"{name}.yaml").exists()
+    )
+    others = [f"hydra.searchpath=[{other.as_uri()}]" for other in folders[1:]]
+    try:
+        with initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE):
+            return compose(name, [*others, *overrides], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(error)) from error
+
+
+def typed(values: DictConfig) -> Config:
+    """The dataclass tree behind a composed configuration. Raises ConfigError on keys the schema does not have."""
+    job = without_hydra(values)
+    try:
+        plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
+        if wrong := unknown_keys(plain, Config):
+            raise ConfigError(wrong[0])
+        config = cast("Config", OmegaConf.to_object(job))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    config.output_dir = str(Path(config.output_dir).expanduser())
+    return config
+
+
+def without_hydra(values: DictConfig) -> DictConfig:
+    """A composed configuration without Hydra's own settings."""
+    job = copy.deepcopy(values)
+    with read_write(job), open_dict(job):
+        job.pop("hydra", None)
+    return job
+
+
+def read_config(path: Path) -> Config:
+    """A run's config.yaml. Raises ValueError where it is not one."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except (OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
+    return cast("Config", OmegaConf.to_object(merged))
+
+
+def check_words(name: str, overrides: Sequence[str], folder: Path | None = None) -> None:
+    """Raises ConfigError, with the nearest match, for unknown configurations, options of groups and keys."""
+    folders = [config_dir(), *([folder] if folder else [])]
+    top = [path.stem for each in folders for path in each.glob("*.yaml") if path.stem != "base"]
+    if name.removesuffix(".yaml") not in top:
+        raise ConfigError(unknown_name("--config-name", name, top))
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+    for override, written in zip(parsed, overrides, strict=True):
+        key = override.key_or_group
+        if not key:
+            raise ConfigError(f"{written!r} names no key; an override is written key=value")
+        if is_hydras(key):
+            continue
+        options = [path.stem for each in folders for path in (each / key).glob("*.yaml")]
+        if options:
+            if isinstance(value := override.value(), str) and value not in options:
+                raise ConfigError(unknown_name(key, value, options))
+            continue
+        if wrong := unknown_keys(_nest(key.split(".")), Config):
+            raise ConfigError(wrong[0])
+
+
+def is_hydras(override: str) -> bool:
+    """Whether an override is Hydra's own: `hydra.verbose=true`, `hydra/launcher=basic`, `experiment/x@y=z`."""
+    key = override.lstrip("+~").partition("=")[0]
+    return key == "hydra" or key.startswith("hydra.") or "/" in key
+
+
+def _nest(parts: Sequence[str]) -> dict[str, Any]:
+    return {parts[0]: _nest(parts[1:]) if len(parts) > 1 else None}
+
+
+def explain(error: Exception) -> str:
+    """Hydra's and OmegaConf's explanations in one sentence; for a wrong type, what the key takes and what was given."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ValidationError):
+        cause = cause.__cause__ or cause.__context__
+    key = getattr(cause, "full_key", None)
+    if sentence := _missing_term(f"{error}\n{error.__cause__ or ''}\n{cause or ''}"):
+        return sentence
+    if cause is not None and key and (expected := _expected(key)):
+        reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
+        return f"{key} must be {expected}: {reason}"
+    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
+    return "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=")))
+
+
+def _missing_term(text: str) -> str | None:
+    """What to write instead of a key of a reward that the configuration does not have: Hydra adds terms whole."""
+    found = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
+    found = found or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
+    if found is None:
+        return None
+    name = found[1]
+    return f"the reward has no term {name!r}; one is added whole, like '+reward.terms={{{name}: {{weight: 1.0}}}}'"
+
+
+def _expected(key: str) -> str | None:
+    """The type of a configuration key in words; None where the schema does not say."""
+    kind: Any = Config
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            entry = get_args(kind)[1:]
+            if not (entry and is_dataclass(entry[0])):
+                return None
+            kind = entry[0]  # a dictionary of sections: this part is the section's own name
+            continue
+        kind = get_type_hints(kind).get(part)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return f"a section with {', '.join(get_type_hints(kind))}"
+    return WORDS.get(kind) or str(getattr(kind, "__name__", kind) if not get_args(kind) else kind)
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+if not OmegaConf.has_resolver("expanduser"):
+    OmegaConf.register_new_resolver("expanduser", lambda path: str(Path(path).expanduser()))

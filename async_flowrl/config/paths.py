@@ -1,0 +1,41 @@
+"""Where shipped files lie: `configs/` of a checkout, or the copy of it inside an installed wheel."""
+
+import difflib
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def config_dir() -> Path:
+    """The folder of shipped configurations and prompt lists. Raises FileNotFoundError if the installation lacks it."""
+    checkout, wheel = _PACKAGE.parent / "configs", _PACKAGE / "configs"
+    for folder in (wheel, checkout):  # the wheel's first: beside an installed package, `configs` may be anybody's
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
+
+
+def find_data(path: str, base: Path | None = None, *, key: str = "") -> Path:
+    """An existing file. `~` is expanded; a relative path is looked up in `base` (the working directory), then among
+    the shipped files. Raises FileNotFoundError naming `key` and the nearest file name in the folders searched.
+    """
+    given = Path(path).expanduser()
+    roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
+    candidates = [root / given for root in roots]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    problem = "is a folder, not a file" if any(candidate.is_dir() for candidate in candidates) else "does not exist"
+    given_as, searched = f"{key}={path}" if key else path, " and ".join(map(str, candidates))
+    raise FileNotFoundError(f"{given_as} {problem} (looked for {searched}){_hint(candidates)}")
+
+
+def _hint(candidates: list[Path]) -> str:
+    for candidate in candidates:
+        if not candidate.parent.is_dir():
+            continue
+        names = sorted(entry.name for entry in candidate.parent.iterdir() if entry.is_file())
+        near = difflib.get_close_matches(candidate.name, names, n=1, cutoff=0.5)
+        if near:
+            return f"; did you mean {candidate.parent / near[0]}?"
+    return ""

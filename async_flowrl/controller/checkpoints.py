@@ -1,0 +1,155 @@
+"""Checkpoints as the controller sees them: when one is due, what of its own goes into it, how a run goes on."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.fingerprint import config_hash, numerics
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.tickets.table import TicketTable
+from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
+from separation.group import WorkerFailed
+from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
+
+DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
+MISSES = 3
+"""A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
+PAUSE = 1.0
+"""Seconds before a run's last checkpoint is tried again."""
+
+
+class SaveFailed(RuntimeError):
+    """No checkpoint could be written for too long."""
+
+
+@dataclass
+class Checkpoints:
+    config: Config
+    directory: RunDirectory
+    gang: TrainerGang
+    misses: int = 0
+    saved: list[int] = field(default_factory=list)
+    _writing: asyncio.Task[None] | None = None
+
+    def due(self, version: int) -> bool:
+        every = self.config.save.every
+        return version == self.config.total_steps or (every > 0 and version % every == 0)
+
+    async def insist(self, table: TicketTable, version: int) -> None:
+        """The last checkpoint of a run: there is no later one to make up for it. Raises SaveFailed after MISSES."""
+        await self.written()
+        while version not in self.saved:
+            await self.save(table, version)
+            await self.written()
+            if version not in self.saved:
+                await asyncio.sleep(PAUSE)
+
+    async def save(self, table: TicketTable, version: int) -> None:
+        """Copies the trainer's state (the trainer waits for that); it is written beside the next updates.
+
+        One is written at a time. Raises what went wrong with the one before.
+        """
+        await self.written()
+        if version in self.saved:
+            return
+        async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
+            await self.gang.all("snapshot")
+        controller = {
+            "version": version,
+            "published": {str(v): digest for v, digest in table.published.items()},
+            "config_hash": config_hash(self.config),
+            "numerics": numerics(self.config),
+        }
+        self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
+
+    async def written(self) -> None:
+        """Waits for the checkpoint that is being written, if one is. Raises WorkerDied, WorkerFailed, SaveFailed."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def check(self) -> None:
+        """Raises what went wrong with a checkpoint, without waiting for one that is still being written."""
+        if self._writing is not None and self._writing.done():
+            await self.written()
+
+    def abandon(self) -> None:
+        """Waits no longer; what the worker still writes is whole or does not count."""
+        if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
+            self._writing.exception()  # Whatever it is, the life has ended by something else.
+
+    async def _write(self, version: int, controller: dict[str, Any]) -> None:
+        writer = self.gang.workers.workers[0]
+        try:
+            async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
+                await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
+        except WorkerFailed as error:
+            if error.kind not in DISK_ERRORS:
+                raise
+            self.misses += 1
+            logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
+            if self.misses >= MISSES:
+                raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
+            return
+        self.misses = 0
+        self.saved.append(version)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on: `path` is None for a fresh start."""
+
+    path: Path | None
+    version: int
+    controller: dict[str, Any]
+
+
+START = Resume(None, 0, {})
+
+
+def newest(directory: RunDirectory) -> Resume:
+    """The newest sound checkpoint of this run; its start, if it has not written any.
+
+    Raises DamagedCheckpoint if there are some and all of them are damaged.
+    """
+    path = find_checkpoint(directory.checkpoints)
+    if path is None:
+        if written(directory.checkpoints):
+            raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
+        return START
+    return read_resume(path)
+
+
+def read_resume(path: Path) -> Resume:
+    """Raises DamagedCheckpoint."""
+    controller = read_controller(path)
+    return Resume(path, int(controller["version"]), controller)
+
+
+def find_resume(config: Config, directory: RunDirectory) -> Resume:
+    """The checkpoint that `resume` names. Raises ConfigError for a damaged one or one of another configuration."""
+    if config.resume == "never":
+        return START
+    try:
+        found = newest(directory) if config.resume == "auto" else read_resume(Path(config.resume).expanduser())
+    except DamagedCheckpoint as error:
+        raise ConfigError(str(error)) from error
+    if found.path is None:
+        return found
+    if found.controller["config_hash"] != config_hash(config):
+        raise ConfigError(
+            f"{found.path} was made with a configuration that leads to other weights; compare {directory.config} with "
+            "yours"
+        )
+    now = numerics(config)
+    changed = sorted(key for key, value in found.controller["numerics"].items() if now.get(key) != value)
+    if changed:
+        logger.warning("resuming with other %s: the last bits of the weights will differ", ", ".join(changed))
+    return found

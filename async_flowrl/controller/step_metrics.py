@@ -1,0 +1,78 @@
+"""The line of metrics of one step, from the rewards at the trainer's door and what the optimizer steps reported."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
+from async_flowrl.tickets.table import Ticket
+from async_flowrl.training.messages import UpdateStats
+from async_flowrl.types import Scores
+
+
+class StepStatistics:
+    """Collects groups and optimizer steps of one batch, in order."""
+
+    def __init__(self, step: int, *, windowed: bool = False) -> None:
+        self.step, self.windowed = step, windowed
+        self.rewards: list[tuple[float, ...]] = []
+        self.rewards_of: dict[int, tuple[float, ...]] = {}
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.ages: list[int] = []
+        self.constant = self.skipped = 0
+        self.updates: list[UpdateStats] = []
+
+    def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
+        if scores is None:
+            self.skipped += len(tickets)
+            return
+        self.ages += [ticket.step - ticket.version for ticket in tickets]
+        self.rewards.append(scores.total)
+        self.rewards_of[tickets[0].group] = scores.total
+        self.constant += not any(advantages)
+        for name, values in scores.parts.items():
+            self.parts[name] += values
+
+    def add_update(self, stats: UpdateStats) -> None:
+        self.updates.append(stats)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of metrics.jsonl. Means over optimizer steps that really ran; `kept/<age>` are row counts."""
+        flat = [value for group in self.rewards for value in group]
+        line: dict[str, float] = {
+            "step": self.step,
+            "policy_version": self.step,
+            "reward/mean": float(np.mean(flat)) if flat else 0.0,
+            "reward/std": float(np.std(flat)) if flat else 0.0,
+            "zero_std_ratio": self.constant / max(1, len(self.rewards)),
+            "staleness/mean": float(np.mean(self.ages)) if self.ages else 0.0,
+            "staleness/max": max(self.ages, default=0),
+            "images": len(flat),
+        }
+        for name, values in self.parts.items():
+            line[f"reward/{name}/mean"] = float(np.mean(values))
+        ran = [stats.metrics for stats in self.updates if not stats.skipped]
+        for name in sorted({name for metrics in ran for name in metrics}):
+            line[name] = float(np.mean([metrics[name] for metrics in ran if name in metrics]))
+        for stats in self.updates:
+            for age, (kept, total) in stats.kept.items():
+                line[f"kept/{age}"] = line.get(f"kept/{age}", 0) + kept
+                line[f"kept_of/{age}"] = line.get(f"kept_of/{age}", 0) + total
+        if self.skipped:
+            line["tickets_skipped"] = self.skipped
+        return line | self._by_window() | self._sample_size(line)
+
+    def _by_window(self) -> dict[str, float]:
+        """What the losses reported, by where each group's window starts; nothing for an algorithm without windows."""
+        if not self.windowed:
+            return {}
+        groups = [group for stats in self.updates for group in stats.groups]
+        return window_metrics(
+            WindowGroup(group.window_start, self.rewards_of[group.group], group.metrics) for group in groups
+        )
+
+    @staticmethod
+    def _sample_size(line: dict[str, float]) -> dict[str, float]:
+        size = sample_size(line)
+        return {} if size is None else {"effective_sample_size": size}

@@ -1,0 +1,79 @@
+"""The run directory: where everything a run leaves behind is, and the lock that keeps a second controller out."""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+
+LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
+"""What is written before a run has its first result."""
+
+
+class RunDirectory:
+    """Paths of the contract in docs/run_directory.md."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.hydra = root / ".hydra"
+        self.metrics = root / "metrics.jsonl"
+        self.events = root / "events.jsonl"
+        self.timeline = root / "timeline.json"
+        self.images = root / "images"
+        self.checkpoints = root / "checkpoints"
+        self.lora = root / "lora"
+        self.report = root / "report.html"
+        self.logs = root / "logs"
+        self.summary = root / "summary.json"
+        self._lock = -1
+
+    def used(self) -> bool:
+        """Whether a run began here; what one leaves that could not start does not count."""
+        entries = self.root.iterdir() if self.root.is_dir() else iter(())
+        return any(
+            entry.name not in LEFT_BY_A_START and not (entry.is_dir() and not any(entry.iterdir())) for entry in entries
+        )
+
+    def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Makes the folders, takes the lock and records the resolved configuration.
+
+        `hydra_record` holds the files of `.hydra/` by name. Raises ConfigError if the directory cannot be written or
+        another controller runs in it.
+        """
+        try:
+            for folder in (self.root, self.images, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self.config.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+            for name, text in hydra_record.items():
+                self.hydra.mkdir(exist_ok=True)
+                (self.hydra / name).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.root} cannot be written: {error.strerror}") from error
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+        self._lock = lock
+
+    def release(self) -> None:
+        os.close(self._lock)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        text = json.dumps(summary, indent=2, sort_keys=False)
+        temporary = self.summary.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(self.summary)

@@ -1,0 +1,217 @@
+"""Which split, which max_staleness, and whether to run asynchronously at all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from async_flowrl.plan.simulate import Prediction, simulate
+from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
+
+REACHED = 0.98
+"""Share of the bound from which more staleness is not worth its age."""
+WORTH_IT = 1.02
+"""An asynchronous layout that is not this much faster than colocated training on the same devices is not advised."""
+MOST_STALENESS = 8
+TICKETS = 1000
+"""Tickets per simulation: a few tenths of a second."""
+SPLITS = 8
+"""Splits simulated, the ones with the best bound."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything `plan` prints. `chosen` is what it recommends, unless `colocated` is faster or nothing else fits."""
+
+    splits: tuple[Prediction, ...]
+    """By rollout devices, all with the hand-over and max_staleness of `chosen` (or one_step_off while searching)."""
+    depths: tuple[Prediction, ...]
+    """At the chosen split: every max_staleness tried, batch and stream."""
+    chosen: Prediction | None
+    colocated: Prediction | None
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to."""
+
+    devices: int
+    memory: float = math.inf
+    """Bytes of object store for images and trajectories."""
+    reward: int = 1
+    """Reward workers; they are not counted among the devices."""
+    split: tuple[int, int] | None = None
+    """(rollout, trainer) if it is fixed."""
+    steps: int | None = None
+    """Steps to simulate; None = enough for about TICKETS tickets."""
+    slow: tuple[float, ...] = ()
+    colocate: bool = True
+    """Whether colocated training fits the devices' memory."""
+
+
+def advise(work: Work, limits: Limits) -> Advice:
+    """Searches splits at one_step_off, then max_staleness at the best split."""
+    colocated = predict_colocated(work, limits) if limits.colocate else None
+    candidates = splits(work, limits)
+    if not candidates:
+        return Advice((), (), None, colocated, (no_split(work, limits),))
+    tried = [_simulate(work, layout, limits) for layout in candidates]
+    best = min(tried, key=lambda prediction: prediction.step_seconds)
+    depths = search_staleness(work, best.layout, limits)
+    chosen = choose(depths, limits)
+    if chosen is None:
+        return Advice(tuple(tried), tuple(depths), None, colocated, (no_memory(depths, limits),))
+    if chosen.layout.max_staleness != 1 or chosen.layout.hand_over != "stream":
+        tried = [_simulate(work, _like(layout, chosen.layout), limits) for layout in candidates]
+    tried.sort(key=lambda prediction: prediction.layout.rollout)
+    found = Advice(tuple(tried), tuple(depths), chosen, colocated, ())
+    return replace(found, sentences=tuple(explain(work, limits, found)))
+
+
+def splits(work: Work, limits: Limits) -> list[Layout]:
+    """The layouts worth simulating, best bound first. Trainer ranks must divide a group."""
+    if limits.split is not None:
+        pairs = [limits.split]
+    else:
+        pairs = [(n, limits.devices - n) for n in range(1, limits.devices) if work.allows(limits.devices - n)]
+    layouts = [Layout(rollout, trainer, limits.reward, slow=limits.slow) for rollout, trainer in pairs]
+    return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:SPLITS]
+
+
+def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Prediction]:
+    """Both hand-overs for K = 0, 1, 2, ... until one step after the bound is reached."""
+    found: list[Prediction] = []
+    enough = 0
+    for k in range(MOST_STALENESS + 1):
+        pair = [_simulate(work, layout.with_staleness(k, hand_over), limits) for hand_over in HAND_OVERS]
+        found += pair
+        enough += max(prediction.efficiency for prediction in pair) >= REACHED
+        if enough == 2 and k >= 2:
+            break
+    return found
+
+
+def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
+    """The freshest that reaches 98 % of the bound; where none does, the freshest within 2 % of the fastest."""
+    fitting = [p for p in depths if p.payload_bytes <= limits.memory]
+    if not fitting:
+        return None
+    fastest = min(p.step_seconds for p in fitting)
+    good = [p for p in fitting if p.efficiency >= REACHED] or [
+        p for p in fitting if p.step_seconds <= fastest / REACHED
+    ]
+    return min(good, key=lambda p: (p.layout.max_staleness, p.step_seconds))
+
+
+def predict_colocated(work: Work, limits: Limits) -> Prediction | None:
+    """Every device generates, then every device trains; None where no number of ranks divides a group."""
+    if not work.allows(limits.devices):
+        return None
+    layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow)
+    # Handing the device over costs the switch once per step, where the trainer stages.
+    return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
+
+
+def explain(work: Work, limits: Limits, found: Advice) -> list[str]:
+    """The advice in sentences, the most important first."""
+    chosen = found.chosen
+    if chosen is None:
+        return []
+    return [
+        *against_colocated(chosen, found.colocated, limits),
+        recommendation(chosen, found.colocated),
+        *on_staleness(chosen, found.depths),
+        *on_balance(work, chosen, limits),
+    ]
+
+
+def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: Limits) -> list[str]:
+    if colocated is None:
+        return []
+    gain = colocated.step_seconds / chosen.step_seconds
+    if not worth_it(chosen, colocated):
+        return [
+            f"Don't use async here: placement=colocated on the same {limits.devices} devices takes "
+            f"{colocated.step_seconds:.3g} s per step, the best separate layout {chosen.step_seconds:.3g} s "
+            f"({gain:.2f} x)."
+        ]
+    return [
+        f"Worth it: {gain:.2f} x faster than placement=colocated on the same {limits.devices} devices "
+        f"({colocated.step_seconds:.3g} s per step)."
+    ]
+
+
+def worth_it(chosen: Prediction, colocated: Prediction | None) -> bool:
+    return colocated is None or colocated.step_seconds / chosen.step_seconds >= WORTH_IT
+
+
+def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
+    layout = chosen.layout
+    use = "Use" if worth_it(chosen, colocated) else "If the pools have to be separate:"
+    return (
+        f"{use} --config-name {layout.mode} rollout.num_workers={layout.rollout} trainer.num_workers={layout.trainer} "
+        f"max_staleness={layout.max_staleness} hand_over={layout.hand_over}: {chosen.step_seconds:.3g} s per step, "
+        f"{chosen.efficiency:.1%} of the bound."
+    )
+
+
+def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
+    """What one version more would bring, and what this one brought."""
+    k = chosen.layout.max_staleness
+    deeper = [p.step_seconds for p in depths if p.layout.max_staleness > k]
+    said = []
+    if chosen.efficiency < REACHED:
+        said.append(
+            f"No max_staleness up to {max(p.layout.max_staleness for p in depths)} reaches {REACHED:.0%} of the bound: "
+            "generation or rewards are too uneven for this many tickets per worker; smaller tickets help."
+        )
+    if deeper and min(deeper) > chosen.step_seconds * REACHED:
+        limiter = "the trainer" if chosen.bounds.update >= chosen.bounds.generation else "generation"
+        said.append(
+            f"More max_staleness than {k} is pure staleness: {limiter} is the limit, and the best deeper pipeline "
+            f"gains {max(0.0, chosen.step_seconds / min(deeper) - 1):.1%}."
+        )
+    return said
+
+
+def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
+    """What whole numbers of devices cost, and which pool waits."""
+    said = []
+    generation = work.tickets_per_step * work.generate.mean
+    update = work.prompts_per_step * work.update.mean
+    used = balance(generation, update, limits.devices) if limits.devices > 1 and generation + update > 0 else 1.0
+    if used < 0.95:
+        said.append(
+            f"Whole devices cost {1 - used:.0%}: generation and training take {generation:.3g} and {update:.3g} "
+            f"device-seconds per step, which {limits.devices} devices cannot share evenly."
+        )
+    limit = chosen.bounds
+    if limit.reward >= max(limit.generation, limit.update) and limit.reward > 0:
+        said.append("Rewards are the limit: more reward workers shorten the step.")
+    return said
+
+
+def no_split(work: Work, limits: Limits) -> str:
+    if limits.devices < 2:
+        return (
+            f"Don't use async here: separate pools need at least 2 devices, got {limits.devices}; use sync colocated."
+        )
+    return f"No number of trainer ranks below {limits.devices} divides a group of {work.group_size} images."
+
+
+def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:
+    least = min(p.payload_bytes for p in depths)
+    return (
+        f"Even without staleness {least / 2**30:.3g} GiB of images and trajectories wait to be trained, more than the "
+        f"{limits.memory / 2**30:.3g} GiB of object store: fewer prompts per step or a smaller window are needed."
+    )
+
+
+def _like(layout: Layout, other: Layout) -> Layout:
+    return layout.with_staleness(other.max_staleness, other.hand_over)
+
+
+def _simulate(work: Work, layout: Layout, limits: Limits) -> Prediction:
+    least = 16 + 2 * layout.max_staleness
+    steps = limits.steps or max(least, min(200, TICKETS // work.tickets_per_step))
+    return simulate(work, layout, steps=steps)

@@ -1,0 +1,221 @@
+"""Laws from a run directory: what its events say every part takes. Nothing that its configuration names is imported."""
+
+import json
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config
+from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.intervals import intersect, length
+from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.observability.summary import WARM_UP_STEPS, this_life
+from async_flowrl.observability.timeline import tracks
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.work import Layout, Work
+from async_flowrl.tickets.table import TRAIN, State
+
+SLOW = 1.15
+"""A worker whose tickets take this many times the pool's median is slow; below that it is chance."""
+LEAST_TICKETS = 4
+"""Of a worker, before it may be called slow."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished (or running) run as a plan sees it."""
+
+    config: Config
+    work: Work
+    layout: Layout
+    steps: int
+
+
+@dataclass(frozen=True)
+class Actual:
+    """What a run did between two steps: seconds per step, and share of that time its pools were busy."""
+
+    step_seconds: float
+    busy: Mapping[str, float]
+    steps: int
+
+
+class NothingToLearn(ValueError):
+    """The run is too short, or was recorded without what a plan needs."""
+
+
+def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None) -> Run:
+    """The laws of the run's steps first .. last - 1. Raises NothingToLearn, or ValueError for a broken directory."""
+    config, history, metrics = load(run)
+    stop = last if last is not None else config.total_steps
+    lines = [line for line in metrics if first <= line["step"] < stop and "timing/update" in line]
+    if not lines:
+        raise NothingToLearn(f"{run} has no step from {first} to {stop} with its timing in metrics.jsonl")
+    history = within(history, first, stop)
+    tickets = generation_times(history)
+    if not tickets:
+        raise NothingToLearn(f"{run} has no ticket of steps {first} to {stop} in events.jsonl")
+    finishes = [event["end"] - event["start"] for event in history if _is_span(event, "trainer-0", "optimizer")]
+    finish = fmean(finishes) * config.trainer.updates_per_batch if finishes else 0.0
+    # A rank's share of a group; on a single rank it would take as many times as long.
+    per_group = [
+        max(0.0, line["timing/update"] - finish) / config.prompts_per_step * config.trainer.num_workers
+        for line in lines
+    ]
+    rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
+    work = Work(
+        prompts_per_step=config.prompts_per_step,
+        tickets_per_group=config.group_size // config.images_per_ticket,
+        group_size=config.group_size,
+        generate=Law.measured(_without(tickets, slow_places(tickets))),
+        update=Law.measured(per_group),
+        finish=Law(finish),
+        score=Law.measured(score_times(history)),
+        stage=Law.measured(rest),
+        deliver=Law.measured(delivery_times(history)),
+        ticket_bytes=payload_bytes(history),
+        adapter_bytes=adapter_bytes(run),
+    )
+    return Run(config, work, layout_of(config, slow_places(tickets)), len(metrics))
+
+
+def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:
+    """Configuration, this life's events and its metrics. Raises ValueError where a file is missing or broken."""
+    try:
+        first, life = this_life(effective(read_events(run / "events.jsonl")))
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error
+    return read_config(run / "config.yaml"), list(life), [line for line in lines if line["step"] >= first]
+
+
+def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
+    places = [slow.get(f"rollout-{index}", 1.0) for index in range(config.rollout.num_workers)]
+    return Layout(
+        rollout=config.rollout.num_workers,
+        trainer=config.trainer.num_workers,
+        reward=config.reward.num_workers,
+        max_staleness=config.max_staleness,
+        hand_over=config.hand_over,
+        slow=tuple(places) if slow else (),
+    )
+
+
+def within(history: Sequence[Event], first: int, stop: int) -> list[Event]:
+    """The events from the beginning of step `first` to the end of step `stop` - 1."""
+    steps = [event for event in history if event["event"] == "step" and first <= event["step"] < stop]
+    if not steps:
+        return []
+    begin, end = steps[0]["started"], steps[-1]["ended"]
+    return [event for event in history if begin <= event["time"] <= end]
+
+
+def generation_times(history: Iterable[Event], steps: Container[int] | None = None) -> list[tuple[str, float]]:
+    """(place, seconds the worker was taken) of every training ticket made, of all steps or of `steps`.
+
+    From dispatch to result, or from the result before it: a worker is given its next ticket while it makes one.
+    """
+    started: dict[tuple[str, int], tuple[float, str]] = {}
+    last: dict[str | None, float] = {}
+    found = []
+    for event in history:
+        if event["event"] != "ticket":
+            continue
+        key = event["kind"], event["ordinal"]
+        if event["state"] == State.RUNNING:
+            started[key] = event["time"], event["worker"]
+        elif event["state"] == State.SCORING and key in started:
+            began, worker = started.pop(key)
+            if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
+                found.append((place_of(worker), event["time"] - max(began, last.get(worker, 0.0))))
+            last[worker] = event["time"]
+        elif event["state"] == State.PENDING:
+            started.pop(key, None)
+    return found
+
+
+def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Rollout places that are slower than the middle one, and how many times."""
+    by_place: dict[str, list[float]] = {}
+    for place, seconds in tickets:
+        by_place.setdefault(place, []).append(seconds)
+    medians = {place: median(times) for place, times in by_place.items() if len(times) >= LEAST_TICKETS}
+    if len(medians) < 2 or median(medians.values()) <= 0:
+        return {}
+    middle = sorted(medians.values())[(len(medians) - 1) // 2]
+    return {place: value / middle for place, value in medians.items() if value > SLOW * middle}
+
+
+def score_times(history: Iterable[Event]) -> list[float]:
+    """Seconds a reward worker was taken for one group."""
+    return _stretches(history, lambda worker: pool_of(worker) == "reward", "busy")
+
+
+def delivery_times(history: Iterable[Event]) -> list[float]:
+    """Seconds from "staged" to each worker's acknowledgement."""
+    staged: dict[int, float] = {}
+    acknowledged: list[tuple[int, float]] = []
+    for event in history:
+        if event["event"] == "version" and event["stream"] == "policy":
+            if event["state"] == "staged":
+                staged[event["version"]] = event["time"]
+            elif event["state"] == "acknowledged":
+                acknowledged.append((event["version"], event["time"]))
+    # What is acknowledged later than the next version was staged is not this version's delivery but an evaluation's.
+    return [
+        max(0.0, time - staged[v]) for v, time in acknowledged if v in staged and time < staged.get(v + 1, time + 1)
+    ]
+
+
+def actual(run: Path, *, first: int = WARM_UP_STEPS) -> Actual | None:
+    """What the run did from step `first` on, before generation had nothing left to do; None if that is no step."""
+    config, history, _ = load(run)
+    steps = {event["step"]: event for event in history if event["event"] == "step"}
+    done = [step for step in sorted(steps) if first <= step <= max(steps) - config.max_staleness]
+    if not done:
+        return None
+    window = steps[done[0]]["started"], steps[done[-1]]["ended"]
+    seconds = window[1] - window[0]
+    busy: dict[str, list[float]] = {}
+    for track in tracks(history):
+        busy.setdefault(pool_of(track.place), []).append(length(intersect(track.busy, [window])) / seconds)
+    return Actual(seconds / len(done), {pool: fmean(shares) for pool, shares in busy.items()}, len(done))
+
+
+def payload_bytes(history: Sequence[Event]) -> int:
+    """Of a training ticket's images and trajectory, the largest made; 0 where the run's engine did not say."""
+    return max((event["bytes"] for event in history if event["event"] == "span" and "bytes" in event), default=0)
+
+
+def adapter_bytes(run: Path) -> int:
+    """Bytes of one version, if the run has its summary."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return 0
+    sync = json.loads(path.read_text()).get("sync", {})
+    return int(sync.get("bytes", 0) / max(1, sync.get("publishes", 0)))
+
+
+def _is_span(event: Event, place: str, name: str) -> bool:
+    return event["event"] == "span" and event["name"] == name and place_of(event["worker"]) == place
+
+
+def _stretches(history: Iterable[Event], chosen: Callable[[str], bool], state: str) -> list[float]:
+    began: dict[str, float] = {}
+    found = []
+    for event in history:
+        if event["event"] != "state" or not chosen(event["worker"]):
+            continue
+        if event["worker"] in began:
+            found.append(event["time"] - began.pop(event["worker"]))
+        if event["state"] == state:
+            began[event["worker"]] = event["time"]
+    return found
+
+
+def _without(tickets: Sequence[tuple[str, float]], slow: Mapping[str, float]) -> list[float]:
+    """All times as if every worker were as fast as the middle one."""
+    return [seconds / slow.get(place, 1.0) for place, seconds in tickets]

@@ -1,0 +1,102 @@
+"""Plans as text and as JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_flowrl.plan.advise import Advice
+from async_flowrl.plan.simulate import Prediction
+
+SPLIT_HEAD = ("rollout", "trainer", "bound s", "step s", "of bound", "rollout busy", "trainer busy")
+DEPTH_HEAD = ("max_staleness", "hand_over", "step s", "of bound", "age", "rollout busy", "trainer busy", "waiting MB")
+
+
+def text(advice: Advice) -> str:
+    """Two tables and what follows from them."""
+    parts = []
+    if advice.splits:
+        how = advice.splits[0].layout
+        parts += [f"splits (max_staleness={how.max_staleness}, hand_over={how.hand_over})"]
+        parts += [table(SPLIT_HEAD, [_split_row(p) for p in advice.splits], marked=_at_split(advice)), ""]
+    if advice.depths:
+        how = advice.depths[0].layout
+        parts += [f"max_staleness and hand_over at {how.rollout} rollout and {how.trainer} trainer devices"]
+        parts += [table(DEPTH_HEAD, [_depth_row(p) for p in advice.depths], marked=_at_depth(advice)), ""]
+    return "\n".join([*parts, *advice.sentences]) + "\n"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    return {
+        "splits": [record(p) for p in advice.splits],
+        "depths": [record(p) for p in advice.depths],
+        "chosen": record(advice.chosen) if advice.chosen else None,
+        "colocated": record(advice.colocated) if advice.colocated else None,
+        "advice": list(advice.sentences),
+    }
+
+
+def record(prediction: Prediction) -> dict[str, Any]:
+    """One prediction, all numbers in seconds, shares and bytes."""
+    layout = prediction.layout
+    return {
+        "rollout": layout.rollout,
+        "trainer": layout.trainer,
+        "reward": layout.reward,
+        "max_staleness": layout.max_staleness,
+        "hand_over": layout.hand_over,
+        "step_seconds": prediction.step_seconds,
+        "bound_seconds": prediction.bounds.overlapped,
+        "efficiency": prediction.efficiency,
+        "staleness_mean": prediction.staleness,
+        "staleness_max": prediction.staleness_max,
+        "pools": {pool: dict(states) for pool, states in prediction.pools.items()},
+        "payload_bytes": prediction.payload_bytes,
+        "adapter_bytes": prediction.adapter_bytes,
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
+    """Right-aligned columns; the marked row ends in an arrow."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    if marked is not None:
+        lines[marked + 1] += "  <-"
+    return "\n".join(lines)
+
+
+def comparison(found: Mapping[str, Any]) -> str:
+    """Predicted against actual in one sentence; see plan.predicted_against_actual."""
+    predicted, actual = found["predicted"], found["actual"]
+    return (
+        f"predicted {predicted['step_seconds']:.3g} s per step (rollout busy {predicted['rollout']:.0%}, trainer "
+        f"{predicted['trainer']:.0%}), actual {actual['step_seconds']:.3g} s ({found['deviation']:+.1%}; "
+        f"{actual['rollout']:.0%}, {actual['trainer']:.0%})"
+    )
+
+
+def _split_row(p: Prediction) -> list[str]:
+    layout = p.layout
+    return [str(layout.rollout), str(layout.trainer), f"{p.bounds.overlapped:.3g}", *_common(p), *_busy(p)]
+
+
+def _depth_row(p: Prediction) -> list[str]:
+    how = [str(p.layout.max_staleness), p.layout.hand_over]
+    return [*how, *_common(p), f"{p.staleness:.2f}", *_busy(p), f"{p.payload_bytes / 1e6:.1f}"]
+
+
+def _common(p: Prediction) -> list[str]:
+    return [f"{p.step_seconds:.3g}", f"{p.efficiency:.1%}"]
+
+
+def _busy(p: Prediction) -> list[str]:
+    return [f"{p.busy('rollout'):.0%}", f"{p.busy('trainer'):.0%}"]
+
+
+def _at_split(advice: Advice) -> int | None:
+    if advice.chosen is None:
+        return None
+    wanted = advice.chosen.layout.rollout, advice.chosen.layout.trainer
+    return [(p.layout.rollout, p.layout.trainer) for p in advice.splits].index(wanted)
+
+
+def _at_depth(advice: Advice) -> int | None:
+    return list(advice.depths).index(advice.chosen) if advice.chosen in advice.depths else None

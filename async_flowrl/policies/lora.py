@@ -1,0 +1,170 @@
+"""The LoRA adapter on a policy's transformer: attaching, naming, switching off, warm start.
+
+Layout names are those of the exported file without its prefix: `transformer_blocks.0.attn.to_q.lora_A.weight`.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.base import Policy
+from async_flowrl.seeds import derive, generator, untouched_rng
+
+ADAPTER = "default"
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:
+    """Attaches the adapter `default` with float32 weights: A ~ N(0, 1/rank²) from `seed` and the tensor's name, B = 0.
+
+    Everything else is frozen. Call it before compiling or sharding. Raises ValueError on a target that names no module,
+    a rank below 1 or an alpha that is not positive.
+    """
+    attach_lora(transformer, config, policy)
+    for layer in lora_modules(transformer).values():
+        for side in (cast("Any", layer).lora_A[ADAPTER], cast("Any", layer).lora_B[ADAPTER]):
+            if side.weight.is_meta:
+                side.to_empty(device="cpu")
+    initialise(transformer, seed)
+
+
+def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
+    """The adapter with values that still mean nothing, also on the meta device; raises as `add_lora` does."""
+    if config.rank < 1:
+        raise ValueError(f"lora.rank must be at least 1, got {config.rank}")
+    if not config.alpha > 0:
+        raise ValueError(f"lora.alpha must be positive, got {config.alpha}")
+    transformer.requires_grad_(False)
+    adapter = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targeted_modules(transformer, config, policy),
+        lora_dropout=0.0,
+        bias="none",
+    )
+    with untouched_rng():
+        cast("Any", transformer).add_adapter(adapter, adapter_name=ADAPTER)
+    for layer in lora_modules(transformer).values():
+        cast("Any", layer).lora_A[ADAPTER].to(torch.float32)
+        cast("Any", layer).lora_B[ADAPTER].to(torch.float32)
+
+
+def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
+    """Full names of the linear layers that get an adapter, sorted: targets by suffix, without the dead branches."""
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    targets = policy.lora_targets if config.targets is None else config.targets
+    if not targets:
+        raise ValueError("lora.targets is empty; leave it out for the model family's default list")
+    chosen: set[str] = set()
+    for target in targets:
+        matches = {name for name in linear if name == target or name.endswith(f".{target}")}
+        if not matches:
+            suffixes = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in linear})
+            near = difflib.get_close_matches(target, suffixes, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"lora.targets: {target!r} names no linear layer of the model, e.g. {suffixes[0]}{hint}")
+        chosen |= matches
+    if policy.lora_exclude is not None:
+        chosen = {name for name in chosen if not re.fullmatch(policy.lora_exclude, name)}
+    if not chosen:
+        raise ValueError(f"lora.targets {list(targets)} name only layers that cannot change the model's output")
+    return sorted(chosen)
+
+
+def initialise(transformer: nn.Module, seed: int) -> None:
+    """A ~ N(0, 1/rank²), B = 0. Each tensor's values depend on its name and `seed` alone."""
+    with torch.no_grad():
+        for name, parameter in lora_parameters(transformer).items():
+            if name.endswith(".lora_A.weight"):
+                drawn = torch.randn(parameter.shape, generator=generator(derive(seed, "lora", name)))
+                parameter.copy_(drawn / len(parameter))
+            else:
+                parameter.zero_()
+
+
+def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
+    """LoRA layers by module name, sorted; the same names behind torch.compile and FSDP."""
+    found = {
+        _WRAPPERS.sub("", name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)
+    }
+    return dict(sorted(found.items()))
+
+
+def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable tensors by layout name, sorted."""
+    found = {}
+    for name, layer in lora_modules(transformer).items():
+        found[f"{name}.lora_A.weight"] = cast("Any", layer).lora_A[ADAPTER].weight
+        found[f"{name}.lora_B.weight"] = cast("Any", layer).lora_B[ADAPTER].weight
+    return dict(sorted(found.items()))
+
+
+def lora_weights(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
+    """(A [rank, in], B [out, rank], scaling) of one layer as it computes: y = Wx + scaling · B(Ax)."""
+    live = cast("Any", layer)
+    return live.lora_A[ADAPTER].weight, live.lora_B[ADAPTER].weight, float(live.scaling[ADAPTER])
+
+
+def lora_layers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """`lora_weights` of each of `lora_modules`, for the binding proof."""
+    return {name: lora_weights(module) for name, module in modules.items()}
+
+
+@contextmanager
+def reference_mode(transformer: nn.Module) -> Iterator[None]:
+    """Inside, the adapter is off and the network is the base model exactly. Also behind torch.compile and FSDP.
+
+    PEFT's own switch also changes `requires_grad` of the adapter, which neither FSDP nor an open graph may see.
+    """
+    layers = [cast("Any", module) for module in transformer.modules() if isinstance(module, LoraLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer._disable_adapters = value
+
+
+def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
+    """Copies the LoRA of `config.path` (a diffusers file or folder, or a PEFT folder) into the attached adapter.
+
+    Tensors of dead branches in the file are left out: they change no output. Raises ValueError where rank, alpha or the
+    set of adapted layers differ from the run's.
+    """
+    source = lora_file.read_for(config)
+    excluded = re.compile(policy.lora_exclude) if policy.lora_exclude is not None else None
+    tensors = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if excluded is None or not excluded.fullmatch(lora_file.module_name(name))
+    }
+    load_tensors(transformer, tensors, where=f"lora.path {config.path}")
+
+
+def load_tensors(transformer: nn.Module, tensors: Mapping[str, Tensor], *, where: str) -> None:
+    """Copies tensors by layout name into the adapter, in place; ValueError if names or shapes are not its own."""
+    own = lora_parameters(transformer)
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this run does not adapt"
+        raise ValueError(
+            f"{where} does not fit lora.targets: it {first} ({len(missing)} tensors missing, {len(extra)} too many)"
+        )
+    for name, parameter in own.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{list(tensors[name].shape)}, expected {list(parameter.shape)}"
+            raise ValueError(f"{where} does not fit the model: {name} is {shapes}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])

@@ -1,0 +1,81 @@
+"""Builds a tiny random pipeline offline: a family's real architecture and file layout, 4 MB, made in a second.
+
+The folder loads with the stock pipeline's `from_pretrained`; whatever runs on it runs on the real model unchanged.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.seeds import untouched_rng
+
+TINY = {
+    "qwen_image": "async_flowrl.policies.tiny.qwen_image:tiny_pipeline",
+    "sd3": "async_flowrl.policies.tiny.sd3:tiny_pipeline",
+    "flux": "async_flowrl.policies.tiny.flux:tiny_pipeline",
+    "z_image": "async_flowrl.policies.tiny.z_image:tiny_pipeline",
+}
+"""`model.tiny.family` to what makes the pipeline; one of your own is named `pkg.module:attr`."""
+_RECIPE = 1
+"""Part of the cache key; raise it when the built bytes change."""
+
+
+def cache_dir() -> Path:
+    """`$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
+    return Path(os.environ.get("ASYNC_FLOWRL_CACHE", "~/.cache/async_flowrl")).expanduser()
+
+
+def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
+    """The folder of the tiny pipeline for `config`, built on first use: the same bytes in every process, every time.
+
+    Several processes may call it at once: each builds in its own temporary folder and the first rename wins.
+    The global random state is left as it was. Raises ValueError on sizes that make no model.
+    """
+    _check(config)
+    target = (cache or cache_dir()) / f"tiny-{_key(config)}"
+    if (target / "model_index.json").is_file():
+        return target
+    from async_flowrl.policies.loading import quiet
+
+    module, _, attribute = TINY.get(config.family, config.family).partition(":")
+    tiny_pipeline = getattr(import_module(module), attribute)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with untouched_rng(config.seed), quiet():
+            tiny_pipeline(config).save_pretrained(work, safe_serialization=True)
+        work.chmod(0o755)
+        try:
+            work.rename(target)
+        except OSError:
+            if not (target / "model_index.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _check(config: TinyConfig) -> None:
+    if config.family not in TINY and ":" not in config.family:
+        raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
+    for name, least in (("layers", 1), ("heads", 1), ("seed", 0)):
+        if getattr(config, name) < least:
+            raise ValueError(f"model.tiny.{name} must be at least {least}, got {getattr(config, name)}")
+    if not config.contrast > 0:
+        raise ValueError(f"model.tiny.contrast must be positive, got {config.contrast}")
+
+
+def _key(config: TinyConfig) -> str:
+    """Random initialisation belongs to the libraries' versions, so they are part of the key."""
+    versions = [version(package) for package in ("diffusers", "transformers", "torch")]
+    text = json.dumps([_RECIPE, asdict(config), versions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,98 @@
+"""The end of a run: LoRA, digest, summary, timeline and report, from the trainer and the run's own records."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.observability.events import Event, EventLog, effective, read_events
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.report import write_report
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.summary import Outcome, summarise, this_life
+from async_flowrl.observability.timeline import write_timeline
+from async_flowrl.policies.lora_file import write as write_lora
+from async_flowrl.run.launch import ROLLOUT
+from async_flowrl.tickets.table import State, TicketTable
+from separation.group import Worker
+from separation.supervise import deadline
+
+
+async def finish(
+    ctx: Context,
+    gang: TrainerGang,
+    directory: RunDirectory,
+    *,
+    pools: PoolLedger,
+    events: EventLog,
+    metrics: MetricsLog,
+) -> dict[str, Any]:
+    """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
+    config = ctx.config
+    trainer = gang.workers.workers[0]
+    average = config.trainer.ema_decay is not None
+    async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
+        digest = await trainer.call("weights_digest")
+        found = await trainer.call("tensors", average)
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in found.items()}
+    outcome = Outcome(
+        wall_seconds=pools.wall_seconds,
+        weights_digest=digest,
+        tickets=ticket_counts(ctx.table),
+        pools=pools.totals(),
+        peak=await peak_of(config, trainer),
+        sync=ctx.weights.report(),
+    )
+    events.flush()
+
+    def write() -> dict[str, Any]:
+        write_lora(directory.lora, tensors, alpha=config.lora.alpha)
+        history = list(read_events(directory.events))
+        summary = summarise(config, metrics.read(), history, outcome)
+        summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
+        summary["total_steps"] = config.total_steps
+        summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        directory.write_summary(summary)
+        write_timeline(directory.events, directory.timeline)
+        if config.monitor.report:
+            write_report(Path(directory.root))
+        return summary
+
+    return await asyncio.to_thread(write)
+
+
+async def peak_of(config: Config, trainer: Worker) -> float | None:
+    """FLOP/s of a worker's device: as configured, or as its name says; the pools' devices are alike."""
+    if config.hardware.peak_tflops is not None:
+        return config.hardware.peak_tflops * 1e12
+    known: float | None = await trainer.call("async_flowrl.observability.flops:device_peak")
+    return known
+
+
+def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:
+    """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
+    _, life = this_life(effective(history))
+    activated: float = sum(e["end"] - e["start"] for e in life if e["event"] == "span" and e["name"] == "activate")
+    waited = outcome.pools[ROLLOUT]
+    return waited["wait_weights"] + waited["sync"] + activated / workers
+
+
+def ticket_counts(table: TicketTable) -> dict[str, int]:
+    """issued = trained + skipped + failed; retried and duplicate count events beside it."""
+    counts = table.counts()
+    trained, skipped = counts[State.TRAINED], counts[State.SKIPPED]
+    return {
+        "issued": table.issued,
+        "trained": trained,
+        "skipped": skipped,
+        "failed": table.issued - trained - skipped,
+        "retried": table.retried,
+        "duplicate": table.duplicates,
+    }

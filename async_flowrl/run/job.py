@@ -1,0 +1,201 @@
+"""Configuration → live objects → run → results. The only file that knows every part."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from async_flowrl.config import exit_codes
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.checkpoints import Resume, find_resume
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.report import mfu
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.run.finish import finish
+from async_flowrl.run.launch import (
+    ROLLOUT,
+    TRAINER,
+    check_machine,
+    describe_run,
+    encode_negatives,
+    load_pools,
+    open_cluster,
+    send_negatives,
+)
+from async_flowrl.run.prepare import Prepared, ends_before_its_epochs, prepare
+from async_flowrl.run.recovery import Ledgers, Run, live, restore
+from async_flowrl.run.stopping import StopRequest, listening
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
+from checkpoint_engine.transports import resolve_transport
+from separation.group import WorkerDied, WorkerFailed
+from separation.placement import ResourcesMissing, StoreTooSmall
+from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/.
+
+    `hydra_record` holds the files of `.hydra/` by name, where Hydra has not written them itself.
+    """
+    directory = RunDirectory(Path(config.output_dir))
+    try:
+        prepared = prepare(config)
+        check_machine(prepared)
+        if config.dry_run:
+            sys.stdout.write(describe_run(prepared))
+            return exit_codes.OK
+        directory.create(prepared.config, hydra_record)
+    except ConfigError as error:
+        return _fail(error, exit_codes.CONFIG)
+    log_to(directory.logs / "controller.log")
+    if sentence := ends_before_its_epochs(prepared):
+        logger.warning("%s", sentence)
+    try:
+        return asyncio.run(train(prepared, directory))
+    except KeyboardInterrupt:
+        return _fail("interrupted", exit_codes.INTERRUPTED)
+    except StoreTooSmall as error:
+        advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
+        return _fail(
+            f"{error}: the images and trajectories of {config.live_versions} steps; use {advice}", exit_codes.CONFIG
+        )
+    except (ConfigError, ResourcesMissing) as error:
+        return _fail(error, exit_codes.CONFIG)
+    except Exception as error:
+        logger.exception("the run failed")
+        if (refusal := refused(error)) is not None:
+            return _fail(refusal, exit_codes.CONFIG)
+        return _fail(
+            f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
+        )
+    finally:
+        directory.release()
+
+
+async def train(prepared: Prepared, directory: RunDirectory) -> int:
+    """A whole run, from its start or its checkpoint to its end; returns the exit code."""
+    stop = StopRequest()
+    try:
+        return await train_until(stop, prepared, directory)
+    except Exception as error:
+        version = last_resort(error, stop, directory)
+        if version is None:
+            raise
+        logger.exception("workers died after the run was asked to stop")
+        sys.stdout.write(
+            f"stopped by {stop.reason}, which ended workers too ({first_cause(error)}); "
+            f"continue from step {version} with resume=auto\n"
+        )
+        return exit_codes.RESUMABLE
+
+
+def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
+    """Step of the checkpoint to go on from, for a run that lost its workers to whoever asked it to stop."""
+    if not stop() or not isinstance(innermost(error), WorkerDied):
+        return None
+    path = find_checkpoint(directory.checkpoints)
+    return None if path is None else checkpoint_step(path)
+
+
+async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirectory) -> int:
+    """Trains until all is done or `stop` is asked."""
+    config = prepared.config
+    resume = find_resume(config, directory)
+    with listening(stop, config.time_limit):
+        async with open_cluster(prepared, directory.logs) as groups:
+            gang = TrainerGang(groups[TRAINER], prepared.algorithm)
+            info = await load_pools(config, groups, gang)
+            async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
+                negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
+                await send_negatives(gang, negatives)
+                await restore(gang, directory, resume)
+            ledgers = open_ledgers(prepared, directory, resume)
+            try:
+                transport = resolve_transport(config.checkpoint_engine.transport, info["device"])
+                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"], transport, negatives)
+                ctx = await live(run, resume)
+                summary = await finish(
+                    ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
+                )
+            finally:
+                ledgers.events.close()
+                ledgers.monitor.close()
+    return conclude(summary, directory, stop)
+
+
+def open_ledgers(
+    prepared: Prepared, directory: RunDirectory, resume: Resume, *, clock: Callable[[], float] = time.monotonic
+) -> Ledgers:
+    """Event log, metrics and monitor; a resumed run first takes back what its checkpoint does not contain."""
+    config = prepared.config
+    offset = time.time() - clock()
+    pools = PoolLedger(clock)
+    continued = resume.path is not None or directory.events.exists()
+    events = EventLog(directory.events, lambda: clock() + offset, ledger=pools)
+    metrics = MetricsLog(directory.metrics)
+    metrics.truncate(resume.version)
+    if continued:
+        events.event("rollback", step=resume.version)
+    monitor = Monitor(
+        config.monitor, directory.root, name=config.name, total_steps=config.total_steps, settings=asdict(config)
+    )
+    return Ledgers(events, pools, metrics, monitor)
+
+
+def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest) -> int:
+    """The last lines a person sees, and the exit code."""
+    if stop() and summary["steps"] < summary["total_steps"]:
+        sys.stdout.write(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto\n")
+        return exit_codes.RESUMABLE
+    if known := mfu(summary):
+        sys.stdout.write(f"{'MFU':8} {known}\n")
+    for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
+        sys.stdout.write(f"{label:8} {path}\n")
+    return exit_codes.OK
+
+
+def refused(error: BaseException) -> str | None:
+    """What a worker had against its configuration when it loaded (an adapter for layers that do not exist, say)."""
+    cause = innermost(error)
+    loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
+    return cause.message if isinstance(cause, WorkerFailed) and loading else None
+
+
+def first_cause(error: BaseException) -> str:
+    """The first real failure inside nested exception groups, with its type."""
+    cause = innermost(error)
+    return f"{type(cause).__name__}: {cause}"
+
+
+def innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def log_to(path: Path) -> None:
+    """Warnings on the terminal, everything in the controller's log."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    console.addFilter(lambda record: record.exc_info is None)
+    logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
+
+
+def _fail(message: object, code: int) -> int:
+    sys.stderr.write(f"async_flowrl: {message}\n")
+    return code

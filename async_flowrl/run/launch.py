@@ -1,0 +1,164 @@
+"""From a checked configuration to loaded worker pools whose base weights agree."""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.dispatch import check_base, load_rollout
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
+from async_flowrl.tickets.arithmetic import shape, stored_bytes
+from async_flowrl.types import Conditioning, Wording
+from checkpoint_engine.transports import resolve_transport
+from separation.cluster import cluster
+from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.placement import ResourcesMissing, own_cluster
+from separation.rendezvous import gang_environment
+from separation.supervise import deadline
+from separation.table import format_table
+
+ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
+Negatives = dict[Wording, Conditioning]
+"""Negative prompt → what the model family needs of it."""
+
+
+def pools(prepared: Prepared) -> list[PoolSpec]:
+    """Trainer first: it is reserved first."""
+    config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
+    return [
+        PoolSpec(
+            TRAINER,
+            "async_flowrl.training.worker:TrainerWorker",
+            config.trainer.num_workers,
+            arguments=shared,
+            gpus_per_worker=config.trainer.gpus_per_worker,
+            threads=config.trainer.threads,
+            lanes=("publish", "save", "control"),
+            gang=True,
+        ),
+        PoolSpec(
+            ROLLOUT,
+            "async_flowrl.rollout.worker:RolloutWorker",
+            config.rollout.num_workers,
+            arguments=shared,
+            gpus_per_worker=config.rollout.gpus_per_worker,
+            threads=config.rollout.threads,
+            lanes=("sync", "control"),
+        ),
+        PoolSpec(
+            REWARD,
+            "async_flowrl.rewards.worker:RewardWorker",
+            config.reward.num_workers,
+            arguments={"config": config.reward, "delays": config.debug.delays, "seed": config.seed},
+            threads=config.reward.threads,
+        ),
+    ]
+
+
+def describe_run(prepared: Prepared) -> str:
+    """Pools, tickets and bytes per step."""
+    config = prepared.config
+    plan = shape(config)
+    images = config.prompts_per_step * config.group_size
+    rows = [
+        (spec.name, spec.num_workers, f"{spec.gpus_per_worker:g}", spec.threads, spec.factory.rpartition(":")[2])
+        for spec in pools(prepared)
+    ]
+    lines = [
+        f"{config.mode}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, {config.placement} pools",
+        f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
+        f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
+        f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
+        *([sentence] if (sentence := ends_before_its_epochs(prepared)) else []),
+        format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def check_machine(prepared: Prepared) -> None:
+    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport."""
+    config, runtime = prepared.config, prepared.config.runtime
+    if runtime.address is not None:
+        return
+    on_gpu = torch.cuda.is_available() and config.trainer.gpus_per_worker > 0
+    try:
+        resolve_transport(config.checkpoint_engine.transport, "cuda" if on_gpu else "cpu")
+    except ValueError as error:
+        raise ConfigError(f"checkpoint_engine.transport: {error}") from error
+    if runtime.backend != "ray":
+        return
+    try:
+        own_cluster(pools(prepared), os.cpu_count() or 1)
+    except ResourcesMissing as error:
+        raise ConfigError(str(error)) from error
+
+
+def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
+    config = prepared.config
+    return cluster(
+        pools(prepared),
+        backend=config.runtime.backend,
+        address=config.runtime.address,
+        placement=config.placement,
+        start_deadline=config.deadlines.load,
+        log_dir=logs,
+        store_bytes=stored_bytes(config, prepared.shapes),
+    )
+
+
+async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], gang: TrainerGang) -> dict[str, Any]:
+    """Loads the models everywhere at once. Raises StartError unless trainer and rollouts hold the same base weights."""
+    rollouts = groups[ROLLOUT].workers
+    async with asyncio.TaskGroup() as tasks:
+        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], gang))
+        digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
+    info = trainer.result()
+    for worker, digest in zip(rollouts, digests, strict=True):
+        check_base(worker, digest.result(), info["base_digest"])
+    return info
+
+
+async def load_trainer(config: Config, group: WorkerGroup, gang: TrainerGang) -> dict[str, Any]:
+    async with deadline(config.deadlines.load, "load: model of the trainer"):
+        await join_gang(config, group)
+        infos: list[dict[str, Any]] = await gang.all("load")
+    return infos[0]
+
+
+async def join_gang(config: Config, group: WorkerGroup) -> None:
+    """One torch.distributed world over the trainer ranks; a single rank needs one only to offload its base."""
+    world = len(group.workers)
+    if world == 1 and not config.trainer.cpu_offload:
+        return
+    timeout = config.deadlines.update
+    port = await group.workers[0].call("separation.rendezvous:open_store", world, timeout)
+    async with asyncio.TaskGroup() as tasks:
+        for rank, worker in enumerate(group.workers):
+            environment = gang_environment(
+                rank=rank, world=world, address=group.workers[0].node, port=port, timeout=timeout
+            )
+            tasks.create_task(worker.call("join_gang", environment))
+
+
+async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
+    """The trainer has no text encoder: a rollout worker encodes every negative prompt, once for all lives of a run."""
+    config = prepared.config
+    if config.rollout.true_cfg_scale <= 1:
+        return {}
+    default = config.rollout.negative_prompt
+    texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.recipe.train))
+    encoded = await worker.call("encode", texts)
+    return dict(zip(texts, encoded, strict=True))
+
+
+async def send_negatives(gang: TrainerGang, negatives: Negatives) -> None:
+    """Brings every trainer rank the encoded negative prompts, where guidance needs them."""
+    if negatives:
+        await gang.all("set_negatives", negatives)

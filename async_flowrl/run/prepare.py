@@ -1,0 +1,92 @@
+"""Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.schema import Config
+from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.sampler import steps_for
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, resolve_model, shapes_of
+from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rollout.vllm_omni.settings import check_family
+from async_flowrl.tickets.arithmetic import check_batching
+from async_flowrl.tickets.request import Recipe
+
+
+@dataclass(frozen=True)
+class Prepared:
+    config: Config
+    model: ResolvedModel
+    algorithm: Algorithm
+    recipe: Recipe
+    shapes: Shapes
+
+
+def prepare(config: Config) -> Prepared:
+    """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError."""
+    try:
+        check(config)
+        algorithm = build_algorithm(
+            config.algorithm,
+            max_staleness=config.max_staleness,
+            updates_per_batch=config.trainer.updates_per_batch,
+            hand_over=config.hand_over,
+            num_inference_steps=config.rollout.num_inference_steps,
+        )
+        check_batching(config)
+        if config.lora.path is not None:
+            lora_file.read_for(config.lora)
+        needs_target = check_rewards(config.reward)
+        train = load_prompts(config.data, split="train", needs_target=needs_target)
+        config = with_limits(config, len(train))
+        evaluation = load_prompts(config.data, split="evaluation", needs_target=needs_target)
+        check_prompts(config.reward, [*train, *evaluation])
+        check_output(config)
+        model = resolve_model(config.model)
+        if config.rollout.engine == "vllm_omni":
+            check_family(model.family)
+        check_prompts_of(model, [*train, *evaluation])
+        shapes = shapes_of(model, config.rollout.resolution)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+    chosen = evaluation[: config.evaluate.max_prompts]
+    return Prepared(config, model, algorithm, Recipe(config, train, chosen), shapes)
+
+
+def with_limits(config: Config, prompts: int) -> Config:
+    """`epochs` over `prompts` training prompts, said in `total_steps`; whichever of the two ends sooner counts."""
+    if config.epochs is None:
+        return config
+    steps = steps_for(config.epochs, prompts, config.prompts_per_step)
+    return replace(config, total_steps=min(config.total_steps, steps))
+
+
+def ends_before_its_epochs(prepared: Prepared) -> str | None:
+    """A sentence for a run that `total_steps` ends before its `epochs` are done."""
+    config = prepared.config
+    if config.epochs is None:
+        return None
+    steps = steps_for(config.epochs, len(prepared.recipe.train), config.prompts_per_step)
+    if config.total_steps >= steps:
+        return None
+    return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"
+
+
+def check_output(config: Config) -> None:
+    """`resume=never` wants a fresh directory; a checkpoint path must exist."""
+    folder = Path(config.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file")
+    if config.resume == "never":
+        if RunDirectory(folder).used():
+            raise ConfigError(
+                f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
+            )
+    elif config.resume != "auto" and not Path(config.resume).expanduser().is_dir():
+        raise ConfigError(f"resume={config.resume} is neither never, nor auto, nor the folder of a checkpoint")

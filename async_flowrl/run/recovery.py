@@ -1,0 +1,180 @@
+"""One run, several lives: a dead trainer rank ends a life, and the next one begins at the last checkpoint.
+
+This is the same path that `resume` takes after the controller itself has died: the ticket table is built anew, the
+versions that its tickets name are published again, and what had been generated since is generated again, identically.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_flowrl.controller.after_step import Bookkeeping
+from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import StartError
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.weights import PublishedWeights
+from async_flowrl.loop import run as run_loop
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.run.launch import REWARD, ROLLOUT, TRAINER, Negatives, load_trainer, send_negatives
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.run.stopping import StopRequest
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.table import Ticket, TicketTable
+from async_flowrl.tickets.ticket import record
+from async_flowrl.training.checkpoint import drop_newer
+from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
+from separation.supervise import DeadlineExceeded, deadline
+
+logger = logging.getLogger(__name__)
+
+RECOVERIES = 3
+"""How often a run survives the death of a trainer rank before it ends with that death's name."""
+DEATH_SHOWS = 2.0
+"""Seconds in which the death of one rank shows after another rank has failed because of it."""
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """Where a run is written down while it goes on."""
+
+    events: EventLog
+    pools: PoolLedger
+    metrics: MetricsLog
+    monitor: Monitor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that outlives a life."""
+
+    prepared: Prepared
+    directory: RunDirectory
+    groups: Mapping[str, WorkerGroup]
+    gang: TrainerGang
+    ledgers: Ledgers
+    stop: StopRequest
+    base_digest: str
+    transport: str
+    negatives: Negatives
+
+
+async def live(run: Run, resume: Resume) -> Context:
+    """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks.
+
+    A trainer that dies after the run was asked to stop ends it: whoever asked may be ending everything.
+    """
+    for left in reversed(range(RECOVERIES + 1)):
+        try:
+            if left < RECOVERIES:
+                resume = await recover(run)
+            return await one_life(run, resume)
+        except (WorkerDied, WorkerFailed) as error:
+            dead = await dead_ranks(run.gang)
+            if not dead or left == 0 or run.stop():
+                raise
+            logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
+            run.ledgers.events.event("fault", worker=dead[0], kind=type(error).__name__, message=str(error))
+    raise AssertionError("unreachable")
+
+
+async def one_life(run: Run, resume: Resume) -> Context:
+    """From a checkpoint to the end, or to the first failure, which is raised."""
+    ctx = build_context(run, resume)
+    try:
+        await run_loop(ctx)
+        return ctx
+    finally:
+        await ctx.weights.close()
+        ctx.steps.abandon()
+
+
+async def dead_ranks(gang: TrainerGang) -> list[str]:
+    """Names of the trainer ranks that are gone, as far as it shows by now."""
+    watches = {asyncio.create_task(worker.watch()): worker.name for worker in gang.workers.workers}
+    done, pending = await asyncio.wait(watches, timeout=DEATH_SHOWS)
+    for task in pending:
+        task.cancel()
+    return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+
+
+async def recover(run: Run) -> Resume:
+    """New trainer ranks from the newest checkpoint; rollout workers keep their base model and forget every version."""
+    config, trainer = run.prepared.config, run.groups[TRAINER]
+    for index in range(len(trainer.workers)):
+        await trainer.replace(index)
+    info = await load_trainer(config, trainer, run.gang)
+    if info["base_digest"] != run.base_digest:
+        raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
+    async with asyncio.TaskGroup() as tasks:
+        for worker in run.groups[ROLLOUT].workers:
+            tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
+    resume = newest(run.directory)
+    async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
+        await send_negatives(run.gang, run.negatives)
+        await restore(run.gang, run.directory, resume)
+    run.ledgers.metrics.truncate(resume.version)
+    run.ledgers.events.event("rollback", step=resume.version)
+    return resume
+
+
+async def restore(gang: TrainerGang, directory: RunDirectory, resume: Resume) -> None:
+    """Every trainer rank goes on from the checkpoint; later ones, damaged or left behind on purpose, are removed."""
+    if resume.path is not None:
+        await gang.all("restore", str(resume.path))
+        drop_newer(directory.checkpoints, resume.version)
+
+
+async def clean_rollout(worker: Worker, *, seconds: float) -> None:
+    """Waits for what the worker was doing, then makes it forget its versions.
+
+    One that cannot, because it is dead, hangs, or was itself just being replaced and holds no model yet, is killed: its
+    place in the next life finds it dead and replaces it.
+    """
+    try:
+        async with deadline(seconds, f"generate: what {worker.name} was doing when a trainer rank died"):
+            await worker.call("reset")
+            await worker.call("reset", lane="sync")
+    except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
+        logger.info("%s does not go on into the next life: %s", worker.name, error)
+        worker.kill()
+
+
+def build_context(run: Run, resume: Resume) -> Context:
+    """A fresh ticket table and fresh controller state for one life."""
+    prepared, events = run.prepared, run.ledgers.events
+    config = prepared.config
+
+    def changed(ticket: Ticket) -> None:
+        events.event("ticket", **record(ticket))
+
+    table = TicketTable(shape(config), first_step=resume.version, on_change=changed)
+    own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
+    saved = [resume.version] if own else []
+    checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)
+    weights = PublishedWeights(run.gang, run.transport)
+    ctx = Context(
+        config=config,
+        recipe=prepared.recipe,
+        table=table,
+        rollout=run.groups[ROLLOUT],
+        reward=run.groups[REWARD],
+        trainer=run.gang,
+        weights=weights,
+        observer=events,
+        steps=Bookkeeping(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints, run.ledgers.pools),
+        base_digest=run.base_digest,
+        stop_requested=run.stop,
+    )
+    weights.ctx = ctx
+    for group in run.groups.values():
+        for worker in group.workers:
+            events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
+    for worker in run.groups[ROLLOUT].workers:
+        table.join(worker.name)
+    return ctx

@@ -1,0 +1,85 @@
+"""Arithmetic of a configuration: tickets per step, trained denoising steps, counts that must divide, payload bytes.
+
+Everything here is known before a process starts.
+"""
+
+import math
+
+from async_flowrl.algorithms.window import draw_window, trains_on_final_images
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.base import Shapes
+from async_flowrl.tickets.table import Shape
+
+_FLOAT_BYTES = 4
+
+
+def shape(config: Config) -> Shape:
+    """The arithmetic of tickets, steps and versions for this run."""
+    return Shape(
+        tickets_per_group=config.group_size // config.images_per_ticket,
+        groups_per_step=config.prompts_per_step,
+        total_steps=config.total_steps,
+        max_staleness=config.max_staleness,
+    )
+
+
+def trained_steps(config: Config) -> int:
+    """How many denoising steps of a trajectory are trained; the same for every window that can be drawn."""
+    steps = config.rollout.num_inference_steps
+    return len(draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0).train_steps)
+
+
+def check_batching(config: Config) -> None:
+    """Raises ValueError, in one sentence with the nearest valid values, for counts that do not divide."""
+    trainer, size = config.trainer, config.group_size
+    _divides("group_size", size, "trainer.num_workers", trainer.num_workers)
+    share = size // trainer.num_workers
+    if config.algorithm.name == "dpo":
+        if trainer.num_workers > 1:
+            raise ValueError(
+                f"dpo keeps both images of a pair on one rank: trainer.num_workers must be 1, got {trainer.num_workers}"
+            )
+        if trainer.micro_batch_size < 2:
+            raise ValueError(
+                "dpo keeps both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2, "
+                f"got {trainer.micro_batch_size}"
+            )
+    else:
+        _divides("group_size / trainer.num_workers", share, "trainer.micro_batch_size", trainer.micro_batch_size)
+    _divides("prompts_per_step", config.prompts_per_step, "trainer.updates_per_batch", trainer.updates_per_batch)
+    steps = trained_steps(config)
+    together = trainer.timesteps_per_forward or steps
+    _divides("the number of trained steps", steps, "trainer.timesteps_per_forward", together)
+    if config.hand_over == "stream" and trainer.updates_per_batch > 1:
+        raise ValueError(
+            f"hand_over=stream makes one optimizer step per batch, so trainer.updates_per_batch must be 1, "
+            f"got {trainer.updates_per_batch}"
+        )
+
+
+def _divides(whole: str, count: int, part: str, size: int) -> None:
+    if count % size:
+        valid = [d for d in range(1, count + 1) if count % d == 0]
+        near = sorted(sorted(valid, key=lambda d: abs(d - size))[:2])
+        raise ValueError(f"{part}={size} must divide {whole}={count}; nearest: {' or '.join(map(str, near))}")
+
+
+def ticket_bytes(config: Config, shapes: Shapes) -> int:
+    """Bytes of one ticket in the object store, for a prompt of usual length.
+
+    It holds images, latents at every recorded point, log-probs and the prompt's conditioning.
+    """
+    steps = trained_steps(config)
+    whole = config.algorithm.window in ("none", "random", "sliding")
+    recorded, log_probs = (steps + 1 if whole else 2 * steps), steps
+    if trains_on_final_images(config.algorithm):
+        recorded, log_probs = 1, 0
+    image = 3 * config.rollout.resolution**2 + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
+    text = sum(math.prod(shape) for shape in shapes.conditioning.values())
+    return config.images_per_ticket * image + _FLOAT_BYTES * text
+
+
+def stored_bytes(config: Config, shapes: Shapes) -> int:
+    """Bytes of max_staleness + 1 steps' tickets: what the object store must hold when the trainer is slow."""
+    tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
+    return config.live_versions * tickets * ticket_bytes(config, shapes)

@@ -1,0 +1,291 @@
+"""The ticket table and the gate: which image is made next, by whom, from which weights. Pure Python, no torch, no Ray.
+
+A ticket is `ticket_size` images of one prompt group. Its ordinal k fixes its target step, its group and the one policy
+version it is made with, `max(0, step - max_staleness)`:
+
+    PENDING → RUNNING → SCORING → READY → HANDED → TRAINED          SKIPPED: its group has no reward
+       ▲____________________________________│  worker or payload lost: back to PENDING
+
+Who may run what, back-pressure and what is still owed are read off this table and off what each worker has
+acknowledged; there is no second queue and no counter that could disagree with it.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from async_flowrl.tickets.ticket import (
+    EVALUATION,
+    EVALUATION_SHARE,
+    FINAL,
+    TRAIN,
+    Held,
+    Refused,
+    Shape,
+    State,
+    Ticket,
+    describe,
+)
+
+__all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
+
+
+PLENTY = 2
+"""Tickets waiting per worker from which on one may be given ahead."""
+
+
+class TicketTable:
+    """All live tickets. `on_change(ticket)` is called after every transition; it must not call back into the table."""
+
+    def __init__(self, shape: Shape, *, first_step: int = 0, on_change: Callable[[Ticket], None] | None = None) -> None:
+        self.shape = shape
+        self.first_step = self.step = first_step
+        """`step`: the step the trainer takes next."""
+        self.published: dict[int, str] = {}
+        """Digest of every version published in this life that a live ticket may name."""
+        self.evaluated: dict[int, str] = {}
+        """Digests of versions under evaluation, as the first worker to acknowledge them has them."""
+        self.held: dict[str, Held] = {}
+        self.retried = self.duplicates = 0
+        self.finished: dict[State, int] = dict.fromkeys(FINAL, 0)
+        self._on_change = on_change or (lambda ticket: None)
+        self._tickets: dict[int, Ticket] = {}
+        self._evaluation: dict[int, Ticket] = {}
+        self._pending: dict[tuple[str, int], list[int]] = defaultdict(list)
+        """Heaps of ordinals by (kind, version): an index of the PENDING tickets, stale entries dropped when seen."""
+        self._issued_steps = first_step
+        self._next_evaluation = 0
+
+    # -- what the workers hold
+
+    def join(self, worker: str) -> None:
+        """A worker that holds nothing yet; it serves once it has acknowledged what a ticket names."""
+        self.held[worker] = Held()
+
+    def publish(self, version: int, digest: str) -> None:
+        """The trainer has made `version`: tickets that name it are issued, versions no ticket names are forgotten."""
+        self.published[version] = digest
+        oldest = self.shape.version_for(self.step)
+        for old in [v for v in self.published if v < oldest]:
+            del self.published[old]
+        self._issue(version + self.shape.max_staleness)
+
+    def acknowledge(self, worker: str, version: int, digest: str, *, evaluation: bool = False) -> None:
+        """`worker` has verified `version`. It keeps max_staleness + 1 of them, and one for evaluation."""
+        held = self.held[worker]
+        if evaluation:
+            if self.evaluated.setdefault(version, digest) != digest:
+                raise Refused(f"{worker} acknowledged evaluation version {version} with another digest than others")
+            held.evaluation = {version: digest}
+            return
+        if version < self.shape.version_for(self.step):
+            return  # a slow worker; no ticket names this version any more
+        if self.published.get(version) != digest:
+            raise Refused(
+                f"{worker} acknowledged version {version} with digest {digest}, but {self.published.get(version)} "
+                "was published"
+            )
+        held.policy[version] = digest
+        for old in sorted(held.policy)[: -(self.shape.max_staleness + 1)]:
+            del held.policy[old]
+
+    def lost_worker(self, worker: str) -> list[Ticket]:
+        """The worker is gone: its running tickets wait for another one."""
+        self.held.pop(worker, None)
+        lost = [t for t in self.live() if t.state is State.RUNNING and t.worker == worker]
+        for ticket in lost:
+            self.retry(ticket)
+        return lost
+
+    # -- the gate
+
+    def next_for(self, worker: str, *, ahead: bool = False) -> Ticket | None:
+        """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds.
+
+        `ahead`: it has one already; another only while there are plenty, so that no worker takes what others wait for.
+        """
+        held = self.held.get(worker)
+        if held is None:
+            return None
+        train = self._first_pending(TRAIN, held.policy)
+        if ahead and self._waiting(held) < PLENTY * len(self.held):
+            return None
+        evaluation = self._first_pending(EVALUATION, held.evaluation)
+        if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
+            return evaluation
+        return train
+
+    def _waiting(self, held: Held) -> int:
+        """At most so many training tickets wait for a worker with these versions.
+
+        Those started out of order are counted until they come to the head of their heap.
+        """
+        return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
+
+    def start(self, ticket: Ticket, worker: str) -> None:
+        held = self.held[worker]
+        known = held.policy if ticket.kind == TRAIN else held.evaluation
+        if ticket.state is not State.PENDING or ticket.version not in known:
+            raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
+        held.taken += 1
+        ticket.worker, ticket.attempt = worker, ticket.attempt + 1
+        self._move(ticket, State.RUNNING)
+
+    def blocked(self, worker: str) -> str:
+        """Why `worker` has nothing to run: "weights" if a pending ticket names a version it lacks, else "work"."""
+        pending = any(self._first_pending(kind, [version]) for kind, version in list(self._pending))
+        return "weights" if pending else "work"
+
+    # -- results
+
+    def generated(self, ticket: Ticket, *, version: int, digest: str, payload: Any) -> bool:
+        """A result has come back; False if it is a duplicate. The first verified result of any attempt wins."""
+        if ticket.state not in (State.PENDING, State.RUNNING):
+            self.duplicates += 1
+            return False
+        if version != ticket.version:
+            raise Refused(f"{describe(ticket)} came back labelled version {version}")
+        expected = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
+        if digest != expected:
+            raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {expected}")
+        ticket.digest, ticket.payload = digest, payload
+        self._move(ticket, State.SCORING)
+        return True
+
+    def to_score(self, ticket: Ticket) -> list[Ticket]:
+        """The ticket's whole group once all of it has images; empty until then."""
+        tickets = self.group(ticket.step, ticket.group, kind=ticket.kind)
+        return tickets if all(t.state in (State.SCORING, State.READY) for t in tickets) else []
+
+    def scored(self, tickets: list[Ticket], scores: Any) -> None:
+        """The group's rewards are there (`None`: they cannot be had and the run's policy is to skip the group)."""
+        for ticket in tickets:
+            if ticket.state in (State.SCORING, State.READY):
+                ticket.scores = scores
+            if ticket.state is State.SCORING:
+                self._move(ticket, State.READY)
+
+    def retry(self, ticket: Ticket) -> None:
+        """Worker or payload lost: the ticket is made again, with the same version and the same noise."""
+        if ticket.state in FINAL:
+            raise Refused(f"{describe(ticket)} cannot be made again")
+        self.retried += 1
+        ticket.worker, ticket.payload, ticket.scores, ticket.digest = None, None, None, None
+        self._move(ticket, State.PENDING)
+
+    # -- the trainer's door
+
+    def group(self, step: int, group: int, *, kind: str = TRAIN) -> list[Ticket]:
+        """The tickets of a group in order; empty while they have not been issued."""
+        if kind == EVALUATION:
+            return [t for t in self._evaluation.values() if t.group == group]
+        first = step * self.shape.tickets_per_step + group * self.shape.tickets_per_group
+        ordinals = range(first, first + self.shape.tickets_per_group)
+        return [self._tickets[k] for k in ordinals if k in self._tickets]
+
+    def ready(self, step: int, group: int) -> bool:
+        tickets = self.group(step, group)
+        return bool(tickets) and all(t.state is State.READY for t in tickets)
+
+    def hand_over(self, step: int, group: int) -> list[Ticket]:
+        """Gives a ready group to the trainer, in order; refuses anything too old or made by unknown weights."""
+        if step != self.step:
+            raise Refused(f"step {step} asked for its samples, but step {self.step} is due")
+        tickets = self.group(step, group)
+        for ticket in tickets:
+            if ticket.state is not State.READY:
+                raise Refused(f"{describe(ticket)} is not ready")
+            if not 0 <= step - ticket.version <= self.shape.max_staleness:
+                raise Refused(
+                    f"{describe(ticket)} is {step - ticket.version} versions old; the bound is "
+                    f"{self.shape.max_staleness}"
+                )
+            if ticket.digest != self.published.get(ticket.version):
+                raise Refused(
+                    f"{describe(ticket)} was made with weights {ticket.digest}, which this run did not "
+                    f"publish as version {ticket.version}"
+                )
+            self._move(ticket, State.HANDED)
+        return tickets
+
+    def close_step(self, step: int) -> list[Ticket]:
+        """The update of `step` is done: its tickets are TRAINED (SKIPPED without scores) and leave the table."""
+        done = [t for group in range(self.shape.groups_per_step) for t in self.group(step, group)]
+        if len(done) != self.shape.tickets_per_step or any(t.state is not State.HANDED for t in done):
+            raise Refused(f"step {step} cannot be closed: {[describe(t) for t in done if t.state is not State.HANDED]}")
+        for ticket in done:
+            self._move(ticket, State.SKIPPED if ticket.scores is None else State.TRAINED)
+            self.finished[ticket.state] += 1
+            del self._tickets[ticket.ordinal]
+        self.step = step + 1
+        for key in [key for key in self._pending if key[0] == TRAIN and key[1] < self.shape.version_for(self.step)]:
+            del self._pending[key]
+        return done
+
+    # -- evaluation
+
+    def issue_evaluation(self, *, version: int, step: int, groups: int) -> list[Ticket]:
+        """Evaluation tickets for `version`, one per held-out prompt; one evaluation may be outstanding."""
+        if self._evaluation:
+            raise Refused("an evaluation is still outstanding")
+        for old in [v for v in self.evaluated if v < version]:
+            del self.evaluated[old]
+        for group in range(groups):
+            ordinal = self._next_evaluation
+            self._next_evaluation += 1
+            self._evaluation[ordinal] = Ticket(EVALUATION, ordinal, step, group, 0, version)
+            self._move(self._evaluation[ordinal], State.PENDING)
+        return list(self._evaluation.values())
+
+    def close_evaluation(self) -> None:
+        for ticket in self._evaluation.values():
+            self._move(ticket, State.SKIPPED if ticket.scores is None else State.TRAINED)
+        self._evaluation.clear()
+        for key in [key for key in self._pending if key[0] == EVALUATION]:
+            del self._pending[key]
+
+    # -- bookkeeping
+
+    def live(self) -> Iterator[Ticket]:
+        yield from self._tickets.values()
+        yield from self._evaluation.values()
+
+    def counts(self) -> dict[State, int]:
+        """Training tickets by state; the sum is what has been issued."""
+        counts = {state: self.finished.get(state, 0) for state in State}
+        for ticket in self._tickets.values():
+            counts[ticket.state] += 1
+        return counts
+
+    @property
+    def issued(self) -> int:
+        return (self._issued_steps - self.first_step) * self.shape.tickets_per_step
+
+    def _issue(self, last_step: int) -> None:
+        while self._issued_steps <= min(last_step, self.shape.total_steps - 1):
+            step = self._issued_steps
+            for index in range(self.shape.tickets_per_step):
+                group, part = divmod(index, self.shape.tickets_per_group)
+                ordinal = step * self.shape.tickets_per_step + index
+                ticket = Ticket(TRAIN, ordinal, step, group, part, self.shape.version_for(step))
+                self._tickets[ordinal] = ticket
+                self._move(ticket, State.PENDING)
+            self._issued_steps += 1
+
+    def _first_pending(self, kind: str, versions: Iterable[int]) -> Ticket | None:
+        table = self._tickets if kind == TRAIN else self._evaluation
+        found = None
+        for version in versions:
+            heap = self._pending.get((kind, version), [])
+            while heap and not (heap[0] in table and table[heap[0]].state is State.PENDING):
+                heapq.heappop(heap)
+            if heap and (found is None or heap[0] < found.ordinal):
+                found = table[heap[0]]
+        return found
+
+    def _move(self, ticket: Ticket, state: State) -> None:
+        ticket.state = state
+        if state is State.PENDING:
+            heapq.heappush(self._pending[ticket.kind, ticket.version], ticket.ordinal)
+        self._on_change(ticket)

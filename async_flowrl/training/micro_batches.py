@@ -1,0 +1,125 @@
+"""From a group's trajectories to micro-batches: inside one group only, so that no prompt is ever padded."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.seeds import derive
+from async_flowrl.training.messages import GroupMeta
+from async_flowrl.types import Conditioning, Trajectory
+
+
+class Group:
+    """One group as a rank trains on it: its share of the selected samples, as tensors on the rank's device."""
+
+    def __init__(self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device) -> None:
+        if len(tickets) != meta.tickets or not tickets:
+            raise ValueError(f"group {meta.group} has {meta.tickets} tickets, got {len(tickets)} trajectories")
+        first = tickets[0]
+        for other in tickets[1:]:
+            if not _agree(first, other):
+                raise ValueError(f"the tickets of group {meta.group} differ in schedule, window or conditioning")
+        images = sum(len(t.latents) for t in tickets)
+        if not images == len(meta.advantages) == len(meta.seeds):
+            raise ValueError(
+                f"group {meta.group} has {images} images, {len(meta.advantages)} advantages and {len(meta.seeds)} seeds"
+            )
+        self.meta, self._tickets, self._device = meta, tickets, device
+        self.train_steps = first.train_steps
+        self.conditioning = to_device(first.conditioning, device)
+        self._sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
+        self._points = {point: position for position, point in enumerate(first.points)}
+
+    def micro_batches(self, records: str, *, rank: int, world: int, samples: int, steps: int) -> Iterator[MicroBatch]:
+        """This rank's rows, `samples` x `steps` at a time: samples outside, steps inside, a step's rows adjacent."""
+        selected = self.meta.selected
+        if len(selected) % world:
+            raise ValueError(
+                f"group {self.meta.group} trains {len(selected)} samples, which {world} ranks cannot share"
+            )
+        share = len(selected) // world
+        mine = selected[rank * share : (rank + 1) * share]
+        # Algorithms that select a few samples of each group have fewer than a micro-batch.
+        size = min(samples, share)
+        if (share and share % size) or len(self.train_steps) % steps:
+            raise ValueError(
+                f"group {self.meta.group} trains {share} samples x {len(self.train_steps)} steps on a rank, which "
+                f"micro-batches of {samples} x {steps} do not divide"
+            )
+        for start in range(0, share, size or 1):
+            chosen = mine[start : start + size]
+            latents, log_probs = self._rows(chosen)
+            for first in range(0, len(self.train_steps), steps):
+                columns = range(first, first + steps)
+                yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
+
+    def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Latents [m, P, ...] and log-probs [m, W] of the chosen images; only they go to the device."""
+        latents = np.stack([ticket.latents[i] for ticket, i in self._locate(chosen)])
+        log_probs = np.stack([ticket.log_probs[i] for ticket, i in self._locate(chosen)])
+        return (
+            torch.from_numpy(latents).to(self._device, torch.float32, non_blocking=True),
+            torch.from_numpy(log_probs).to(self._device, torch.float32, non_blocking=True),
+        )
+
+    def _locate(self, chosen: Sequence[int]) -> Iterator[tuple[Trajectory, int]]:
+        for image in chosen:
+            left = image
+            for ticket in self._tickets:
+                if left < len(ticket.latents):
+                    yield ticket, left
+                    break
+                left -= len(ticket.latents)
+            else:
+                raise ValueError(f"group {self.meta.group} has no image {image}")
+
+    def _micro_batch(
+        self, records: str, chosen: Sequence[int], columns: range, *, latents: Tensor, log_probs: Tensor
+    ) -> MicroBatch:
+        indices = [self.train_steps[c] for c in columns]
+        steps = torch.tensor(indices, device=self._device).repeat_interleave(len(chosen))
+        final = records == "final"
+        last = len(self._sigmas) - 1
+        before = [self._point(last if final else i) for i in indices]
+        after = [self._point(last if final else i + 1) for i in indices]
+        advantages = torch.tensor([self.meta.advantages[i] for i in chosen], dtype=torch.float32, device=self._device)
+        recorded = log_probs.new_zeros(len(chosen), len(self.train_steps)) if final else log_probs
+        return MicroBatch(
+            latents=torch.cat([latents[:, p] for p in before]),
+            next_latents=torch.cat([latents[:, p] for p in after]),
+            sigma=self._sigmas[steps],
+            sigma_next=self._sigmas[steps + 1],
+            steps=steps,
+            sigmas=self._sigmas,
+            advantages=advantages.repeat(len(indices)),
+            rollout_log_prob=torch.cat([recorded[:, c] for c in columns]),
+            seeds=tuple(derive(self.meta.seeds[i], "row", index) for index in indices for i in chosen),
+            age=self.meta.age,
+        )
+
+    def _point(self, index: int) -> int:
+        if index not in self._points:
+            raise ValueError(f"group {self.meta.group} lacks the latents at schedule position {index}")
+        return self._points[index]
+
+
+def to_device(conditioning: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Copies, because arrays that came through the object store are read-only."""
+    return {name: torch.tensor(value, device=device) for name, value in conditioning.items()}
+
+
+def _agree(one: Trajectory, other: Trajectory) -> bool:
+    return (
+        one.points == other.points
+        and one.train_steps == other.train_steps
+        and np.array_equal(one.sigmas, other.sigmas)
+        and _same_conditioning(one.conditioning, other.conditioning)
+    )
+
+
+def _same_conditioning(one: Conditioning, other: Conditioning) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -1,0 +1,119 @@
+"""Statistics of one optimizer step: float64 sums per group, added over the ranks in rank order."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import time
+
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import LossOutput
+from async_flowrl.training.fsdp import Gang
+from async_flowrl.training.messages import GroupMeta, GroupStats
+from async_flowrl.types import Span
+
+_NAMES = {"ratio": "ratio/mean"}
+"""Where metrics.jsonl calls a metric otherwise than the algorithms."""
+_COUNTS = ("kept", "nonzero")
+
+
+@dataclass
+class GroupTally:
+    """Sums over the rows of one group on this rank; `rows` counts them."""
+
+    meta: GroupMeta
+    window_start: int
+    sums: dict[str, float]
+    rows: int
+
+
+class Tally:
+    """Grows group by group; `reduce` adds the ranks up. All ranks must have added the same groups in the same order."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupTally] = []
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, start, time()))
+
+    def reduce(self, gang: Gang, device: torch.device) -> None:
+        """Replaces this rank's sums by the gang's."""
+        values = [value for group in self.groups for _, value in sorted(group.sums.items())]
+        parts = gang.gather(torch.tensor(values, dtype=torch.float64, device=device))
+        total = iter(sum(parts[1:], parts[0]).tolist())
+        for group in self.groups:
+            group.sums = {name: next(total) for name in sorted(group.sums)}
+            group.rows *= gang.world
+
+    def metrics(self, denominator: int) -> dict[str, float]:
+        """Means over all trained rows; `loss` is the one exception: its sum over `denominator`, as it was trained."""
+        names = sorted({name for group in self.groups for name in group.sums})
+        found = {}
+        for name in names:
+            having = [group for group in self.groups if name in group.sums]
+            total = sum(group.sums[name] for group in having)
+            if name == "loss":
+                found["loss"] = total / denominator
+            elif name not in _COUNTS:
+                found[_NAMES.get(name, name)] = total / sum(group.rows for group in having)
+        return found
+
+    def kept(self) -> dict[int, tuple[int, int]]:
+        """Per age: rows whose gradient survived, rows with a nonzero advantage."""
+        found: dict[int, tuple[int, int]] = {}
+        for group in self.groups:
+            kept, nonzero = found.get(group.meta.age, (0, 0))
+            sums = group.sums
+            found[group.meta.age] = kept + round(sums.get("kept", 0.0)), nonzero + round(sums.get("nonzero", 0.0))
+        return found
+
+    def stats(self) -> tuple[GroupStats, ...]:
+        return tuple(
+            GroupStats(
+                group=group.meta.group,
+                version=group.meta.version,
+                age=group.meta.age,
+                window_start=group.window_start,
+                rows=group.rows,
+                metrics={_NAMES.get(name, name): value / group.rows for name, value in group.sums.items()},
+            )
+            for group in self.groups
+        )
+
+
+class RowSums:
+    """Sums of a group's per-row numbers, kept on the device until the group is done."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
+        self.rows = 0
+
+    def add(self, output: LossOutput) -> None:
+        self.rows += len(output.loss)
+        rows: Mapping[str, Tensor] = {**output.metrics, "loss": output.loss.detach()}
+        for name, values in rows.items():
+            if values.shape != output.loss.shape:
+                raise ValueError(
+                    f"metric {name} must be one number per row {list(output.loss.shape)}, got {list(values.shape)}"
+                )
+            total = values.detach().double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def set_mean(self, name: str, mean: Tensor | None) -> None:
+        """A number known only as a mean: counted as if every row of the group had it."""
+        if mean is not None:
+            self._means[name] = mean
+
+    def totals(self) -> dict[str, float]:
+        """One device-to-host copy for all of them."""
+        sums = self._sums | {name: mean * self.rows for name, mean in self._means.items()}
+        names = sorted(sums)
+        return dict(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True)) if names else {}

@@ -1,0 +1,84 @@
+"""Binding proof: the weights that arrived sit in the modules they belong to, with the right scale.
+
+Digests prove that bytes arrived, not that each tensor reached its module: two equal-shaped tensors swapped before
+hashing, or a wrong alpha, keep every digest right. So both ends compute scaling * B (A x) for each of their *named
+modules*, with x seeded by the module's name, and compare. As B is zero at the start of training, an adapter with
+random B (the canary) is delivered and probed before the first version.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoint_engine.errors import WeightsMismatch
+from checkpoint_engine.layout import Layout, dtype_of
+
+CANARY_VERSION = -1
+PROJECTIONS = 4
+TOLERANCE = 1e-9
+"""Relative; probes are float64, so that only the order of summation can differ."""
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """One adapted linear layer: a [rank, in], b [out, rank], y += scaling * b (a x)."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+@torch.no_grad()
+def binding_probe(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
+    """For each module, by its name: float64 [5], the norm of scaling * B (A x) and four projections of it.
+
+    Raises WeightsMismatch for a module whose A and B don't fit each other.
+    """
+    return {name: _probe(name, modules[name]) for name in sorted(modules)}
+
+
+def _probe(name: str, module: LoraModule) -> Tensor:
+    a, b = module.a.detach().cpu().double(), module.b.detach().cpu().double()
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise WeightsMismatch(f"{name} has A {list(a.shape)} and B {list(b.shape)}: ranks differ")
+    x = torch.randn(a.shape[1], generator=_generator(name, "x"), dtype=torch.float64)
+    y = module.scaling * (b @ (a @ x))
+    projections = torch.randn(PROJECTIONS, y.shape[0], generator=_generator(name, "y"), dtype=torch.float64)
+    return torch.cat([y.norm().reshape(1), projections @ y])
+
+
+def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor], *, who: str = "the receiver") -> None:
+    """Compares two results of `binding_probe`; raises WeightsMismatch naming the first module that differs.
+
+    Modules whose output is zero at the trainer prove nothing and are refused too: probe with the canary.
+    """
+    for name in sorted(trainer.keys() | receiver.keys()):
+        if name not in receiver or name not in trainer:
+            where = who if name not in receiver else "the trainer"
+            raise WeightsMismatch(f"{name} is not adapted at {where}")
+        mine, theirs = trainer[name], receiver[name]
+        scale = float(mine[0])
+        if not scale > 0.0:
+            raise WeightsMismatch(f"{name} has output norm {scale:g} at the trainer: its binding can't be proven")
+        gap = float((mine - theirs).abs().max()) / scale
+        if not gap <= TOLERANCE:
+            raise WeightsMismatch(
+                f"{name} at {who} doesn't compute what the trainer's does: relative difference {gap:.3g} "
+                f"(tensors of another module, A and B swapped, or another alpha)"
+            )
+
+
+def canary_tensors(layout: Layout, seed: int) -> dict[str, Tensor]:
+    """Random tensors of a layout, each drawn from (seed, name), for the delivery that precedes version 0."""
+    return {
+        entry.name: torch.randn(entry.shape, generator=_generator(entry.name, str(seed))).to(dtype_of(entry))
+        for entry in layout.entries
+    }
+
+
+def _generator(*names: str) -> torch.Generator:
+    seed = int.from_bytes(hashlib.blake2b("/".join(names).encode(), digest_size=8).digest(), "little") >> 1
+    return torch.Generator("cpu").manual_seed(seed)

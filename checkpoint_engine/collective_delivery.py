@@ -1,0 +1,203 @@
+"""The controller's part of a collective delivery: epochs, handshakes, deadlines, abort and fall-back."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
+from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.outcome import error_names
+from checkpoint_engine.process_group import SENDER, Epoch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAILURES = 3
+"""Failures in a row after which the collective is not tried again."""
+BYTES_PER_SECOND = 50e6
+"""The slowest link that is waited for: the deadline of a broadcast grows by nbytes over this."""
+_VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
+
+
+class GroupSender(Protocol):
+    """The sending process as the controller sees it (`CollectiveSender`, awaited)."""
+
+    async def address(self) -> tuple[str, int]: ...
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def draft(self, version: int) -> Draft: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def send(self, draft: Draft) -> None:
+        """Sends the version and seals it meanwhile."""
+        ...
+
+    async def abort_group(self) -> None:
+        """Must get through while `send` is under way: another lane."""
+        ...
+
+
+@runtime_checkable
+class GroupReceiver(Protocol):
+    """What a receiver endpoint also has when it can join groups (`CollectiveReceiver`, awaited)."""
+
+    name: str
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def accept(self, draft: Draft) -> Ack: ...
+    async def abort_group(self) -> None: ...
+
+
+class CollectiveBroadcast:
+    """A `Broadcast` for `Delivery`. Several deliveries may share it: their collectives run one after another."""
+
+    def __init__(
+        self,
+        sender: GroupSender,
+        *,
+        name: str = "gloo",
+        setup_seconds: float = 3.0,
+        ready_seconds: float = 2.0,
+        sender_seconds: float = 30.0,
+    ) -> None:
+        """`sender_seconds` is how long the sender may be busy with something else before it is asked to be ready."""
+        self.name = name
+        self.failures = 0
+        self._sender, self._setup, self._ready, self._patience = sender, setup_seconds, ready_seconds, sender_seconds
+        self._secret = secrets.token_hex(16)
+        self._number = 0
+        self._members: tuple[str, ...] = ()
+        self._in_a_row = 0
+        self._order = asyncio.Lock()
+
+    async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
+        """Sends a staged version, which is sealed meanwhile; one result per receiver that took part.
+
+        Members without an Ack, and the others, are left to the caller.
+        """
+        members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
+        if not members or self._in_a_row >= MAX_FAILURES:
+            return {}
+        async with self._order:
+            try:
+                draft = await self._within(self._patience, self._sender.draft(version))
+                await self._meet(draft, members)
+                results = await self._exchange(draft, members, await self._enter(draft, members))
+            except Exception as error:  # whatever it was, the caller delivers another way, and finds out
+                await self._give_up(version, members, error)
+                return {member.name: error for member in members}
+            lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
+            if lost:
+                await self._give_up(version, members, lost[0])
+            else:
+                self._in_a_row = 0
+            return results
+
+    async def close(self) -> None:
+        await self._quietly([self._sender.abort_group()])
+
+    async def _meet(self, draft: Draft, members: Sequence[GroupReceiver]) -> None:
+        """Opens a new epoch where membership changed."""
+        names = tuple(member.name for member in members)
+        if names != self._members:
+            self._members = ()
+            self._number += 1
+            deadline = self._setup + draft.nbytes / BYTES_PER_SECOND
+            host, port = await self._within(self._ready, self._sender.address())
+            epoch = Epoch(self._number, self._secret, host, port, len(members) + 1, deadline)
+            joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
+            await self._all(self._setup + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
+            self._members = names
+
+    async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
+        """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
+
+        A member is told to take it together with the question, on the same lane behind it, which saves a round trip.
+        """
+        loop, number = asyncio.get_running_loop(), self._number
+        calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
+        asked = [loop.create_task(call) for call in calls]
+        accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
+        try:
+            async with asyncio.timeout(self._ready):
+                await asyncio.gather(*asked)
+        except BaseException:  # the abort that follows reaches those who wait in their processes
+            await _ended([*asked, *accepting.values()])
+            raise
+        return accepting
+
+    async def _exchange(
+        self, draft: Draft, members: Sequence[GroupReceiver], accepting: "dict[str, asyncio.Task[Ack]]"
+    ) -> dict[str, Ack | BaseException]:
+        """The sender enters the collective too; the first transport failure aborts the others."""
+        loop = asyncio.get_running_loop()
+        sending = loop.create_task(self._sender.send(draft))
+        tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
+        limit = loop.time() + self._setup + draft.nbytes / BYTES_PER_SECOND + 1.0
+        waiting = set(tasks)
+        while waiting and loop.time() < limit:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=limit - loop.time(), return_when=asyncio.FIRST_EXCEPTION
+            )
+            if _error_of_a_transfer(done - {sending}) or (sending in done and sending.exception()):
+                break
+        if waiting:
+            await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+            _, waiting = await asyncio.wait(waiting, timeout=self._ready)
+        await _ended(tasks)
+        results = {name: _outcome(task) for name, task in accepting.items()}
+        error = _error(sending)
+        served = all(isinstance(result, Ack) for result in results.values())
+        if error is not None and (served or error_names(error) & _VERIFIED):
+            raise error
+        return results
+
+    async def _give_up(self, version: int, members: Sequence[GroupReceiver], error: BaseException) -> None:
+        self.failures += 1
+        self._in_a_row += 1
+        self._members = ()
+        await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+        after = "" if self._in_a_row < MAX_FAILURES else f"; {self.name} is not tried again"
+        logger.warning("version %d goes without %s: %s%s", version, self.name, repr(error), after)
+
+    async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """All calls within a deadline; the first failure cancels the rest."""
+        async with asyncio.timeout(seconds):
+            tasks = [asyncio.get_running_loop().create_task(call) for call in calls]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                await _ended(tasks)
+
+    async def _within(self, seconds: float, call: Awaitable[T]) -> T:
+        async with asyncio.timeout(seconds):
+            return await call
+
+    async def _quietly(self, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Aborts reach whoever still lives; a member that is dead has nothing to abort."""
+        done = await asyncio.gather(*(asyncio.wait_for(call, self._ready) for call in calls), return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException):
+                logger.info("abort not delivered: %r", error)
+
+
+async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:
+    """All have ended, those under way by being cancelled."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:
+    """Whether one ended without the bytes: what found them wrong has them all."""
+    return any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done)
+
+
+def _error(task: "asyncio.Task[Any]") -> BaseException | None:
+    return TransferFailed("no answer") if task.cancelled() else task.exception()
+
+
+def _outcome(task: "asyncio.Task[Ack]") -> Ack | BaseException:
+    return _error(task) or task.result()

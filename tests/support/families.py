@@ -1,0 +1,56 @@
+"""What the tests of all model families share: a tiny pipeline of each, with an adapter that does something."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.registry import FAMILIES, load_pipeline, load_policy, resolve_model
+from async_flowrl.types import Sampling
+from tests.support.tiny import randomise, sampling, tensors
+
+NAMES = sorted(FAMILIES)
+TEXT, NEGATIVE = "red red red red", "a grey one"
+
+
+def model_config(family: str) -> ModelConfig:
+    """A short text where the family pads: hundreds of tokens of padding would cost more than the image."""
+    return ModelConfig(
+        tiny=TinyConfig(family=family, heads=4), max_sequence_length=None if family == "qwen_image" else 24
+    )
+
+
+def policy_of(family: str, *, parts: str = "all", dtype: str = "float32") -> Policy:
+    return load_policy(
+        resolve_model(replace(model_config(family), dtype=dtype)), dtype=dtype, device="cpu", parts=parts
+    )
+
+
+def adapted(family: str, *, lora: LoraConfig | None = None) -> Policy:
+    """With B drawn at random, so that the adapter changes the output."""
+    policy = policy_of(family)
+    add_lora(policy.transformer, lora or LoraConfig(rank=4, alpha=10.0), policy, seed=0)
+    randomise(lora_parameters(policy.transformer))
+    return policy
+
+
+def pipeline_of(family: str) -> Any:
+    """The stock pipeline, its weights in the same aligned memory as a policy's."""
+    pipeline = load_pipeline(resolve_model(model_config(family)), dtype="float32", device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:
+    return replace(
+        sampling(cfg=cfg, **options), guidance_scale=3.5 if family == "flux" else 0.0, negative_prompt=NEGATIVE
+    )
+
+
+def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    positive, negative = policy.encode([TEXT, NEGATIVE])
+    return tensors(positive), tensors(negative)

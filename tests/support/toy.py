@@ -1,0 +1,193 @@
+"""The real controller on toy workers in virtual time.
+
+Real tickets, gate, loop, delivery and receivers; a policy of a few numbers in place of the network, and sleeps in place
+of compute. The weights depend on every image, its noise, its version and the order of training, so that equal digests
+mean equal runs.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.weights import PublishedWeights
+from async_flowrl.loop import run
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.table import Ticket, TicketTable
+from async_flowrl.tickets.ticket import record
+from async_flowrl.types import Prompt
+from separation.group import PoolSpec
+from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
+from tests.support.toy_pool import Fault, ListObserver, Timing, VirtualGroup, World, no_fault
+from tests.support.virtual import run_virtual
+
+
+class ToySteps:
+    """Records every step's metrics; starts evaluations as the real bookkeeping does."""
+
+    def __init__(self, observer: ListObserver) -> None:
+        self.observer = observer
+        self.lines: list[dict[str, float]] = []
+        self.evaluated: list[EvaluationResult] = []
+        self.evaluations = Evaluations(self.evaluated.append)
+
+    async def before_training(self, ctx: Context) -> None:
+        if ctx.config.evaluate.before_training:
+            await self.evaluations.start(ctx, 0)
+        self.began = self.observer.now()
+
+    async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
+        began, self.began = self.began, self.observer.now()
+        self.observer.event("step", step=step, started=began, ended=self.began)
+        self.lines.append(stats)
+        self.evaluations.check()
+        every = ctx.config.evaluate.every
+        if every and (step + 1) % every == 0:
+            await self.evaluations.start(ctx, step + 1)
+
+    async def drain(self, ctx: Context) -> None:
+        await self.evaluations.drain()
+
+    def abandon(self) -> None:
+        self.evaluations.cancel()
+
+
+@dataclass
+class ToyRun:
+    """What a finished (or failed) toy run can be asked."""
+
+    digest: str
+    observer: ListObserver
+    lines: list[dict[str, float]]
+    trained: list[tuple[int, int, int]]
+    table: TicketTable
+    evaluated: list[EvaluationResult]
+    groups: Mapping[str, VirtualGroup]
+    seconds: float
+    sync: Mapping[str, Any]
+
+    def staleness(self) -> list[float]:
+        return [line["staleness/max"] for line in self.lines]
+
+    def tickets(self, state: str, kind: str = "train") -> list[dict[str, Any]]:
+        """The transitions into `state`, in the order they happened."""
+        return self.observer.of("ticket", state=state, kind=kind)
+
+    def published(self) -> dict[int, str]:
+        """Digest of every version that was sent."""
+        return {event["version"]: event["digest"] for event in self.observer.of("version", state="sent")}
+
+
+def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **changes: Any) -> Config:
+    config = Config(total_steps=steps, prompts_per_step=4, group_size=4, max_staleness=k, hand_over=hand_over, seed=0)
+    config.reward = RewardConfig(terms={"color": RewardTerm()}, backoff=0.1)
+    config.evaluate = EvaluateConfig(before_training=False, images_per_prompt=2)
+    config.rollout.num_workers = 2
+    config.deadlines = DeadlinesConfig(load=60, generate=30, score=30, publish=30, update=60, stall=20)
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        target: Any = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, value)
+    return config
+
+
+Disturbance = Callable[[Context, Mapping[str, VirtualGroup]], Awaitable[None]]
+"""Runs beside the loop and may do to the pools whatever it likes."""
+
+
+async def toy_run(
+    config: Config,
+    timing: Timing | None = None,
+    fault: Fault = no_fault,
+    *,
+    disturb: Disturbance | None = None,
+    observer: ListObserver | None = None,
+) -> ToyRun:
+    """Builds the context as build.py does, with virtual groups, and runs the real loop."""
+    observer = observer or ListObserver()
+    groups = toy_groups(config, World(timing or Timing(), fault, observer))
+    for worker in groups["rollout"].workers:
+        worker.target.load()
+    steps = ToySteps(observer)
+    ctx = toy_context(config, groups, observer, steps)
+    beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
+    try:
+        await run(ctx)
+    finally:
+        if beside is not None:
+            beside.cancel()
+        steps.abandon()
+        await ctx.weights.close()
+    trainer = groups["trainer"].workers[0].target
+    return ToyRun(
+        digest=trainer.weights_digest(),
+        observer=observer,
+        lines=steps.lines,
+        trained=trainer.trained,
+        table=ctx.table,
+        evaluated=steps.evaluated,
+        groups=groups,
+        seconds=asyncio.get_running_loop().time(),
+        sync=ctx.weights.report(),
+    )
+
+
+def toy_groups(config: Config, world: World) -> dict[str, VirtualGroup]:
+    pools: tuple[tuple[str, int, Any], ...] = (
+        ("trainer", config.trainer.num_workers, ToyTrainer),
+        ("rollout", config.rollout.num_workers, ToyRollout),
+        ("reward", config.reward.num_workers, ToyReward),
+    )
+    return {
+        name: VirtualGroup(PoolSpec(name, "", count, arguments={"config": config}), factory, world)
+        for name, count, factory in pools
+    }
+
+
+def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: ListObserver, steps: ToySteps) -> Context:
+    algorithm = build_algorithm(
+        config.algorithm,
+        max_staleness=config.max_staleness,
+        updates_per_batch=config.trainer.updates_per_batch,
+        hand_over=config.hand_over,
+        num_inference_steps=2,
+    )
+    prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
+    table = TicketTable(shape(config), on_change=lambda ticket: note(observer, ticket))
+    gang = TrainerGang(groups["trainer"], algorithm)
+    weights = PublishedWeights(gang)
+    ctx = Context(
+        config=config,
+        recipe=Recipe(config, prompts, prompts[:2]),
+        table=table,
+        rollout=groups["rollout"],
+        reward=groups["reward"],
+        trainer=gang,
+        weights=weights,
+        observer=observer,
+        steps=steps,
+        base_digest="toy",
+    )
+    weights.ctx = ctx
+    for worker in groups["rollout"].workers:
+        table.join(worker.name)
+    return ctx
+
+
+def note(observer: ListObserver, ticket: Ticket) -> None:
+    observer.event("ticket", **record(ticket), group=ticket.group)
+
+
+def virtual(
+    config: Config, timing: Timing | None = None, fault: Fault = no_fault, *, horizon: float = 1e5, **more: Any
+) -> ToyRun:
+    """A toy run in virtual time. Whatever ends it is raised; a hang is Deadlock or HorizonReached."""
+    return run_virtual(toy_run(config, timing, fault, **more), horizon=horizon)

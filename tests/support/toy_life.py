@@ -1,0 +1,158 @@
+"""Whole controllers on toy pools in virtual time: real checkpoints, ledgers and lives in a real run directory.
+
+A controller that is killed leaves what is on disk at that instant, and nothing that it would have written on its way
+out; the next one goes on in a copy of that.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.checkpoints import find_resume
+from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.observability.events import Event, read_events
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.run.job import open_ledgers
+from async_flowrl.run.launch import load_pools
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.run.recovery import Run, live, restore
+from async_flowrl.run.stopping import StopRequest
+from async_flowrl.tickets.request import Recipe
+from async_flowrl.types import Prompt
+from checkpoint_engine.transports import OBJECT_STORE
+from separation.group import WorkerDied
+from tests.support.toy import toy_groups
+from tests.support.toy_pool import VirtualGroup, World
+from tests.support.virtual import run_virtual
+
+Groups = Mapping[str, VirtualGroup]
+PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]
+UNCOMPARED = ("timing/", "pool/", "images_per_s", "evaluation")
+"""Beginnings of metrics' names that may differ between runs that must be equal: times, and what is compared apart."""
+
+
+@dataclass
+class Outside:
+    """What happens to a controller. `disturb` runs beside it; it may call `kill` or ask `stop`."""
+
+    world: World
+    disturb: Callable[["Outside", Groups], Any] | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def run_controller(
+    config: Config, root: Path, world: World, *, disturb: Any = None, horizon: float = 1e5
+) -> Path | None:
+    """Runs one controller in `root`. None if it ended by itself; else the copy of what a killed one left on disk.
+
+    Pictures and config.yaml are left out: nothing goes on from them, and they cost more than the run.
+    """
+
+    async def body() -> Path | None:
+        outside = Outside(world, disturb)
+        main = asyncio.ensure_future(controller(config, root, outside))
+        death = asyncio.ensure_future(outside.killed.wait())
+        await asyncio.wait([main, death], return_when=asyncio.FIRST_COMPLETED)
+        if outside.killed.is_set() and not main.done():
+            return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
+        death.cancel()
+        try:
+            await main
+        except WorkerDied:
+            if not outside.stop():
+                raise
+            # build.py's `train` makes this an end with the resumable code.
+            return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
+        return None
+
+    pictures = mock.patch("async_flowrl.controller.after_step.write_grid")
+    settings = mock.patch("async_flowrl.observability.run_directory.OmegaConf", **{"to_yaml.return_value": ""})
+    with pictures, settings:
+        return run_virtual(body(), horizon=horizon)
+
+
+async def controller(config: Config, root: Path, outside: Outside) -> None:
+    """What build.py's `train` does, with toy pools in place of a cluster."""
+    directory = RunDirectory(root)
+    directory.create(config)
+    algorithm = build_algorithm(
+        config.algorithm,
+        max_staleness=config.max_staleness,
+        updates_per_batch=config.trainer.updates_per_batch,
+        hand_over=config.hand_over,
+        num_inference_steps=2,
+    )
+    prepared = Prepared(
+        config, ResolvedModel("toy", "toy", None), algorithm, Recipe(config, PROMPTS, PROMPTS[:2]), Shapes((4,), {})
+    )
+    resume = find_resume(config, directory)
+    groups = toy_groups(config, outside.world)
+    gang = TrainerGang(groups["trainer"], algorithm)
+    await load_pools(config, groups, gang)
+    await restore(gang, directory, resume)
+    with opened(prepared, directory, resume) as ledgers:
+        run = Run(prepared, directory, groups, gang, ledgers, outside.stop, "toy", OBJECT_STORE, {})
+        beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
+        try:
+            ctx = await live(run, resume)
+        finally:
+            if beside is not None:
+                beside.cancel()
+        digest = await gang.workers.workers[0].call("weights_digest")
+        summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
+        directory.write_summary(summary)
+
+
+@contextmanager
+def opened(prepared: Prepared, directory: RunDirectory, resume: Any) -> Iterator[Any]:
+    ledgers = open_ledgers(prepared, directory, resume, clock=asyncio.get_running_loop().time)
+    try:
+        yield ledgers
+    finally:
+        ledgers.events.close()
+        ledgers.monitor.close()
+        directory.release()
+
+
+def summary(root: Path) -> dict[str, Any]:
+    return dict(json.loads((root / "summary.json").read_text()))
+
+
+def logged(root: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times and evaluations."""
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return [{key: x for key, x in line.items() if not key.startswith(UNCOMPARED)} for line in lines]
+
+
+def evaluations(root: Path) -> dict[int, float]:
+    """Mean reward by evaluated version."""
+    found: dict[int, float] = {}
+    for text in (root / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "evaluation/reward/mean" in line:
+            found[line["step"] + 1] = line["evaluation/reward/mean"]
+        if "evaluation_before/reward/mean" in line:
+            found[0] = line["evaluation_before/reward/mean"]
+    return found
+
+
+def rollbacks(root: Path) -> list[int]:
+    return [event["step"] for event in events(root, "rollback")]
+
+
+def events(root: Path, name: str) -> list[Event]:
+    return [event for event in read_events(root / "events.jsonl") if event["event"] == name]

@@ -1,0 +1,241 @@
+"""Rollout, reward and trainer of a few numbers each, with the real sending and receiving ends."""
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from async_flowrl.config.schema import Config
+from async_flowrl.rewards.composite import checked
+from async_flowrl.seeds import generator
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
+from checkpoint_engine import (
+    CANARY_VERSION,
+    RING,
+    Ack,
+    Header,
+    LoraModule,
+    Publisher,
+    Receiver,
+    binding_probe,
+    canary_tensors,
+    weights_digest,
+)
+from checkpoint_engine import EVALUATION as EVALUATION_SLOT
+
+SIZE = 8
+
+
+class Torn(BaseException):
+    """The process that was writing is gone."""
+
+
+@contextmanager
+def failing_disk(spoil: str | None, *, at: int) -> Iterator[None]:
+    """The `at`-th fsync or rename is the last thing that happens ("torn"), or finds the disk full ("full")."""
+    if spoil is None:
+        yield
+        return
+    left = at
+
+    def spoilt(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Torn if spoil == "torn" else OSError(errno.ENOSPC, "No space left on device")
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    with ExitStack() as patches:
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace")):
+            patches.enter_context(mock.patch.object(owner, name, spoilt(getattr(owner, name))))
+        yield
+    if spoil == "torn":
+        raise Torn
+
+
+def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """One LoRA layer "layer": A random, B zero, as at the start of a real run."""
+    return {
+        "layer.lora_A.weight": torch.randn(2, SIZE, generator=generator(seed)),
+        "layer.lora_B.weight": torch.zeros(SIZE, 2),
+    }
+
+
+def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
+    return {"layer": LoraModule(tensors["layer.lora_A.weight"], tensors["layer.lora_B.weight"], 2.0)}
+
+
+class ToyRollout:
+    """Images are one byte per pixel of a number computed from the live weights and the image's noise."""
+
+    receiver: Receiver
+
+    def __init__(self, config: Config, index: int, name: str) -> None:
+        self.config, self.name = config, name
+        self.tensors = toy_tensors(config.seed)
+        self.watermarks: list[tuple[int, str, str]] = []
+        """(version asked for, digest reported, digest of the live bytes at the end) of every ticket."""
+
+    def load(self) -> dict[str, str]:
+        """As with a real worker, nothing works before."""
+        self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=4.0, rank=2)
+        return {"base_digest": "toy"}
+
+    def reset(self) -> None:
+        self.receiver.clear()
+
+    def receive(self, header: Header, buffer: Any, slot: str = RING) -> Ack:
+        return self.receiver.receive(header, buffer, slot)
+
+    def relay(self, header: Header, slot: str) -> tuple[None, Any]:
+        return None, self.receiver.export(header.stream, header.version, slot=slot)[1]
+
+    def prove(self, version: int) -> Any:
+        self.receiver.activate("policy", version)
+        return binding_probe(toy_lora(self.tensors))
+
+    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
+        slot = EVALUATION_SLOT if request.kind == EVALUATION else RING
+        digest = self.receiver.activate("policy", request.version, slot=slot)
+        a, b = (self.tensors[f"layer.lora_{x}.weight"] for x in "AB")
+        noise = torch.stack([torch.randn(SIZE, generator=generator(s)) for s in request.initial_seeds])
+        values = noise + 2.0 * noise @ a.T @ b.T
+        images = (torch.sigmoid(values) * 255).to(torch.uint8).numpy().reshape(len(values), 1, 1, SIZE)
+        trajectory = Trajectory(values.numpy(), (0, 1), (0,), values[:, :1].numpy(), np.zeros(2, np.float32), {})
+        self.watermarks.append((request.version, digest, self.receiver.live_digest()))
+        report = RolloutReport(request.ordinal, request.version, digest, len(images), ())
+        return report, images, None if request.kind == EVALUATION else trajectory
+
+
+class ToyReward:
+    def __init__(self, config: Any, index: int, name: str) -> None:
+        self.name = name
+        self.spoil: str | None = None
+        """"nan" or "count": what is wrong with the next result."""
+
+    def score(self, prompt: Prompt, *images: Any) -> Scores:
+        values = [float(x.mean()) for image in images for x in image]
+        result = {"nan": [*values[:-1], float("nan")], "count": values[:-1]}.get(self.spoil or "", values)
+        self.spoil = None
+        total = checked("color", prompt, result, len(values))
+        return Scores(total, {"color": total})
+
+
+class ToyTrainer:
+    """Steps with momentum on a made-up loss in which every trajectory and advantage counts; real checkpoints."""
+
+    def __init__(self, config: Config, index: int, name: str) -> None:
+        self.config, self.index = config, index
+        self.tensors = toy_tensors(config.seed)
+        self.momentum = torch.zeros(SIZE, 2)
+        self.anchors: list[int] = []
+        """Groups of the batch under way whose predictions by its first weights were taken."""
+        self.spoil: str | None = None
+        """"torn" or "full": what goes wrong with the next checkpoint, somewhere inside its writing."""
+        self._snapshot: Checkpoint | None = None
+        self.publisher = Publisher(self.tensors, alpha=4.0, rank=2, retain=config.max_staleness + 1)
+        self.retained = {0: self._copy()}
+        self.trained: list[tuple[int, int, int]] = []
+        """(step, group, version) of every group trained, in order."""
+
+    def load(self) -> dict[str, Any]:
+        return {"base_digest": "toy", "device": "cpu"}
+
+    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
+        self.anchors.append(part.metas[0].group)
+
+    def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
+        if part.begins is not None:
+            self.begin(part.step, part.begins)
+        self.accumulate(part.metas, *trajectories)
+        return self.finish() if part.finishes else None
+
+    def begin(self, step: int, plan: StepPlan) -> None:
+        self.step, self.plan = step, plan
+        self.gradient = torch.zeros(SIZE, 2)
+        self.count = 0
+
+    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
+        left = iter(trajectories)
+        for meta in metas:
+            latents = torch.from_numpy(np.concatenate([t.latents for t in islice(left, meta.tickets)]))
+            weights = torch.tensor(meta.advantages, dtype=torch.float32)[:, None]
+            self.gradient += (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T) / self.plan.rows
+            self.trained.append((self.step, meta.group, meta.version))
+            self.count += 1
+
+    def finish(self) -> UpdateStats:
+        if self.count:
+            self.momentum = 0.5 * self.momentum + self.gradient / (1e-6 + self.gradient.norm())
+            self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
+        if self.plan.update == self.config.trainer.updates_per_batch - 1:
+            self.anchors.clear()
+            self.retained[self.step + 1] = self._copy()
+            for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
+                del self.retained[old]
+        return UpdateStats(self.step, self.plan.update, self.count == 0, {"loss": 0.0})
+
+    def canary(self) -> dict[str, torch.Tensor]:
+        tensors = canary_tensors(self.publisher.layout, 1)
+        self.publisher.stage(CANARY_VERSION, tensors)
+        return binding_probe(toy_lora(tensors))
+
+    def stage(self, version: int, stream: str) -> None:
+        self.publisher.stage(version, self.retained[version])
+
+    def seal(self, version: int, stream: str) -> Header:
+        return self.publisher.seal(version)
+
+    def payload(self, version: int, stream: str) -> tuple[Header, Any]:
+        return self.publisher.payload(version)
+
+    def hold(self, version: int, stream: str) -> None:
+        self.publisher.hold(version)
+
+    def release(self, version: int, stream: str) -> None:
+        self.publisher.release(version)
+
+    def snapshot(self) -> int:
+        version = max(self.retained)
+        retained = {f"{v}/{name}": t for v, tensors in self.retained.items() for name, t in tensors.items()}
+        parts = {"weights": self._copy(), "optimizer": {"momentum": self.momentum.clone()}, "retained": retained}
+        self._snapshot = Checkpoint(parts, {"version": version, "weights_digest": self.weights_digest()}, {})
+        return version
+
+    def save(self, directory: str, controller: Mapping[str, Any]) -> str:
+        found, spoil, self.spoil = self._snapshot, self.spoil, None
+        assert found is not None and controller["version"] == found.trainer["version"]
+        version, keep = int(controller["version"]), self.config.save.keep
+        whole = Checkpoint(found.tensors, found.trainer, controller)
+        # Eight operations lead to the rename; those after it a death may hit, but there is no more to be written.
+        with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
+            return str(write_checkpoint(Path(directory), version, whole, keep=keep))
+
+    def restore(self, path: str) -> int:
+        found = read_checkpoint(Path(path))
+        self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
+        self.momentum = found.tensors["optimizer"]["momentum"].clone()
+        self.retained = {}
+        for key, tensor in found.tensors["retained"].items():
+            version, name = key.split("/")
+            self.retained.setdefault(int(version), {})[name] = tensor.clone()
+        self.publisher.clear()
+        return int(found.trainer["version"])
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def weights_digest(self) -> str:
+        return weights_digest(self.tensors)
