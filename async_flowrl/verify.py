@@ -104,7 +104,7 @@ def exactly_once(run: RunFiles) -> str:
 
 
 def version_chain(run: RunFiles) -> str:
-    """Every version has one digest, in all lives; whatever was acknowledged or sampled from has it too."""
+    """Every version has one digest, in all attempts; whatever was acknowledged or sampled from has it too."""
     for (stream, version), digests in sorted(run.sent.items()):
         if len(digests) > 1:
             raise Broken(f"version {version} of {stream} was sent with {len(digests)} different digests")

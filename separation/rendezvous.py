@@ -23,7 +23,7 @@ def free_port(host: str = "") -> int:
         return port
 
 
-def gang_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
+def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
     """What `join` needs, under torchrun's names; GANG_TIMEOUT is in seconds. Each rank sees its own devices from 0."""
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
@@ -88,7 +88,7 @@ def leave() -> None:
     _stores.clear()
 
 
-async def join_gang(group: WorkerGroup, *, device: str = "cpu", timeout: float) -> None:
+async def join_process_group(group: WorkerGroup, *, device: str = "cpu", timeout: float) -> None:
     """Makes the group's workers the ranks 0..n-1 of a new default process group, leaving any earlier one first."""
     world = len(group.workers)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
@@ -97,7 +97,7 @@ async def join_gang(group: WorkerGroup, *, device: str = "cpu", timeout: float) 
         master = group.workers[0]
         port = await master.call("separation.rendezvous:open_store", world, timeout)
         environments = [
-            gang_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
+            rank_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
             for rank in range(world)
         ]
         await together(

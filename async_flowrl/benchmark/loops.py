@@ -144,7 +144,7 @@ def step_of(config: Config, role: str) -> Any:
             dtype=DTYPES[config.model.dtype],
         )
     tickets = [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
-    texts = [prepared.recipe.prompt(ticket).text for ticket in tickets]
+    texts = [prepared.requests.prompt(ticket).text for ticket in tickets]
 
     def generate() -> Any:
         return [bare.generate(text, n)[1] for text in texts]

@@ -50,9 +50,8 @@ def composed(name: str, overrides: Sequence[str], folder: Path | None = None) ->
     check_words(name, overrides, folder)
     name = name.removesuffix(".yaml")
     # Hydra looks for the primary configuration in the first folder only.
-    folders = sorted(
-        {config_dir(), (folder or config_dir()).absolute()}, key=lambda f: not (f / f"{name}.yaml").exists()
-    )
+    both = [config_dir(), *([folder.absolute()] if folder else [])]
+    folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
     others = [f"hydra.searchpath=[{other.as_uri()}]" for other in folders[1:]]
     try:
         with initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE):

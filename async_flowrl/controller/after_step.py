@@ -23,7 +23,7 @@ MEASURED = ("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log
 
 
 @dataclass
-class Bookkeeping:
+class AfterStep:
     """Implements the controller's `Steps` protocol (context.py)."""
 
     directory: RunDirectory

@@ -9,7 +9,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, numerics
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
@@ -19,9 +19,9 @@ from separation.supervise import deadline
 logger = logging.getLogger(__name__)
 
 DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
-MISSES = 3
+MAX_MISSED_CHECKPOINTS = 3
 """A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
-PAUSE = 1.0
+RETRY_SECONDS = 1.0
 """Seconds before a run's last checkpoint is tried again."""
 
 
@@ -33,7 +33,7 @@ class SaveFailed(RuntimeError):
 class Checkpoints:
     config: Config
     directory: RunDirectory
-    gang: TrainerGang
+    trainers: TrainerGroup
     misses: int = 0
     saved: list[int] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
@@ -43,13 +43,13 @@ class Checkpoints:
         return version == self.config.total_steps or (every > 0 and version % every == 0)
 
     async def insist(self, table: TicketTable, version: int) -> None:
-        """The last checkpoint of a run: there is no later one to make up for it. Raises SaveFailed after MISSES."""
+        """The last checkpoint of a run: no later one replaces it. Raises SaveFailed after MAX_MISSED_CHECKPOINTS."""
         await self.written()
         while version not in self.saved:
             await self.save(table, version)
             await self.written()
             if version not in self.saved:
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def save(self, table: TicketTable, version: int) -> None:
         """Copies the trainer's state (the trainer waits for that); it is written beside the next updates.
@@ -60,7 +60,7 @@ class Checkpoints:
         if version in self.saved:
             return
         async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
-            await self.gang.all("snapshot")
+            await self.trainers.all("snapshot")
         controller = {
             "version": version,
             "published": {str(v): digest for v, digest in table.published.items()},
@@ -86,7 +86,7 @@ class Checkpoints:
             self._writing.exception()  # Whatever it is, the life has ended by something else.
 
     async def _write(self, version: int, controller: dict[str, Any]) -> None:
-        writer = self.gang.workers.workers[0]
+        writer = self.trainers.workers.workers[0]
         try:
             async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
                 await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
@@ -95,7 +95,7 @@ class Checkpoints:
                 raise
             self.misses += 1
             logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
-            if self.misses >= MISSES:
+            if self.misses >= MAX_MISSED_CHECKPOINTS:
                 raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
             return
         self.misses = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
 from separation.group import Worker, WorkerGroup
@@ -61,7 +61,7 @@ def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> Non
 
 
 class Trainer(Protocol):
-    """The gang of trainer ranks as the controller sees it (training/gang.py)."""
+    """The trainer ranks as the controller sees them (controller/trainer.py)."""
 
     async def update(self, ctx: "Context", step: int) -> dict[str, float]: ...
 
@@ -123,7 +123,7 @@ class Steps(Protocol):
 @dataclass
 class Context:
     config: Config
-    recipe: Recipe
+    requests: RequestBuilder
     table: TicketTable
     rollout: WorkerGroup
     reward: WorkerGroup

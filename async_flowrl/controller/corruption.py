@@ -8,12 +8,12 @@ WORKERS = 3
 """So many workers in a row, given up over damaged weights while nothing new arrived anywhere, are not at fault."""
 
 
-class SpoiltVersion(RuntimeError):
+class CorruptedVersion(RuntimeError):
     """A version arrives damaged everywhere: what is sent is not what was sealed, and no replacement can help."""
 
 
 @dataclass
-class DamageWatch:
+class CorruptionWatch:
     newest: int = -1
     """Highest version that any worker has acknowledged."""
     given_up: int = 0
@@ -23,10 +23,10 @@ class DamageWatch:
             self.newest, self.given_up = version, 0
 
     def gave_up(self, error: BaseException) -> None:
-        """Raises SpoiltVersion when too many workers in a row were given up over damaged weights."""
+        """Raises CorruptedVersion when too many workers in a row were given up over damaged weights."""
         self.given_up += "TransferCorrupted" in error_names(error)
         if self.given_up >= WORKERS:
-            raise SpoiltVersion(
+            raise CorruptedVersion(
                 f"{self.given_up} workers in a row received damaged weights, however often they were sent; nothing "
                 f"newer than version {self.newest} has arrived anywhere: {error}"
             ) from error

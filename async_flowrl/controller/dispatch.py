@@ -12,13 +12,13 @@ from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
 """A worker that is gone, or as good as gone: it is killed and its place filled again."""
-LOSSES = 4
+MAX_LOSSES_PER_SLOT = 4
 """Workers that one place may lose in a row, without a finished ticket between them, before the run ends."""
-ATTEMPTS = 6
+MAX_TICKET_ATTEMPTS = 6
 """A ticket that had to be made more often than this ends the run: it seems to kill whoever makes it."""
-HANDS = 2
+TICKETS_PER_WORKER = 2
 """Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
-BACKOFF = 1.0
+BACKOFF_SECONDS = 1.0
 """Seconds before the second of several losses in a row is replaced; doubled each time."""
 
 
@@ -60,13 +60,13 @@ async def serve(ctx: Context, index: int, free: asyncio.Queue[int], tasks: async
     while True:
         try:
             if lost is not None:
-                pause = BACKOFF * (2 ** (losses - 1) - 1)
+                pause = BACKOFF_SECONDS * (2 ** (losses - 1) - 1)
                 place, lost = seat(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
-            await together(*(work(ctx, place, free, tasks) for _ in range(HANDS)))
+            await together(*(work(ctx, place, free, tasks) for _ in range(TICKETS_PER_WORKER)))
         except LOST as error:
             lost, losses = error, 1 if place.finished else losses + 1
             place.finished = False
-            if losses > LOSSES:
+            if losses > MAX_LOSSES_PER_SLOT:
                 error.add_note(f"place {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
 
@@ -113,7 +113,7 @@ async def next_ticket(ctx: Context, place: Place) -> Ticket:
 
 async def generate(ctx: Context, place: Place, ticket: Ticket) -> bool:
     """Has the ticket made; False if another attempt was first. Raises TicketLost for one that was lost too often."""
-    if ticket.attempt >= ATTEMPTS:
+    if ticket.attempt >= MAX_TICKET_ATTEMPTS:
         raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
     worker = place.worker
     ctx.table.start(ticket, worker.name)
@@ -121,7 +121,7 @@ async def generate(ctx: Context, place: Place, ticket: Ticket) -> bool:
     place.given += 1
     try:
         async with deadline(ctx.config.deadlines.generate * place.given, f"generate: {describe(ticket)}"):
-            report, payload = await worker.call_split("generate", ctx.recipe.request(ticket), returns=3)
+            report, payload = await worker.call_split("generate", ctx.requests.request(ticket), returns=3)
     finally:
         place.given -= 1
     return accept(ctx, worker, ticket, report, payload)
@@ -192,7 +192,7 @@ async def score_once(ctx: Context, index: int, group: list[Ticket], images: list
     worker = ctx.reward.workers[index]
     ctx.observer.state(worker.name, "busy")
     async with deadline(ctx.config.deadlines.score, f"score: {describe(group[0])} on {worker.name}"):
-        scores: Scores = await worker.call("score", ctx.recipe.prompt(group[0]), *images)
+        scores: Scores = await worker.call("score", ctx.requests.prompt(group[0]), *images)
     for span in scores.spans:
         book_span(ctx.observer, worker.name, span)
     ctx.observer.state(worker.name, "wait_data")

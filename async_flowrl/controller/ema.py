@@ -41,7 +41,7 @@ class AverageEnd:
         return self._trainers.workers[0]
 
 
-class AveragedWeights:
+class EmaWeights:
     """Keeps an average when it is new and delivers it when its evaluation's turn has come."""
 
     def __init__(

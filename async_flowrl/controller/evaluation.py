@@ -65,7 +65,7 @@ class Evaluations:
     async def _run(self, ctx: Context, version: int) -> None:
         async with self.turn:
             await ctx.weights.deliver_for_evaluation(version)
-            count = len(ctx.recipe.evaluation)
+            count = len(ctx.requests.evaluation)
             tickets = ctx.table.issue_evaluation(version=version, step=version, groups=count)
             ctx.work.notify()
             result = await collect(ctx, tickets, version)
@@ -88,7 +88,7 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
     scored = [ticket for ticket in tickets if ticket.scores is not None]
     return EvaluationResult(
         version,
-        prompts=tuple(ctx.recipe.prompt(ticket) for ticket in scored),
+        prompts=tuple(ctx.requests.prompt(ticket) for ticket in scored),
         images=tuple(images[ticket.ordinal] for ticket in scored),
         scores=tuple(ticket.scores for ticket in scored),
     )

@@ -25,7 +25,7 @@ from async_flowrl.types import Scores
 from separation.group import RefLost, WorkerGroup
 from separation.supervise import deadline, together
 
-TOGETHER = 8
+MAX_GROUPS_PER_CALL = 8
 """Groups that go to the ranks in one call where so many are ready: between two calls they wait for milliseconds."""
 
 
@@ -39,7 +39,7 @@ class HandedGroup:
     meta: GroupMeta | None
 
 
-class TrainerGang:
+class TrainerGroup:
     """All trainer ranks of one run."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
@@ -84,7 +84,7 @@ class TrainerGang:
             self._batch = self._hand_over(ctx, step, groups)
         start = 0
         while start < len(groups):
-            most = groups[start : min(start + TOGETHER, start - start % per_update + per_update)]
+            most = groups[start : min(start + MAX_GROUPS_PER_CALL, start - start % per_update + per_update)]
             if batch:
                 yield self._batch[start : start + len(most)]
                 start += len(most)
@@ -138,7 +138,7 @@ class TrainerGang:
         if scores is None or (self.algorithm.vanishes_at_zero and not any(advantages)):
             return HandedGroup(tickets, scores, advantages, None)
         first, config = tickets[0], ctx.config
-        prompt = ctx.recipe.prompt(first)
+        prompt = ctx.requests.prompt(first)
         meta = GroupMeta(
             group=first.group,
             tickets=len(tickets),
@@ -146,7 +146,7 @@ class TrainerGang:
             age=first.step - first.version,
             advantages=advantages,
             selected=tuple(self.algorithm.select(np.asarray(advantages))),
-            seeds=tuple(ctx.recipe.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
+            seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
             negative=prompt.negative_wording(config.rollout.negative_prompt),
             sampling=sampling(config),
         )
@@ -176,7 +176,7 @@ class TrainerGang:
     ) -> list[Any]:
         """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
 
-        Ranks of a gang confirm that they have them before any of them begins: afterwards they wait for each other.
+        Ranks of a trainers confirm that they have them before any of them begins: afterwards they wait for each other.
         """
         seconds = ctx.config.deadlines.update * (len(groups) + part.finishes)
         while True:
@@ -204,7 +204,7 @@ class TrainerGang:
             ticket.scores = group.scores
 
     def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
-        request = ctx.recipe.request(first.tickets[0])
+        request = ctx.requests.request(first.tickets[0])
         per_group = len(self.algorithm.select(np.arange(ctx.config.group_size, dtype=np.float64)))
         return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
 

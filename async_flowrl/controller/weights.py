@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.corruption import DamageWatch
-from async_flowrl.controller.ema import AveragedWeights
+from async_flowrl.controller.corruption import CorruptionWatch
+from async_flowrl.controller.ema import EmaWeights
 from async_flowrl.controller.endpoints import RolloutEnd, TrainerEnd
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.types import EMA
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -46,14 +46,14 @@ class Canary:
 class PublishedWeights:
     """The `Weights` of context.py. `start` makes it usable; it belongs to one running loop."""
 
-    gang: TrainerGang
+    trainers: TrainerGroup
     transport: str = OBJECT_STORE
     ctx: Context = field(init=False)
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
-    averaged: AveragedWeights | None = None
+    averaged: EmaWeights | None = None
     staged_seconds: float = 0.0
-    _damage: DamageWatch = field(default_factory=DamageWatch)
+    _damage: CorruptionWatch = field(default_factory=CorruptionWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class PublishedWeights:
 
     def _book(self, state: str) -> None:
         """What the trainer ranks do while they stand still for a version, and after it until the next update."""
-        for rank in self.gang.workers.workers:
+        for rank in self.trainers.workers.workers:
             self.ctx.observer.state(rank.name, state)
 
     async def welcome(self, worker: Worker) -> None:
@@ -162,20 +162,20 @@ class PublishedWeights:
 
     async def _start(self) -> None:
         config = self.ctx.config
-        sender = TrainerEnd(self.gang.workers, self.transport, self.sealed)
+        sender = TrainerEnd(self.trainers.workers, self.transport, self.sealed)
         options = DeliveryOptions(
             retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=self.delivery_retain
         )
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            probe = await self.gang.workers.workers[0].call("canary")
+            probe = await self.trainers.workers.workers[0].call("canary")
             header = await sender.seal(CANARY_VERSION)
             self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
         broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(sender, name=self.transport)
         self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
-            self.averaged = AveragedWeights(
-                self.gang.workers, options=options, replace=self._give_up, acknowledged=self._acknowledged
+            self.averaged = EmaWeights(
+                self.trainers.workers, options=options, replace=self._give_up, acknowledged=self._acknowledged
             )
         self._started.set()
 

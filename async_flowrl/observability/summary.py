@@ -74,7 +74,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
 
     After a resume, steps, images, rewards and staleness are those of the whole run; times and rates are this life's.
     """
-    first, life = this_life(effective(events))
+    first, life = last_attempt(effective(events))
     found = tracks(life)
     steady = steady_state(found, life, config.max_staleness)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
@@ -127,7 +127,7 @@ def flops_per_second(found: Sequence[Track], window: Interval) -> dict[str, floa
     return {pool: sum(each) / len(each) for pool, each in rates.items() if sum(each) > 0}
 
 
-def this_life(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
+def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
     """(step at which the run was last resumed, the events since then)."""
     for index in range(len(history) - 1, -1, -1):
         if history[index]["event"] == "rollback":

@@ -12,7 +12,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.observability.summary import WARM_UP_STEPS, this_life
+from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.work import Layout, Work
@@ -85,7 +85,7 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
 def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:
     """Configuration, this life's events and its metrics. Raises ValueError where a file is missing or broken."""
     try:
-        first, life = this_life(effective(read_events(run / "events.jsonl")))
+        first, life = last_attempt(effective(read_events(run / "events.jsonl")))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error

@@ -12,7 +12,7 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Bounds, Layout, Work, bounds, config_of
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import State, Ticket, TicketTable
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import PoolSpec, Worker, WorkerGroup
@@ -71,7 +71,7 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Predic
     )
     ctx = Context(
         config=config,
-        recipe=cast("Recipe", TicketRecipe()),
+        requests=cast("RequestBuilder", TicketRecipe()),
         table=table,
         rollout=cast("WorkerGroup", rollout),
         reward=cast("WorkerGroup", reward),

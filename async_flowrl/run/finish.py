@@ -10,13 +10,13 @@ import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, EventLog, effective, read_events
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.report import write_report
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.observability.summary import Outcome, summarise, this_life
+from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.lora_file import write as write_lora
 from async_flowrl.run.launch import ROLLOUT
@@ -27,7 +27,7 @@ from separation.supervise import deadline
 
 async def finish(
     ctx: Context,
-    gang: TrainerGang,
+    trainers: TrainerGroup,
     directory: RunDirectory,
     *,
     pools: PoolLedger,
@@ -36,7 +36,7 @@ async def finish(
 ) -> dict[str, Any]:
     """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
     config = ctx.config
-    trainer = gang.workers.workers[0]
+    trainer = trainers.workers.workers[0]
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
         digest = await trainer.call("weights_digest")
@@ -78,7 +78,7 @@ async def peak_of(config: Config, trainer: Worker) -> float | None:
 
 def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:
     """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
-    _, life = this_life(effective(history))
+    _, life = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in life if e["event"] == "span" and e["name"] == "activate")
     waited = outcome.pools[ROLLOUT]
     return waited["wait_weights"] + waited["sync"] + activated / workers

@@ -14,7 +14,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Resume, find_resume
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
@@ -115,19 +115,21 @@ async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirec
     resume = find_resume(config, directory)
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups:
-            gang = TrainerGang(groups[TRAINER], prepared.algorithm)
-            info = await load_pools(config, groups, gang)
+            trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
+            info = await load_pools(config, groups, trainers)
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
-                await send_negatives(gang, negatives)
-                await restore(gang, directory, resume)
+                await send_negatives(trainers, negatives)
+                await restore(trainers, directory, resume)
             ledgers = open_ledgers(prepared, directory, resume)
             try:
                 transport = resolve_transport(config.checkpoint_engine.transport, info["device"])
-                run = Run(prepared, directory, groups, gang, ledgers, stop, info["base_digest"], transport, negatives)
+                run = Run(
+                    prepared, directory, groups, trainers, ledgers, stop, info["base_digest"], transport, negatives
+                )
                 ctx = await live(run, resume)
                 summary = await finish(
-                    ctx, gang, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
+                    ctx, trainers, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
                 )
             finally:
                 ledgers.events.close()

@@ -12,7 +12,7 @@ import torch
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.dispatch import check_base, load_rollout
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
@@ -20,7 +20,7 @@ from checkpoint_engine.transports import resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.placement import ResourcesMissing, own_cluster
-from separation.rendezvous import gang_environment
+from separation.rendezvous import rank_environment
 from separation.supervise import deadline
 from separation.table import format_table
 
@@ -113,11 +113,11 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
     )
 
 
-async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], gang: TrainerGang) -> dict[str, Any]:
+async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:
     """Loads the models everywhere at once. Raises StartError unless trainer and rollouts hold the same base weights."""
     rollouts = groups[ROLLOUT].workers
     async with asyncio.TaskGroup() as tasks:
-        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], gang))
+        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
     info = trainer.result()
     for worker, digest in zip(rollouts, digests, strict=True):
@@ -125,14 +125,14 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], gang: Tr
     return info
 
 
-async def load_trainer(config: Config, group: WorkerGroup, gang: TrainerGang) -> dict[str, Any]:
+async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGroup) -> dict[str, Any]:
     async with deadline(config.deadlines.load, "load: model of the trainer"):
-        await join_gang(config, group)
-        infos: list[dict[str, Any]] = await gang.all("load")
+        await join_process_group(config, group)
+        infos: list[dict[str, Any]] = await trainers.all("load")
     return infos[0]
 
 
-async def join_gang(config: Config, group: WorkerGroup) -> None:
+async def join_process_group(config: Config, group: WorkerGroup) -> None:
     """One torch.distributed world over the trainer ranks; a single rank needs one only to offload its base."""
     world = len(group.workers)
     if world == 1 and not config.trainer.cpu_offload:
@@ -141,24 +141,24 @@ async def join_gang(config: Config, group: WorkerGroup) -> None:
     port = await group.workers[0].call("separation.rendezvous:open_store", world, timeout)
     async with asyncio.TaskGroup() as tasks:
         for rank, worker in enumerate(group.workers):
-            environment = gang_environment(
+            environment = rank_environment(
                 rank=rank, world=world, address=group.workers[0].node, port=port, timeout=timeout
             )
-            tasks.create_task(worker.call("join_gang", environment))
+            tasks.create_task(worker.call("join_process_group", environment))
 
 
 async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
-    """The trainer has no text encoder: a rollout worker encodes every negative prompt, once for all lives of a run."""
+    """The trainer has no text encoder: a rollout worker encodes every negative prompt, once for all attempts."""
     config = prepared.config
     if config.rollout.true_cfg_scale <= 1:
         return {}
     default = config.rollout.negative_prompt
-    texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.recipe.train))
+    texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))
     encoded = await worker.call("encode", texts)
     return dict(zip(texts, encoded, strict=True))
 
 
-async def send_negatives(gang: TrainerGang, negatives: Negatives) -> None:
+async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
     """Brings every trainer rank the encoded negative prompts, where guidance needs them."""
     if negatives:
-        await gang.all("set_negatives", negatives)
+        await trainers.all("set_negatives", negatives)

@@ -16,7 +16,7 @@ from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, reso
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.rollout.vllm_omni.settings import check_family
 from async_flowrl.tickets.arithmetic import check_batching
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Prepared:
     config: Config
     model: ResolvedModel
     algorithm: Algorithm
-    recipe: Recipe
+    requests: RequestBuilder
     shapes: Shapes
 
 
@@ -56,7 +56,7 @@ def prepare(config: Config) -> Prepared:
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
     chosen = evaluation[: config.evaluate.max_prompts]
-    return Prepared(config, model, algorithm, Recipe(config, train, chosen), shapes)
+    return Prepared(config, model, algorithm, RequestBuilder(config, train, chosen), shapes)
 
 
 def with_limits(config: Config, prompts: int) -> Config:
@@ -72,7 +72,7 @@ def ends_before_its_epochs(prepared: Prepared) -> str | None:
     config = prepared.config
     if config.epochs is None:
         return None
-    steps = steps_for(config.epochs, len(prepared.recipe.train), config.prompts_per_step)
+    steps = steps_for(config.epochs, len(prepared.requests.train), config.prompts_per_step)
     if config.total_steps >= steps:
         return None
     return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"

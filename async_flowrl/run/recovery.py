@@ -1,4 +1,4 @@
-"""One run, several lives: a dead trainer rank ends a life, and the next one begins at the last checkpoint.
+"""Recovery: the death of a trainer rank ends an attempt, and the next attempt begins at the last checkpoint.
 
 This is the same path that `resume` takes after the controller itself has died: the ticket table is built anew, the
 versions that its tickets name are published again, and what had been generated since is generated again, identically.
@@ -9,11 +9,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_flowrl.controller.after_step import Bookkeeping
+from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import StartError
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run as run_loop
 from async_flowrl.observability.events import EventLog
@@ -33,9 +33,9 @@ from separation.supervise import DeadlineExceeded, deadline
 
 logger = logging.getLogger(__name__)
 
-RECOVERIES = 3
+MAX_RECOVERIES = 3
 """How often a run survives the death of a trainer rank before it ends with that death's name."""
-DEATH_SHOWS = 2.0
+DEATH_DETECTION_SECONDS = 2.0
 """Seconds in which the death of one rank shows after another rank has failed because of it."""
 
 
@@ -56,7 +56,7 @@ class Run:
     prepared: Prepared
     directory: RunDirectory
     groups: Mapping[str, WorkerGroup]
-    gang: TrainerGang
+    trainers: TrainerGroup
     ledgers: Ledgers
     stop: StopRequest
     base_digest: str
@@ -65,17 +65,17 @@ class Run:
 
 
 async def live(run: Run, resume: Resume) -> Context:
-    """Trains to the end (or until asked to stop), through at most RECOVERIES deaths of trainer ranks.
+    """Trains to the end (or until asked to stop), through at most MAX_RECOVERIES deaths of trainer ranks.
 
     A trainer that dies after the run was asked to stop ends it: whoever asked may be ending everything.
     """
-    for left in reversed(range(RECOVERIES + 1)):
+    for left in reversed(range(MAX_RECOVERIES + 1)):
         try:
-            if left < RECOVERIES:
+            if left < MAX_RECOVERIES:
                 resume = await recover(run)
-            return await one_life(run, resume)
+            return await attempt_run(run, resume)
         except (WorkerDied, WorkerFailed) as error:
-            dead = await dead_ranks(run.gang)
+            dead = await dead_ranks(run.trainers)
             if not dead or left == 0 or run.stop():
                 raise
             logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
@@ -83,7 +83,7 @@ async def live(run: Run, resume: Resume) -> Context:
     raise AssertionError("unreachable")
 
 
-async def one_life(run: Run, resume: Resume) -> Context:
+async def attempt_run(run: Run, resume: Resume) -> Context:
     """From a checkpoint to the end, or to the first failure, which is raised."""
     ctx = build_context(run, resume)
     try:
@@ -94,10 +94,10 @@ async def one_life(run: Run, resume: Resume) -> Context:
         ctx.steps.abandon()
 
 
-async def dead_ranks(gang: TrainerGang) -> list[str]:
+async def dead_ranks(trainers: TrainerGroup) -> list[str]:
     """Names of the trainer ranks that are gone, as far as it shows by now."""
-    watches = {asyncio.create_task(worker.watch()): worker.name for worker in gang.workers.workers}
-    done, pending = await asyncio.wait(watches, timeout=DEATH_SHOWS)
+    watches = {asyncio.create_task(worker.watch()): worker.name for worker in trainers.workers.workers}
+    done, pending = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS)
     for task in pending:
         task.cancel()
     return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
@@ -108,7 +108,7 @@ async def recover(run: Run) -> Resume:
     config, trainer = run.prepared.config, run.groups[TRAINER]
     for index in range(len(trainer.workers)):
         await trainer.replace(index)
-    info = await load_trainer(config, trainer, run.gang)
+    info = await load_trainer(config, trainer, run.trainers)
     if info["base_digest"] != run.base_digest:
         raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
     async with asyncio.TaskGroup() as tasks:
@@ -116,17 +116,17 @@ async def recover(run: Run) -> Resume:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
     resume = newest(run.directory)
     async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
-        await send_negatives(run.gang, run.negatives)
-        await restore(run.gang, run.directory, resume)
+        await send_negatives(run.trainers, run.negatives)
+        await restore(run.trainers, run.directory, resume)
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume
 
 
-async def restore(gang: TrainerGang, directory: RunDirectory, resume: Resume) -> None:
+async def restore(trainers: TrainerGroup, directory: RunDirectory, resume: Resume) -> None:
     """Every trainer rank goes on from the checkpoint; later ones, damaged or left behind on purpose, are removed."""
     if resume.path is not None:
-        await gang.all("restore", str(resume.path))
+        await trainers.all("restore", str(resume.path))
         drop_newer(directory.checkpoints, resume.version)
 
 
@@ -156,18 +156,18 @@ def build_context(run: Run, resume: Resume) -> Context:
     table = TicketTable(shape(config), first_step=resume.version, on_change=changed)
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     saved = [resume.version] if own else []
-    checkpoints = Checkpoints(config, run.directory, run.gang, saved=saved)
-    weights = PublishedWeights(run.gang, run.transport)
+    checkpoints = Checkpoints(config, run.directory, run.trainers, saved=saved)
+    weights = PublishedWeights(run.trainers, run.transport)
     ctx = Context(
         config=config,
-        recipe=prepared.recipe,
+        requests=prepared.requests,
         table=table,
         rollout=run.groups[ROLLOUT],
         reward=run.groups[REWARD],
-        trainer=run.gang,
+        trainer=run.trainers,
         weights=weights,
         observer=events,
-        steps=Bookkeeping(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints, run.ledgers.pools),
+        steps=AfterStep(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints, run.ledgers.pools),
         base_digest=run.base_digest,
         stop_requested=run.stop,
     )

@@ -13,7 +13,7 @@ from async_flowrl.types import Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RequestBuilder:
     """Everything a ticket's images depend on besides the weights."""
 
     config: Config

@@ -31,7 +31,7 @@ from async_flowrl.tickets.ticket import (
 __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
 
 
-PLENTY = 2
+MIN_WAITING_PER_WORKER = 2
 """Tickets waiting per worker from which on one may be given ahead."""
 
 
@@ -109,7 +109,7 @@ class TicketTable:
         if held is None:
             return None
         train = self._first_pending(TRAIN, held.policy)
-        if ahead and self._waiting(held) < PLENTY * len(self.held):
+        if ahead and self._waiting(held) < MIN_WAITING_PER_WORKER * len(self.held):
             return None
         evaluation = self._first_pending(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):

@@ -13,22 +13,24 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.policies.registry import DTYPES, ResolvedModel
 from async_flowrl.policies.stored import StoredWeights
-from async_flowrl.training.fsdp import Gang
+from async_flowrl.training.fsdp import World
 from checkpoint_engine import base_digest
 
 
-def digest_of_stored(model: ResolvedModel, dtype: str, gang: Gang, parameters: set[str]) -> str:
+def digest_of_stored(model: ResolvedModel, dtype: str, world: World, parameters: set[str]) -> str:
     """The base's digest from the files, on the first rank; empty on the others, which do not read them.
 
     Only `parameters` count, as where a model is loaded whole.
     """
-    if gang.rank != 0:
+    if world.rank != 0:
         return ""
     stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision)
     return base_digest(_Chosen(stored, parameters))
 
 
-def stream_base(transformer: nn.Module, model: ResolvedModel, dtype: str, gang: Gang, *, device: torch.device) -> None:
+def stream_base(
+    transformer: nn.Module, model: ResolvedModel, dtype: str, world: World, *, device: torch.device
+) -> None:
     """Gives every parameter on the meta device memory and every weight of the files its place.
 
     Call it after sharding, with the adapter attached and already in memory; `device` is where collectives run. Raises
@@ -38,7 +40,7 @@ def stream_base(transformer: nn.Module, model: ResolvedModel, dtype: str, gang: 
     cast("Any", transformer)._apply(
         lambda t: torch.empty_like(t, device="cpu" if offloaded else device) if t.is_meta else t
     )
-    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision) if gang.rank == 0 else None
+    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision) if world.rank == 0 else None
     targets = base_tensors(transformer)
     _same_names(targets, stored)
     for name in sorted(targets):
@@ -47,7 +49,7 @@ def stream_base(transformer: nn.Module, model: ResolvedModel, dtype: str, gang: 
         if stored is not None:
             whole.copy_(stored[name])
         dist.broadcast(whole, 0)
-        _place(target, whole, gang)
+        _place(target, whole, world)
 
 
 def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
@@ -57,14 +59,14 @@ def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _place(target: Tensor, whole: Tensor, gang: Gang) -> None:
+def _place(target: Tensor, whole: Tensor, world: World) -> None:
     """FSDP2 shards by rows, as torch.chunk does; ranks beyond the last row hold none."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    chunks = torch.chunk(whole, gang.world, dim=0)
-    if gang.rank < len(chunks):
-        target.to_local().copy_(chunks[gang.rank])
+    chunks = torch.chunk(whole, world.size, dim=0)
+    if world.rank < len(chunks):
+        target.to_local().copy_(chunks[world.rank])
 
 
 def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:

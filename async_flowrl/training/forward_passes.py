@@ -20,7 +20,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.fsdp import Gang
+from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import StepPlan
 from async_flowrl.training.micro_batches import Group, to_device
 from async_flowrl.training.optimizer import Optimizer
@@ -40,7 +40,7 @@ class Parts:
     algorithm: Algorithm
     parameters: FlatParameters
     optimizer: Optimizer
-    gang: Gang
+    world: World
     device: torch.device
     sampled_by: Callable[[int], Tensor]
     """Version → the flat weights that rollouts sampled from under that name."""
@@ -78,8 +78,8 @@ class Passes:
         return list(
             group.micro_batches(
                 parts.algorithm.records,
-                rank=parts.gang.rank,
-                world=parts.gang.world,
+                rank=parts.world.rank,
+                world=parts.world.size,
                 samples=trainer.micro_batch_size,
                 steps=trainer.timesteps_per_forward or len(group.train_steps),
             )

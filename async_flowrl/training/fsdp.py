@@ -1,4 +1,4 @@
-"""The gang of trainer ranks: FSDP2 shards the frozen base; the adapter is replicated and summed once per step."""
+"""The trainer ranks: FSDP2 shards the frozen base; the adapter is replicated and summed once per step."""
 
 import functools
 import warnings
@@ -15,15 +15,15 @@ from async_flowrl.policies.base import Policy
 
 
 @dataclass(frozen=True)
-class Gang:
+class World:
     """This rank's place among the trainer ranks; alone where no process group was joined."""
 
     rank: int = 0
-    world: int = 1
+    size: int = 1
     joined: bool = False
 
     @classmethod
-    def current(cls) -> "Gang":
+    def current(cls) -> "World":
         """As the default process group of torch.distributed says."""
         if not dist.is_initialized():
             return cls()
@@ -31,37 +31,37 @@ class Gang:
 
     def sum(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place; all ranks end up with the same bits."""
-        if self.world > 1:
+        if self.size > 1:
             dist.all_reduce(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """`values` of every rank, in rank order, so that sums over them are taken in one order everywhere."""
-        if self.world == 1:
+        if self.size == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in range(self.world)]
+        found = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(found, values)
         return found
 
 
-def shard(policy: Policy, adapter: set[nn.Parameter], gang: Gang, *, device: torch.device, offload: bool) -> str:
-    """Shards the base over the gang block by block, or just moves it to `device` for a rank alone. Says which it did.
+def shard(policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, offload: bool) -> str:
+    """Shards the base over the ranks block by block, or just moves it to `device` for a rank alone. Says which it did.
 
     The adapter stays out of FSDP as plain float32 tensors: it is small, every rank steps it the same way, and one
     all-reduce of its flat gradient replaces a collective per tensor.
     """
     transformer = policy.transformer
-    if not gang.joined:
+    if not world.joined:
         if offload:
-            raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a gang first")
+            raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a world first")
         transformer.to(device)
         return "one process"
     # True of a block's output, but nothing in the networks writes to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    mesh = init_device_mesh(device.type, (gang.world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("dp",))
     policy_offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for module in [*policy.blocks, transformer]:
         fully_shard(module, mesh=mesh, ignored_params=adapter, offload_policy=policy_offload)
-    return f"fsdp2 over {gang.world}" + (", base offloaded" if offload else "")
+    return f"fsdp2 over {world.size}" + (", base offloaded" if offload else "")
 
 
 def prefetch(policy: Policy, ahead: int) -> None:

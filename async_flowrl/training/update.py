@@ -34,7 +34,7 @@ class Update:
         self._tally = Tally()
         self._before: list[Span] = []
         self._meter = Meter(parts.policy.transformer)
-        self._profiler = StepProfiler(parts.config, f"trainer-{parts.gang.rank}")
+        self._profiler = StepProfiler(parts.config, f"trainer-{parts.world.rank}")
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
@@ -92,13 +92,13 @@ class Update:
         if not tally.groups:
             return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(tally.spans))
         with tally.span("optimizer"):
-            parts.gang.sum(parts.parameters.gradients)
+            parts.world.sum(parts.parameters.gradients)
             norm = parts.optimizer.gradient_norm()
             if not math.isfinite(norm):
                 groups = ", ".join(str(group.meta.group) for group in tally.groups)
                 raise NonFiniteError(f"step {step}: the summed gradient of groups {groups} is not finite")
             taken = parts.optimizer.step(rate, norm)
-            tally.reduce(parts.gang, parts.device)
+            tally.reduce(parts.world, parts.device)
         metrics = {**tally.metrics(plan.rows), **taken}
         return UpdateStats(step, plan.update, False, metrics, tally.kept(), tally.stats(), tuple(tally.spans))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import LossOutput
-from async_flowrl.training.fsdp import Gang
+from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import GroupMeta, GroupStats
 from async_flowrl.types import Span
 
@@ -43,14 +43,14 @@ class Tally:
         finally:
             self.spans.append(Span(name, start, time()))
 
-    def reduce(self, gang: Gang, device: torch.device) -> None:
-        """Replaces this rank's sums by the gang's."""
+    def reduce(self, world: World, device: torch.device) -> None:
+        """Replaces this rank's sums by the world's."""
         values = [value for group in self.groups for _, value in sorted(group.sums.items())]
-        parts = gang.gather(torch.tensor(values, dtype=torch.float64, device=device))
+        parts = world.gather(torch.tensor(values, dtype=torch.float64, device=device))
         total = iter(sum(parts[1:], parts[0]).tolist())
         for group in self.groups:
             group.sums = {name: next(total) for name in sorted(group.sums)}
-            group.rows *= gang.world
+            group.rows *= world.size
 
     def metrics(self, denominator: int) -> dict[str, float]:
         """Means over all trained rows; `loss` is the one exception: its sum over `denominator`, as it was trained."""

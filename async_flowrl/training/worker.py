@@ -27,7 +27,7 @@ from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import Parts
-from async_flowrl.training.fsdp import Gang, checkpoint_blocks, prefetch, shard
+from async_flowrl.training.fsdp import World, checkpoint_blocks, prefetch, shard
 from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import Outgoing
@@ -49,14 +49,14 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same adapter, bit for bit; the base is sharded where there is a gang."""
+    """Ranks hold the same adapter, bit for bit; the base is sharded where there is a world."""
 
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.index, self.name = config, model, index, name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             repeatable_kernels()
-        self.gang = Gang()
+        self.world = World()
         self.algorithm: Algorithm = build_algorithm(
             config.algorithm,
             max_staleness=config.max_staleness,
@@ -72,7 +72,7 @@ class TrainerWorker:
         self._update: Update
         self._snapshot: tuple[int, Checkpoint] | None = None
 
-    def join_gang(self, environment: Mapping[str, str]) -> None:
+    def join_process_group(self, environment: Mapping[str, str]) -> None:
         """Joins the other ranks; before `load`. A rank that never does trains alone, without FSDP."""
         join(environment, device=self.device.type)
 
@@ -82,18 +82,18 @@ class TrainerWorker:
             return self._load()
 
     def _load(self) -> dict[str, Any]:
-        self.gang = Gang.current()
+        self.world = World.current()
         config, trainer = self.config, self.config.trainer
-        # Alone on the CPU first. In a gang nothing is read until every rank has memory for its shard, and no more.
-        parts = "structure" if self.gang.joined else "transformer"
+        # Alone on the CPU first. In a world nothing is read until every rank has memory for its shard, and no more.
+        parts = "structure" if self.world.joined else "transformer"
         policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
         sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
         check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
-        if self.gang.joined:
-            digest = digest_of_stored(self.model, config.model.dtype, self.gang, set(base))
+        if self.world.joined:
+            digest = digest_of_stored(self.model, config.model.dtype, self.world, set(base))
         else:
             digest = base_digest(base)
         add_lora(policy.transformer, config.lora, policy, config.seed)
@@ -105,14 +105,14 @@ class TrainerWorker:
             checkpoint_blocks(policy)
         if trainer.compile:
             compile_blocks(policy)
-        layout = shard(policy, set(adapter.values()), self.gang, device=self.device, offload=trainer.cpu_offload)
+        layout = shard(policy, set(adapter.values()), self.world, device=self.device, offload=trainer.cpu_offload)
         prefetch(policy, trainer.prefetch)
-        if self.gang.joined:
-            stream_base(policy.transformer, self.model, config.model.dtype, self.gang, device=self.device)
+        if self.world.joined:
+            stream_base(policy.transformer, self.model, config.model.dtype, self.world, device=self.device)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters)
-        if self.gang.rank == 0:
+        if self.world.rank == 0:
             self._outgoing = Outgoing(config, policy, self.parameters, self.versions)
         self._update = Update(self._parts())
         return {
@@ -131,7 +131,7 @@ class TrainerWorker:
             algorithm=self.algorithm,
             parameters=self.parameters,
             optimizer=self.optimizer,
-            gang=self.gang,
+            world=self.world,
             device=self.device,
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
@@ -234,7 +234,7 @@ class TrainerWorker:
 
         Only the first rank, which writes, copies. Returns the version it stands at.
         """
-        if self.gang.rank != 0:
+        if self.world.rank != 0:
             return self.versions.newest
         parts: dict[str, Mapping[str, Tensor]] = {
             "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
@@ -19,7 +19,7 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.plan.laws import Law
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.tickets.ticket import record
 from async_flowrl.types import Prompt, RolloutRequest, Scores
@@ -55,7 +55,7 @@ class SleepingTrainer(ToyTrainer):
 
 
 class MetricsOnly:
-    """Bookkeeping that keeps what a plan reads."""
+    """AfterStep that keeps what a plan reads."""
 
     def __init__(self, log: MetricsLog) -> None:
         self.log = log
@@ -109,15 +109,16 @@ async def _run(directory: Path, config: Config) -> None:
         clock = time.monotonic
         log = EventLog(directory / "events.jsonl", lambda: clock() + offset, ledger=PoolLedger(clock))
         with log:
-            gang = TrainerGang(groups["trainer"], algorithm)
-            weights = PublishedWeights(gang)
+            trainers = TrainerGroup(groups["trainer"], algorithm)
+            weights = PublishedWeights(trainers)
             table = TicketTable(
                 shape(config),
                 on_change=lambda t: log.event("ticket", **record(t)),
             )
             ctx = Context(
-                config=config, recipe=Recipe(config, prompts, prompts[:2]), table=table, rollout=groups["rollout"],
-                reward=groups["reward"], trainer=gang, weights=weights, observer=log,
+                config=config, requests=RequestBuilder(config, prompts, prompts[:2]), table=table,
+                rollout=groups["rollout"],
+                reward=groups["reward"], trainer=trainers, weights=weights, observer=log,
                 steps=MetricsOnly(MetricsLog(directory / "metrics.jsonl")), base_digest="toy",
             )  # fmt: skip
             weights.ctx = ctx

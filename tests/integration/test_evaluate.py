@@ -15,7 +15,7 @@ from async_flowrl.export import save_lora
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
 from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 
@@ -51,7 +51,7 @@ def engine_mean(config: Config, policy: QwenImagePolicy) -> float:
     """The mean weighted reward of the rollout engine's own evaluation images."""
     prompts = load_prompts(config.data, split="evaluation", needs_target=False)
     assert prompts[1].system is not None and prompts[1].negative is not None
-    recipe, engine = Recipe(config, prompts, prompts), DiffusersEngine(policy)
+    recipe, engine = RequestBuilder(config, prompts, prompts), DiffusersEngine(policy)
     (term,) = build_reward(config.reward).terms
     values: list[float] = []
     for group, prompt in enumerate(prompts):

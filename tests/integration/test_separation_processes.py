@@ -18,7 +18,7 @@ from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, WorkerDied
 from separation.placement import ResourcesMissing
 from separation.processes import Identity, descendants
-from separation.rendezvous import join_gang
+from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, raises
 
@@ -116,11 +116,11 @@ def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
 def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         gang = bench.groups["gang"]
-        await join_gang(gang, timeout=180)
+        await join_process_group(gang, timeout=180)
         assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
         gang.workers[1].kill()
         await gang.replace(1)
-        await join_gang(gang, timeout=180)
+        await join_process_group(gang, timeout=180)
         assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
 
     rays.run(test)

@@ -95,7 +95,7 @@ GATE = (
 ORDER = (
     one(
         "the trainer takes groups in completion order",
-        f"{GANG}:TrainerGang._handed",
+        f"{GANG}:TrainerGroup._handed",
         "        await self._until_ready(ctx, step, most[:1])\n"
         "        ready = list(takewhile(partial(ctx.table.ready, step), most))\n",
         "        left = [g for g in groups if not (t := ctx.table.group(step, g)) or t[0].state != 'HANDED']\n"
@@ -106,7 +106,7 @@ ORDER = (
     ),
     one(
         "a group is trained twice",
-        f"{GANG}:TrainerGang._train",
+        f"{GANG}:TrainerGroup._train",
         "trained = [group for group in groups if group.meta is not None]",
         "trained = 2 * [group for group in groups if group.meta is not None]",
         f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
@@ -129,7 +129,7 @@ ORDER = (
     ),
     one(
         "rewards go to the wrong groups",
-        f"{GANG}:TrainerGang._hand_over",
+        f"{GANG}:TrainerGroup._hand_over",
         "zip(scored, found, strict=True)",
         "zip(scored, reversed(found), strict=True)",
         f"{LOOP}:test_batch_and_stream_make_the_same_weights",
@@ -266,7 +266,7 @@ RECOVERY = (
     one(
         "a worker that dies over and over is replaced for ever",
         f"{DISPATCH}:serve",
-        "losses > LOSSES",
+        "losses > MAX_LOSSES_PER_SLOT",
         "False",
         f"{FAULTS}:test_a_place_that_loses_every_worker_ends_the_run_by_name",
         arguments={"method": "load", "what": "kill"},
@@ -275,7 +275,7 @@ RECOVERY = (
     one(
         "a ticket that kills its workers is tried for ever",
         f"{DISPATCH}:generate",
-        "ticket.attempt >= ATTEMPTS",
+        "ticket.attempt >= MAX_TICKET_ATTEMPTS",
         "False",
         f"{FAULTS}:test_a_ticket_that_kills_every_worker_ends_the_run_by_name",
         raises=(*HANGS, "DeadlineExceeded"),

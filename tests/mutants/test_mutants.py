@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.mutants.deliveries import DELIVERIES
-from tests.mutants.lives import LIVES
 from tests.mutants.mutation import Mutant, find_test, planted
+from tests.mutants.recovery import LIVES
 from tests.mutants.table import MUTANTS as OTHERS
 
 torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """python -m tests.performance.controller: what the controller costs per ticket, with up to 1,000 workers.
 
-The real loop, dispatch, tickets, trainer gang, publisher and delivery, recipe and event log, in virtual time; only what
+The real loop, dispatch, tickets, trainer group, publisher, delivery and event log, in virtual time; only what
 runs in other processes is replaced by workers that answer at once. So the CPU time is the controller's own, without the
 cost of Ray's calls.
 """
@@ -22,7 +22,7 @@ import torch
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
@@ -30,7 +30,7 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import FOREVER
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.tickets.ticket import record
 from async_flowrl.training.messages import Part, UpdateStats
@@ -214,17 +214,17 @@ async def _run(config: Config, events: Path) -> Clocked:
     )
     clock = asyncio.get_running_loop().time
     with EventLog(events, clock, ledger=PoolLedger(clock)) as log:
-        gang = TrainerGang(cast("WorkerGroup", groups["trainer"]), algorithm)
-        weights, clocked = PublishedWeights(gang), Clocked()
+        trainers = TrainerGroup(cast("WorkerGroup", groups["trainer"]), algorithm)
+        weights, clocked = PublishedWeights(trainers), Clocked()
         table = TicketTable(shape(config), on_change=lambda ticket: log.event("ticket", **record(ticket)))
         prompts = [Prompt(index, f"prompt {index}") for index in range(100)]
         ctx = Context(
             config=config,
-            recipe=Recipe(config, prompts, prompts[:1]),
+            requests=RequestBuilder(config, prompts, prompts[:1]),
             table=table,
             rollout=cast("WorkerGroup", groups["rollout"]),
             reward=cast("WorkerGroup", groups["reward"]),
-            trainer=gang,
+            trainer=trainers,
             weights=weights,
             observer=log,
             steps=clocked,

@@ -76,7 +76,7 @@ class Workers:
 
     def generate(self) -> None:
         """The images of the step that is trained next but one."""
-        made = [self.rollout.generate(self.prepared.recipe.request(ticket)) for ticket in self.tickets(self.step)]
+        made = [self.rollout.generate(self.prepared.requests.request(ticket)) for ticket in self.tickets(self.step)]
         self.activating.append(
             sum(s.end - s.start for report, *_ in made for s in report.spans if s.name == "activate")
         )
@@ -122,7 +122,7 @@ def compare(prepared: Prepared, rounds: int) -> Ratios:
     torch.set_num_threads(config.rollout.threads)
     workers = Workers(prepared)
     bare = bare_of(prepared, workers)
-    texts = [prepared.recipe.prompt(ticket).text for ticket in workers.tickets(0)]
+    texts = [prepared.requests.prompt(ticket).text for ticket in workers.tickets(0)]
     size, count = config.group_size, trained_steps(config)
     groups = [bare.generate(text, size)[1] for text in texts]
     at_once = config.trainer.timesteps_per_forward or count

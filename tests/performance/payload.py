@@ -36,7 +36,7 @@ def measure(resolution: int = 512, images: int = 2, overrides: Sequence[str] = W
     prepared = prepare(config)
     worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
     worker.load()
-    made = worker.engine.generate(prepared.recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
+    made = worker.engine.generate(prepared.requests.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
     assert made.trajectory is not None
     # As an object store holds them: one object with the images, one with everything that is trained on.
     stored = len(pickle.dumps(made.images, 5)) + len(pickle.dumps(made.trajectory, 5))

@@ -14,11 +14,11 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Ticket, TicketTable
 from async_flowrl.tickets.ticket import record
 from async_flowrl.types import Prompt
@@ -162,15 +162,15 @@ def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: Li
     )
     prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
     table = TicketTable(shape(config), on_change=lambda ticket: note(observer, ticket))
-    gang = TrainerGang(groups["trainer"], algorithm)
-    weights = PublishedWeights(gang)
+    trainers = TrainerGroup(groups["trainer"], algorithm)
+    weights = PublishedWeights(trainers)
     ctx = Context(
         config=config,
-        recipe=Recipe(config, prompts, prompts[:2]),
+        requests=RequestBuilder(config, prompts, prompts[:2]),
         table=table,
         rollout=groups["rollout"],
         reward=groups["reward"],
-        trainer=gang,
+        trainer=trainers,
         weights=weights,
         observer=observer,
         steps=steps,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.dispatch import LOSSES, StartError, TicketLost
+from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, StartError, TicketLost
 from async_flowrl.rewards.composite import checked
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
@@ -149,7 +149,10 @@ def test_a_place_that_loses_every_worker_ends_the_run_by_name(method: str, what:
 
     with pytest.raises((WorkerDied, DeadlineExceeded), match=r"rollout-0\.4") as error:
         disturbed(fault, rollout__num_workers=1)
-    assert f"place 0 of the rollout pool lost {LOSSES + 1} workers without a finished ticket" in error.value.__notes__
+    assert (
+        f"place 0 of the rollout pool lost {MAX_LOSSES_PER_SLOT + 1} workers without a finished ticket"
+        in error.value.__notes__
+    )
 
 
 def test_a_ticket_that_kills_every_worker_ends_the_run_by_name() -> None:

@@ -7,7 +7,7 @@ import torch
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan
 from async_flowrl.types import Prompt
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 def plain_loop(config: Config) -> str:
     """Step after step, group after group: sample from the version K steps back, score, train."""
-    recipe = Recipe(config, [Prompt(index, f"prompt {index}") for index in range(5)], [])
+    recipe = RequestBuilder(config, [Prompt(index, f"prompt {index}") for index in range(5)], [])
     trainer, reward = ToyTrainer(config, 0, "trainer"), ToyReward(config, 0, "reward")
     algorithm = build_algorithm(
         config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over="batch",

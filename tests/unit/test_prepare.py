@@ -71,7 +71,7 @@ def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path:
     found = prepared(tmp_path, *model, "ticket_size=2", f"algorithm={algorithm}")
     assert found.shapes.latents == (CHANNELS, FRAMES, 4, 8)
     policy = load_policy(found.model, dtype="float32", device="cpu", parts="all")
-    made = DiffusersEngine(policy).generate(found.recipe.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
+    made = DiffusersEngine(policy).generate(found.requests.request(Ticket(TRAIN, 0, 0, 0, 0, 0)))
     assert made.trajectory is not None
     told = arithmetic.ticket_bytes(found.config, found.shapes)
     pictures = 2 * 3 * 32 * 32

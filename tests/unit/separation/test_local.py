@@ -10,7 +10,7 @@ from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.host import resolve, thread_environment
 from separation.processes import Identity, descendants, kill_remaining
-from separation.rendezvous import free_port, gang_environment
+from separation.rendezvous import free_port, rank_environment
 from tests.support.virtual import run_virtual
 
 TOY = "tests.unit.separation.toy:Toy"
@@ -74,7 +74,7 @@ def test_identity_tells_processes_apart_and_kill_remaining_ends_them() -> None:
 
 
 def test_gang_environment_has_torchruns_names() -> None:
-    environment = gang_environment(rank=1, world=2, address="10.0.0.1", port=free_port(), timeout=30)
+    environment = rank_environment(rank=1, world=2, address="10.0.0.1", port=free_port(), timeout=30)
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1, got 2"):
-        gang_environment(rank=2, world=2, address="10.0.0.1", port=1, timeout=30)
+        rank_environment(rank=2, world=2, address="10.0.0.1", port=1, timeout=30)

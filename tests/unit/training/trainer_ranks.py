@@ -1,4 +1,4 @@
-"""What each trainer process does in the tests of the gang; a module of its own, so that it can be spawned."""
+"""What each trainer process does in the tests of the world; a module of its own, so that it can be spawned."""
 
 import pickle
 from pathlib import Path
@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.messages import Part
 from async_flowrl.training.worker import TrainerWorker
-from separation.rendezvous import free_port, gang_environment, leave
+from separation.rendezvous import free_port, leave, rank_environment
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
@@ -32,19 +32,19 @@ def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
 
 
 def run_alone(job: Job) -> Outcome:
-    """The same job in this process, without a gang."""
+    """The same job in this process, without a world."""
     torch.set_num_threads(1)
     return _train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)
 
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    environment = gang_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
+    environment = rank_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
     outcomes: list[Outcome] = []
     for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
-            worker.join_gang(environment)
+            worker.join_process_group(environment)
         outcomes.append(_train(worker, job))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
     leave()

@@ -84,5 +84,5 @@ def test_one_rank_in_a_gang_is_bit_equal_to_none(
 
 
 def test_offloading_needs_a_gang(jobs: dict[str, Job]) -> None:
-    with pytest.raises(ValueError, match="join a gang first"):
+    with pytest.raises(ValueError, match="join a world first"):
         run_alone(jobs["offload"])

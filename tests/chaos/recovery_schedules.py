@@ -1,6 +1,6 @@
 """Deaths that end a life: trainer ranks, controllers, checkpoints that cannot be written or read. From seeds.
 
-`python -m tests.chaos.life_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+`python -m tests.chaos.recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.after_step import evaluation_due
-from async_flowrl.controller.checkpoints import MISSES, SaveFailed
+from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
@@ -29,8 +29,8 @@ from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
 from tests.support.toy import toy_config
-from tests.support.toy_life import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault
+from tests.support.toy_recovery import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
 
 STEPS = 6
 CELLS: dict[str, tuple[str, ...]] = {
@@ -245,8 +245,10 @@ def outcome(seed: int) -> Ended:
             how = type(error).__name__
             full = made.hits.count(("trainer: writes a checkpoint", "full for good"))
             hung = any(fatal(*hit) for hit in made.hits)
-            if isinstance(error, SaveFailed) and full < MISSES:
-                wrong = f"ended by {error!r} though the disk was full for less than {MISSES} checkpoints"
+            if isinstance(error, SaveFailed) and full < MAX_MISSED_CHECKPOINTS:
+                wrong = (
+                    f"ended by {error!r} though the disk was full for less than {MAX_MISSED_CHECKPOINTS} checkpoints"
+                )
             if isinstance(error, DeadlineExceeded) and not (hung and "deadline" in str(error)):
                 wrong = f"ended by {error!r} though no trainer hung"
         except Exception as error:

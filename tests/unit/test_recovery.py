@@ -12,17 +12,19 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import MISSES, SaveFailed
-from async_flowrl.run.recovery import RECOVERIES
+from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
+from async_flowrl.run.recovery import MAX_RECOVERIES
 from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
 from async_flowrl.types import EVALUATION, RolloutRequest
 from async_flowrl.verify import verify
 from checkpoint_engine import RING, Ack, Header, WeightsMismatch
 from separation.group import WorkerDied
-from tests.chaos.life_schedules import STEPS, undisturbed
+from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
-from tests.support.toy_life import (
+from tests.support.toy_models import ToyRollout, ToyTrainer
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_recovery import (
     Groups,
     Outside,
     evaluations,
@@ -32,8 +34,6 @@ from tests.support.toy_life import (
     run_controller,
     summary,
 )
-from tests.support.toy_models import ToyRollout, ToyTrainer
-from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 
 torch.set_num_threads(1)
 Disturb = Callable[[Outside, Groups], Any]
@@ -99,9 +99,9 @@ def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path)
 
 def test_a_trainer_that_always_dies_ends_the_run_by_name(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    with pytest.raises(WorkerDied, match=rf"trainer-0\.{RECOVERIES} died"):
+    with pytest.raises(WorkerDied, match=rf"trainer-0\.{MAX_RECOVERIES} died"):
         go(root, lambda worker, method, number: "kill" if (method, number) == ("train_last", 2) else None)
-    assert len(rollbacks(root)) == RECOVERIES
+    assert len(rollbacks(root)) == MAX_RECOVERIES
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "unloaded"])
@@ -184,15 +184,17 @@ def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path) -> No
 
 def test_a_disk_that_stays_full_ends_the_run_by_name(tmp_path: Path) -> None:
     full = {f"save_{number}": "full" for number in range(2, 9)}
-    with pytest.raises(SaveFailed, match=f"{MISSES} checkpoints in a row could not be written: .*No space left"):
+    with pytest.raises(
+        SaveFailed, match=f"{MAX_MISSED_CHECKPOINTS} checkpoints in a row could not be written: .*No space left"
+    ):
         go(tmp_path / "run", at(**full), save__every=1)
     assert [path.name for path in written(tmp_path / "run" / "checkpoints")] == ["step_0"]
 
 
-@pytest.mark.parametrize("misses", [1, 2, MISSES])
+@pytest.mark.parametrize("misses", [1, 2, MAX_MISSED_CHECKPOINTS])
 def test_the_last_checkpoint_is_insisted_on(misses: int, tmp_path: Path) -> None:
     fault = at(**{f"save_{number}": "full" for number in range(4, 4 + misses)})
-    if misses == MISSES:
+    if misses == MAX_MISSED_CHECKPOINTS:
         with pytest.raises(SaveFailed):
             go(tmp_path / "run", fault)
     else:

@@ -7,7 +7,7 @@ LIVES_OF, SAVING, BOOKKEEPING = (
     "async_flowrl.controller.checkpoints",
     "async_flowrl.controller.after_step",
 )
-TEST = "tests.unit.test_lives"
+TEST = "tests.unit.test_recovery"
 
 LIVES = (
     one(
@@ -37,7 +37,7 @@ LIVES = (
     ),
     one(
         "metrics are not cut back when a run is resumed",
-        "tests.support.toy_life:open_ledgers",
+        "tests.support.toy_recovery:open_ledgers",
         "metrics.truncate(resume.version)",
         "pass",
         f"{TEST}:test_a_killed_controller_and_resume",
@@ -94,14 +94,14 @@ LIVES = (
     one(
         "missed checkpoints are never an error",
         f"{SAVING}:Checkpoints._write",
-        "self.misses >= MISSES",
+        "self.misses >= MAX_MISSED_CHECKPOINTS",
         "False",
         f"{TEST}:test_a_disk_that_stays_full_ends_the_run_by_name",
         raises=("Failed",),
     ),
     one(
         "the last checkpoint may be missing",
-        f"{BOOKKEEPING}:Bookkeeping.drain",
+        f"{BOOKKEEPING}:AfterStep.drain",
         "self.checkpoints.insist(",
         "self.checkpoints.save(",
         f"{TEST}:test_the_last_checkpoint_is_insisted_on",
@@ -109,7 +109,7 @@ LIVES = (
     ),
     one(
         "an evaluation ends with its life",
-        f"{BOOKKEEPING}:Bookkeeping._unevaluated",
+        f"{BOOKKEEPING}:AfterStep._unevaluated",
         "return [version for version in due if version >= now - kept]",
         "return [0] if now == 0 else []",
         f"{TEST}:test_an_evaluation_that_its_life_did_not_finish_is_made_by_the_next",

@@ -1,4 +1,4 @@
-"""Whole controllers on toy pools in virtual time: real checkpoints, ledgers and lives in a real run directory.
+"""Whole controllers on toy pools in virtual time: real checkpoints, ledgers and recoveries in a real run directory.
 
 A controller that is killed leaves what is on disk at that instant, and nothing that it would have written on its way
 out; the next one goes on in a copy of that.
@@ -17,7 +17,7 @@ from unittest import mock
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import find_resume
-from async_flowrl.controller.trainer import TrainerGang
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.base import Shapes
@@ -27,7 +27,7 @@ from async_flowrl.run.launch import load_pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run, live, restore
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.tickets.request import Recipe
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
@@ -97,22 +97,26 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         num_inference_steps=2,
     )
     prepared = Prepared(
-        config, ResolvedModel("toy", "toy", None), algorithm, Recipe(config, PROMPTS, PROMPTS[:2]), Shapes((4,), {})
+        config,
+        ResolvedModel("toy", "toy", None),
+        algorithm,
+        RequestBuilder(config, PROMPTS, PROMPTS[:2]),
+        Shapes((4,), {}),
     )
     resume = find_resume(config, directory)
     groups = toy_groups(config, outside.world)
-    gang = TrainerGang(groups["trainer"], algorithm)
-    await load_pools(config, groups, gang)
-    await restore(gang, directory, resume)
+    trainers = TrainerGroup(groups["trainer"], algorithm)
+    await load_pools(config, groups, trainers)
+    await restore(trainers, directory, resume)
     with opened(prepared, directory, resume) as ledgers:
-        run = Run(prepared, directory, groups, gang, ledgers, outside.stop, "toy", OBJECT_STORE, {})
+        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, "toy", OBJECT_STORE, {})
         beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
         try:
             ctx = await live(run, resume)
         finally:
             if beside is not None:
                 beside.cancel()
-        digest = await gang.workers.workers[0].call("weights_digest")
+        digest = await trainers.workers.workers[0].call("weights_digest")
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 

@@ -13,8 +13,8 @@ from async_flowrl.plan.footprint import Allocations
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.base_weights import base_tensors, digest_of_stored, stream_base
-from async_flowrl.training.fsdp import Gang, shard
-from separation.rendezvous import free_port, gang_environment, join, leave
+from async_flowrl.training.fsdp import World, shard
+from separation.rendezvous import free_port, join, leave, rank_environment
 from tests.support.families import model_config
 
 
@@ -28,21 +28,21 @@ def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str,
 
 def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
-    join(gang_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=240.0), device="cpu")
+    join(rank_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=240.0), device="cpu")
     found = {case: _load(*case) for case in cases}
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
     leave()
 
 
 def _load(family: str, dtype: str) -> dict[str, Any]:
-    gang, model = Gang.current(), resolve_model(model_config(family))
+    world, model = World.current(), resolve_model(model_config(family))
     policy = load_policy(model, dtype=dtype, device="cpu", parts="structure")
-    digest = digest_of_stored(model, dtype, gang, {name for name, _ in policy.transformer.named_parameters()})
+    digest = digest_of_stored(model, dtype, world, {name for name, _ in policy.transformer.named_parameters()})
     add_lora(policy.transformer, LoraConfig(rank=2), policy, seed=0)
     adapter = lora_parameters(policy.transformer)
-    shard(policy, set(adapter.values()), gang, device=torch.device("cpu"), offload=False)
+    shard(policy, set(adapter.values()), world, device=torch.device("cpu"), offload=False)
     with Allocations() as counted:
-        stream_base(policy.transformer, model, dtype, gang, device=torch.device("cpu"))
+        stream_base(policy.transformer, model, dtype, world, device=torch.device("cpu"))
     tensors = {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in base_tensors(policy.transformer).items()

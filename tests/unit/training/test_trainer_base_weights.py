@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from streaming_ranks import streamed
+from base_weights_ranks import streamed
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import DTYPES, resolve_model

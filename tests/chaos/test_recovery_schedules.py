@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.chaos.life_schedules import PAIRS, fatal, outcome, report
+from tests.chaos.recovery_schedules import PAIRS, fatal, outcome, report
 
 pytestmark = pytest.mark.chaos
 
@@ -26,7 +26,7 @@ def test_every_run_goes_on_or_ends_by_name(first: int) -> None:
 
 @pytest.mark.parametrize("seeds", [FIRST, pytest.param(SEEDS, marks=pytest.mark.slow)])
 def test_every_cell_is_hit_often_enough(seeds: int, record_property: Callable[[str, object], None]) -> None:
-    """`python -m tests.chaos.life_schedules 0 640` prints the table."""
+    """`python -m tests.chaos.recovery_schedules 0 640` prints the table."""
     ended = [outcome(seed) for seed in range(seeds)]
     record_property("coverage", report(ended))
     least = seeds // len(PAIRS) - 2
