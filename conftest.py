@@ -2,6 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # No test reaches for the model hub; what counts is the setting at the time when huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,3 +13,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # runs that tests interrupt have to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tests' networks and tensors are so small that torch's threads slow them down."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from torch import Tensor
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
 from async_flowrl.data.prompts import load_prompts
-from async_flowrl.generate import Settings, apply_lora, from_config, open_pipeline, run_pipeline
+from async_flowrl.generate import apply_lora, from_config, open_pipeline, run_pipeline
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import DTYPES, family_of
 from async_flowrl.rewards.composite import CompositeReward
@@ -42,11 +42,11 @@ def evaluate(config: Config, lora: Path | None, *, device: str = "cpu") -> dict[
     prompts = load_prompts(config.data, split="evaluation", needs_target=reward.needs_target)
     prompts = prompts[: config.evaluate.max_prompts]
     pipeline = open_pipeline(from_config(config), device)
-    found = {"before": _means(pipeline, config, prompts, reward)}
+    rewards = {"before": _means(pipeline, config, prompts, reward)}
     if lora is not None:
         apply_lora(pipeline, lora)
-        found["after"] = _means(pipeline, config, prompts, reward)
-    return found
+        rewards["after"] = _means(pipeline, config, prompts, reward)
+    return rewards
 
 
 def _means(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> dict[str, float]:
@@ -64,10 +64,11 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
     scores = []
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for group, prompt in enumerate(prompts):
-            own = settings if prompt.negative is None else replace(settings, negative_prompt=prompt.negative)
-            seeds = [_seed(config, group, i) for i in range(config.evaluate.images_per_prompt)]
-            latents = _noise(policy, own, seeds).to(pipeline.device, pipeline.transformer.dtype)
+            latents = _noise(config, policy, group).to(pipeline.device, pipeline.transformer.dtype)
             text, options = _conditioning(policy, prompt)
+            own = settings
+            if prompt.negative is not None:
+                own = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
             images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
             scores.append(await reward.score(prompt, images, executor))
     return scores
@@ -87,13 +88,10 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
     return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in encoded.items()}
 
 
-def _seed(config: Config, group: int, image: int) -> int:
-    return derive(config.evaluate.seed, "evaluation", group, image)
-
-
-def _noise(policy: Policy, settings: Settings, seeds: Sequence[int]) -> Tensor:
-    """Initial latents [n, ...] in the family's layout, row i from seed i."""
-    shape = policy.latent_shape(settings.resolution)
+def _noise(config: Config, policy: Policy, group: int) -> Tensor:
+    """Initial latents [n, ...] in the family's layout, those that the run's evaluations begin with."""
+    shape = policy.latent_shape(config.rollout.resolution)
+    seeds = [derive(config.evaluate.seed, "evaluation", group, i) for i in range(config.evaluate.images_per_prompt)]
     return torch.stack([torch.randn(shape, generator=generator(seed)) for seed in seeds])
 
 
@@ -112,11 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config.evaluate.seed = config.evaluate.seed if given.seed is None else given.seed
         config.evaluate.images_per_prompt = given.images or config.evaluate.images_per_prompt
         lora = (given.lora or run / "lora").expanduser()
-        found = evaluate(config, lora, device="cuda" if torch.cuda.is_available() else "cpu")
+        rewards = evaluate(config, lora, device="cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, FileNotFoundError) as error:
         logger.error("%s", error)
         return 2
-    text = json.dumps(found, indent=2)
+    text = json.dumps(rewards, indent=2)
     logger.info("%s", text)
     if given.out is not None:
         given.out.expanduser().write_text(text + "\n")

@@ -39,9 +39,9 @@ def export(source: Path, out: Path, *, average: bool = True) -> Path:
 
     With `average`, the EMA of the weights where the run kept one. Raises ValueError where there is no sound checkpoint.
     """
-    found = read_checkpoint(_checkpoint(source))
-    part = "ema" if average and "ema" in found.tensors else "weights"
-    return save_lora(out, found.tensors[part], alpha=float(found.trainer["lora"]["alpha"]))
+    checkpoint = read_checkpoint(_checkpoint(source))
+    part = "ema" if average and "ema" in checkpoint.tensors else "weights"
+    return save_lora(out, checkpoint.tensors[part], alpha=float(checkpoint.trainer["lora"]["alpha"]))
 
 
 def _checkpoint(source: Path) -> Path:

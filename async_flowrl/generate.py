@@ -20,37 +20,24 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
+from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
 
-_CELL, _GAP, _HEAD = 128, 4, 22
+_MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
 """Pixels: the least side of an image in the grid, the space between images, the height of a line of text."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to sample; from the run's config.yaml beside the LoRA, unless the command line says otherwise."""
+    """What to sample with, and how; from the run's config.yaml beside the LoRA, unless the command line says otherwise.
+
+    The pipeline adds no noise after the initial one, whatever `sampling` says of it.
+    """
 
     model: ModelConfig
-    resolution: int
-    num_inference_steps: int
-    true_cfg_scale: float
-    negative_prompt: str
-    guidance_scale: float = 0.0
-
-    @property
-    def sampling(self) -> Sampling:
-        """Without noise after the initial one."""
-        return Sampling(
-            resolution=self.resolution,
-            num_inference_steps=self.num_inference_steps,
-            true_cfg_scale=self.true_cfg_scale,
-            guidance_scale=self.guidance_scale,
-            negative_prompt=self.negative_prompt,
-            sde_type="ode",
-            noise_level=0.0,
-        )
+    sampling: Sampling
 
 
 def settings_of(lora: Path | None, model: str | None) -> Settings:
@@ -66,18 +53,16 @@ def settings_of(lora: Path | None, model: str | None) -> Settings:
     if model is None:
         raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
     if model == "tiny":
-        return Settings(ModelConfig(), 32, 6, 1.0, " ")
+        return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
     config = ModelConfig(path=model, dtype="bfloat16")
     true_cfg_scale, guidance_scale = load_family(resolve_model(config).family).usual_guidance
-    return Settings(config, 512, 28, true_cfg_scale, " ", guidance_scale)
+    return Settings(config, Sampling(512, 28, true_cfg_scale, guidance_scale, " ", "ode", 0.0))
 
 
 def from_config(config: Config) -> Settings:
     """How the run evaluates."""
-    how = config.rollout
-    steps = config.evaluate.num_inference_steps or how.num_inference_steps
-    guidance = how.true_cfg_scale, how.negative_prompt, how.guidance_scale
-    return Settings(config.model, how.resolution, steps, *guidance)
+    steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
+    return Settings(config.model, replace(sampling(config), num_inference_steps=steps))
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
@@ -114,38 +99,34 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
 
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
     """Images uint8 [n, H, W, 3] without noise after the initial one."""
-    family = family_of(pipeline, settings.model.family)
-    if settings.model.max_sequence_length is not None:
-        options["max_sequence_length"] = settings.model.max_sequence_length
-    made = pipeline(
-        prompt,
-        height=settings.resolution,
-        width=settings.resolution,
-        num_inference_steps=settings.num_inference_steps,
-        **{**family.guidance_arguments(settings.sampling), **options},
-    ).images
-    return np.stack([np.asarray(image.convert("RGB")) for image in made])
+    model, how = settings.model, settings.sampling
+    if model.max_sequence_length is not None:
+        options["max_sequence_length"] = model.max_sequence_length
+    options = {**family_of(pipeline, model.family).guidance_arguments(how), **options}
+    size = {"height": how.resolution, "width": how.resolution}
+    images = pipeline(prompt, **size, num_inference_steps=how.num_inference_steps, **options).images
+    return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
 def grid(prompts: Sequence[str], columns: Sequence[tuple[str, Sequence[ByteArray]]]) -> Image.Image:
     """One row per prompt; per column a title and, per prompt, images uint8 [n, H, W, 3]. Small images are enlarged."""
     n, side = columns[0][1][0].shape[:2]
-    scale = max(1, -(-_CELL // side))
+    scale = max(1, -(-_MIN_SIDE // side))
     cell = side * scale
     block = n * cell + (n - 1) * _GAP
     width = len(columns) * block + (len(columns) - 1) * 4 * _GAP
-    sheet = Image.new("RGB", (width, _HEAD + len(prompts) * (cell + _HEAD)), "white")
+    sheet = Image.new("RGB", (width, _LINE_HEIGHT + len(prompts) * (cell + _LINE_HEIGHT)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     for at, (title, rows) in enumerate(columns):
         left = at * (block + 4 * _GAP)
         draw.text((left, 3), title, fill="black", font=font)
         for row, images in enumerate(rows):
-            top = _HEAD + row * (cell + _HEAD)
+            top = _LINE_HEIGHT + row * (cell + _LINE_HEIGHT)
             for place, pixels in enumerate(images):
                 image = Image.fromarray(pixels).resize((cell, cell), Image.Resampling.NEAREST)
-                sheet.paste(image, (left + place * (cell + _GAP), top + _HEAD))
+                sheet.paste(image, (left + place * (cell + _GAP), top + _LINE_HEIGHT))
     for row, prompt in enumerate(prompts):
-        draw.text((0, _HEAD + row * (cell + _HEAD) + 3), prompt, fill="dimgrey", font=font)
+        draw.text((0, _LINE_HEIGHT + row * (cell + _LINE_HEIGHT) + 3), prompt, fill="dimgrey", font=font)
     return sheet
 
 
@@ -188,9 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         settings = settings_of(lora, given.model)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
-        settings = replace(settings, **{n: getattr(given, n) for n in names if getattr(given, n) is not None})
-        if given.dtype is not None:
-            settings = replace(settings, model=replace(settings.model, dtype=given.dtype))
+        asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+        model = replace(settings.model, dtype=given.dtype or settings.model.dtype)
+        settings = Settings(model, replace(settings.sampling, **asked))
         sheet = generate(settings, lora, given.prompt, seed=given.seed, images=given.images)
     except ValueError as error:
         logger.error("%s", error)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SHORT = (
+from async_flowrl.observability.events import Event, read_events
+
+SHORT_RUN = (
     "total_steps=10",
     "save.every=3",
     "evaluate.before_training=false",
@@ -20,7 +22,7 @@ SHORT = (
     "monitor.progress=false",
     "monitor.report=false",
 )
-LIMIT = 300.0
+MAX_RUN_SECONDS = 300.0
 """Seconds any one run may take."""
 
 
@@ -90,27 +92,27 @@ def killed(folder: Path, overrides: Sequence[str]) -> str:
 
 
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT]
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT_RUN]
     return subprocess.Popen(
         [*command, f"output_dir={folder}", *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
 
 
 def finish(run: "subprocess.Popen[bytes]", folder: Path) -> None:
-    _, errors = run.communicate(timeout=LIMIT)
+    _, errors = run.communicate(timeout=MAX_RUN_SECONDS)
     if run.returncode != 0:
         raise NotProven(f"{folder.name} ended with exit code {run.returncode}: {errors.decode()[-2000:]}")
 
 
 def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + MAX_RUN_SECONDS
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        if result := condition():
+            return result
         if run.poll() is not None:
             raise NotProven(f"{folder.name} ended before {what}")
         time.sleep(0.02)
-    raise NotProven(f"{folder.name}: {LIMIT:g} s passed before {what}")
+    raise NotProven(f"{folder.name}: {MAX_RUN_SECONDS:g} s passed before {what}")
 
 
 def running_worker(folder: Path, *, step: int) -> int | None:
@@ -121,11 +123,9 @@ def running_worker(folder: Path, *, step: int) -> int | None:
     return pids[running[-1]["worker"]] if running else None
 
 
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
+def events(folder: Path, name: str) -> list[Event]:
     path = folder / "events.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [event for event in found if event["event"] == name]
+    return [event for event in read_events(path) if event["event"] == name] if path.exists() else []
 
 
 def digest(folder: Path) -> str:

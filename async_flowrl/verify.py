@@ -20,8 +20,8 @@ from async_flowrl.types import EVALUATION, TRAIN
 from checkpoint_engine import weights_digest
 from separation.table import format_table
 
-FINAL = ("TRAINED", "SKIPPED")
-RECORDS = ("metrics.jsonl", "events.jsonl", "summary.json")
+FINAL_STATES = ("TRAINED", "SKIPPED")
+REQUIRED_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 
 
 class Broken(ValueError):
@@ -56,16 +56,16 @@ class RunFiles:
     @cached_property
     def finished(self) -> list[Event]:
         """The last transition of every training ticket that reached its end, in order."""
-        return [e for e in self.history if e["event"] == "ticket" and e["kind"] == TRAIN and e["state"] in FINAL]
+        return [e for e in self.history if e["event"] == "ticket" and e["kind"] == TRAIN and e["state"] in FINAL_STATES]
 
     @cached_property
     def sent(self) -> dict[tuple[str, int], set[str]]:
         """(stream, version) → every digest it was sent with."""
-        found: dict[tuple[str, int], set[str]] = defaultdict(set)
+        sent: dict[tuple[str, int], set[str]] = defaultdict(set)
         for event in self.history:
             if event["event"] == "version" and event["state"] == "sent":
-                found[event["stream"], event["version"]].add(event["digest"])
-        return found
+                sent[event["stream"], event["version"]].add(event["digest"])
+        return sent
 
 
 def bound(run: RunFiles) -> str:
@@ -119,7 +119,7 @@ def version_chain(run: RunFiles) -> str:
             if {event["digest"]} != run.sent.get((event["stream"], event["version"])):
                 raise Broken(f"{event['worker']} acknowledged other bytes as version {event['version']} than were sent")
     for event in run.history:
-        if event["event"] == "ticket" and event["state"] in FINAL:
+        if event["event"] == "ticket" and event["state"] in FINAL_STATES:
             streams = ("policy",) if event["kind"] == TRAIN else ("policy", "ema")
             if not any(event["digest"] in run.sent.get((stream, event["version"]), ()) for stream in streams):
                 kind = "evaluation ticket" if event["kind"] == EVALUATION else "ticket"
@@ -133,17 +133,17 @@ def digests(run: RunFiles) -> str:
     if path is None:
         raise Broken("there is no sound checkpoint")
     checkpoint = read_checkpoint(path)
-    found = weights_digest(checkpoint.tensors["weights"])
-    if found != checkpoint.trainer["weights_digest"]:
-        raise Broken(f"{path.name} holds weights {found[:16]}, says {checkpoint.trainer['weights_digest'][:16]}")
+    digest = weights_digest(checkpoint.tensors["weights"])
+    if digest != checkpoint.trainer["weights_digest"]:
+        raise Broken(f"{path.name} holds weights {digest[:16]}, says {checkpoint.trainer['weights_digest'][:16]}")
     if checkpoint_step(path) != run.steps:
         raise Broken(f"the newest sound checkpoint is {path.name}, the run ended at version {run.steps}")
-    if found != run.summary["weights_digest"]:
-        raise Broken(f"{path.name} holds weights {found[:16]}, summary.json says {run.summary['weights_digest'][:16]}")
+    if digest != run.summary["weights_digest"]:
+        raise Broken(f"{path.name} holds weights {digest[:16]}, summary.json says {run.summary['weights_digest'][:16]}")
     for version, digest in checkpoint.controller.get("published", {}).items():
         if {digest} != run.sent.get(("policy", int(version))):
             raise Broken(f"{path.name} names another digest for version {version} than was sent")
-    return f"{path.name}: {found[:16]}"
+    return f"{path.name}: {digest[:16]}"
 
 
 CHECKS: dict[str, Callable[[RunFiles], str]] = {
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m async_flowrl.verify", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     root = parser.parse_args(arguments).run_dir.expanduser()
-    unfinished = [name for name in RECORDS if not (root / name).is_file()]
+    unfinished = [name for name in REQUIRED_FILES if not (root / name).is_file()]
     if unfinished:
         sys.stderr.write(f"{root} is not the folder of a finished run: it has no {unfinished[0]}\n")
         return 2

@@ -1,16 +1,17 @@
-"""What travels, and the two ends a delivery talks to."""
+"""Vocabulary of a delivery: what travels, the protocols of its two ends, its options and its counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpoint_engine.digest import ByteArray, combine
+from checkpoint_engine.fanout import MAX_FAN_OUT
 from checkpoint_engine.layout import Layout
 
 RING = "ring"
 """Slot kind: the newest `capacity` versions of each stream."""
 EVALUATION = "evaluation"
-"""Slot kind: one version beside the ring, replaced only by the next one put there."""
+"""Slot kind: one version beside the ring, which only the next evaluation version replaces."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Header(Draft):
 
 @dataclass(frozen=True)
 class Ack:
-    """A receiver's word that it verified and holds a version."""
+    """A receiver's word that it verified and retains a version."""
 
     stream: str
     version: int
@@ -88,7 +89,7 @@ class SenderEndpoint(Protocol):
         ...
 
     async def hold(self, version: int) -> None:
-        """Keeps a version beyond its place among the newest, until released."""
+        """Retains a version, however many newer ones come, until `release`."""
         ...
 
     async def release(self, version: int) -> None: ...
@@ -104,7 +105,7 @@ class ReceiverEndpoint(Protocol):
     async def receive(self, header: Header, payload: Any, slot: str) -> Ack: ...
 
     async def relay(self, header: Header, slot: str) -> Any:
-        """A payload made of the version this receiver holds, for its neighbours."""
+        """A payload made of the version that this receiver retains, for its neighbours."""
         ...
 
 
@@ -121,6 +122,31 @@ class Broadcast(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class DeliveryOptions:
+    """`deadline` in seconds, for each single call to an end; `retain` versions can be asked for by joiners."""
+
+    retries: int = 3
+    deadline: float = 30.0
+    retain: int = 2
+    max_fan_out: int = MAX_FAN_OUT
+
+
+@dataclass
+class DeliveryStats:
+    """Counts since the start; seconds by the loop's clock. `seconds` runs from staged to acknowledged by all."""
+
+    publishes: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    acknowledged: int = 0
+    retries: int = 0
+    corrupt: int = 0
+    fallbacks: int = 0
+    replaced: int = 0
 
 
 def _identity(

@@ -1,4 +1,4 @@
-"""Binding proof: the weights that arrived sit in the modules they belong to, with the right scale.
+"""Binding proof: the weights that arrived are in the modules they belong to, with the right scale.
 
 Digests prove that bytes arrived, not that each tensor reached its module: two equal-shaped tensors swapped before
 hashing, or a wrong alpha, keep every digest right. So both ends compute scaling * B (A x) for each of their *named
@@ -18,8 +18,8 @@ from checkpoint_engine.layout import Layout, dtype_of
 
 CANARY_VERSION = -1
 PROJECTIONS = 4
-TOLERANCE = 1e-9
-"""Relative; probes are float64, so that only the order of summation can differ."""
+MAX_RELATIVE_DIFFERENCE = 1e-9
+"""Of two probes; they are float64, so that only the order of summation can differ."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor],
         if not scale > 0.0:
             raise WeightsMismatch(f"{name} has output norm {scale:g} at the trainer: its binding can't be proven")
         gap = float((mine - theirs).abs().max()) / scale
-        if not gap <= TOLERANCE:
+        if not gap <= MAX_RELATIVE_DIFFERENCE:
             raise WeightsMismatch(
                 f"{name} at {who} doesn't compute what the trainer's does: relative difference {gap:.3g} "
                 f"(tensors of another module, A and B swapped, or another alpha)"

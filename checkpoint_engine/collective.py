@@ -2,8 +2,8 @@
 
 One group per membership epoch, on a store prefix that carries the run's secret. Before the sender enters one every
 member says that it is ready; each has a finite deadline; on the first failure all members abort, which frees those
-still waiting, and whoever lacks the version gets it another way. Collectives of one process run on one lane, in the
-order in which the controller starts them.
+that still wait, and a receiver that lacks the version gets it another way. Collectives of one process run in one
+thread, in the order in which the controller starts them.
 """
 
 import atexit
@@ -20,15 +20,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from checkpoint_engine.base import RING, Ack, Draft
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
-from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link, TorchLink
+from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
 
-__all__ = ["SENDER", "CollectiveReceiver", "CollectiveSender", "Epoch", "Link", "Member", "TorchLink"]
-
 
 class Member:
-    """One process's place in the group, epoch after epoch. `abort` may come from another thread at any time."""
+    """Membership of one process in the group, epoch after epoch. `abort` may come from another thread at any time."""
 
     def __init__(self, link: Callable[[], Link], device: torch.device | str = "cpu") -> None:
         """`device` is where the link's buffers live."""
@@ -115,7 +113,7 @@ class Member:
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
 
     def _room(self, nbytes: int) -> Tensor:
-        """Where bytes wait on the link's device when their own place is on another."""
+        """A buffer on the link's device, for bytes that come from or go to another device."""
         if self._buffer is None or self._buffer.shape[0] != nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._buffer
@@ -199,8 +197,8 @@ class CollectiveReceiver:
 
 
 _BESIDE: set[threading.Thread] = set()
-EXIT_SECONDS = 5.0
-"""How long a process that ends waits for the threads that open and abort groups."""
+MAX_EXIT_SECONDS = 5.0
+"""A process that ends waits so long for the threads that open and abort groups."""
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
@@ -220,7 +218,7 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 @atexit.register
 def _wait_beside() -> None:
     """The interpreter ends a thread that comes back from C++ after it has gone, and the process with it (SIGABRT)."""
-    limit = time.monotonic() + EXIT_SECONDS
+    limit = time.monotonic() + MAX_EXIT_SECONDS
     for thread in list(_BESIDE):
         thread.join(max(0.0, limit - time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""The controller's part of a collective delivery: epochs, handshakes, deadlines, abort and fall-back."""
+"""Controller's part of a collective delivery: epochs, handshakes, deadlines, abort and fall-back."""
 
 import asyncio
 import logging
@@ -7,17 +7,16 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
-from checkpoint_engine.errors import TransferFailed
-from checkpoint_engine.outcome import error_names
+from checkpoint_engine.errors import TransferFailed, error_names
 from checkpoint_engine.process_group import SENDER, Epoch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_FAILURES = 3
-"""Failures in a row after which the collective is not tried again."""
-BYTES_PER_SECOND = 50e6
+MAX_FAILURES_IN_A_ROW = 3
+"""After so many the collective is not tried again."""
+MIN_BYTES_PER_SECOND = 50e6
 """The slowest link that is waited for: the deadline of a broadcast grows by nbytes over this."""
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
@@ -34,7 +33,7 @@ class GroupSender(Protocol):
         ...
 
     async def abort_group(self) -> None:
-        """Must get through while `send` is under way: another lane."""
+        """Must get through while `send` is under way."""
         ...
 
 
@@ -65,7 +64,8 @@ class CollectiveBroadcast:
         """`sender_seconds` is how long the sender may be busy with something else before it is asked to be ready."""
         self.name = name
         self.failures = 0
-        self._sender, self._setup, self._ready, self._patience = sender, setup_seconds, ready_seconds, sender_seconds
+        self._sender = sender
+        self._setup_seconds, self._ready_seconds, self._sender_seconds = setup_seconds, ready_seconds, sender_seconds
         self._secret = secrets.token_hex(16)
         self._number = 0
         self._members: tuple[str, ...] = ()
@@ -78,11 +78,11 @@ class CollectiveBroadcast:
         Members without an Ack, and the others, are left to the caller.
         """
         members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
-        if not members or self._in_a_row >= MAX_FAILURES:
+        if not members or self._in_a_row >= MAX_FAILURES_IN_A_ROW:
             return {}
         async with self._order:
             try:
-                draft = await self._within(self._patience, self._sender.draft(version))
+                draft = await self._within(self._sender_seconds, self._sender.draft(version))
                 await self._meet(draft, members)
                 results = await self._exchange(draft, members, await self._enter(draft, members))
             except Exception as error:  # whatever it was, the caller delivers another way, and finds out
@@ -104,26 +104,26 @@ class CollectiveBroadcast:
         if names != self._members:
             self._members = ()
             self._number += 1
-            deadline = self._setup + draft.nbytes / BYTES_PER_SECOND
-            host, port = await self._within(self._ready, self._sender.address())
+            deadline = self._setup_seconds + draft.nbytes / MIN_BYTES_PER_SECOND
+            host, port = await self._within(self._ready_seconds, self._sender.address())
             epoch = Epoch(self._number, self._secret, host, port, len(members) + 1, deadline)
             joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
-            await self._all(self._setup + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
+            await self._all(self._setup_seconds + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
             self._members = names
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
         """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
 
-        A member is told to take it together with the question, on the same lane behind it, which saves a round trip.
+        A member is told to take it right behind the question, without waiting for the answer: one round trip less.
         """
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
         asked = [loop.create_task(call) for call in calls]
         accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
         try:
-            async with asyncio.timeout(self._ready):
+            async with asyncio.timeout(self._ready_seconds):
                 await asyncio.gather(*asked)
-        except BaseException:  # the abort that follows reaches those who wait in their processes
+        except BaseException:  # the abort that follows reaches the members that wait in their processes
             await _ended([*asked, *accepting.values()])
             raise
         return accepting
@@ -135,7 +135,7 @@ class CollectiveBroadcast:
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._sender.send(draft))
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
-        limit = loop.time() + self._setup + draft.nbytes / BYTES_PER_SECOND + 1.0
+        limit = loop.time() + self._setup_seconds + draft.nbytes / MIN_BYTES_PER_SECOND + 1.0
         waiting = set(tasks)
         while waiting and loop.time() < limit:
             done, waiting = await asyncio.wait(
@@ -145,7 +145,7 @@ class CollectiveBroadcast:
                 break
         if waiting:
             await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
-            _, waiting = await asyncio.wait(waiting, timeout=self._ready)
+            _, waiting = await asyncio.wait(waiting, timeout=self._ready_seconds)
         await _ended(tasks)
         results = {name: _outcome(task) for name, task in accepting.items()}
         error = _error(sending)
@@ -159,7 +159,7 @@ class CollectiveBroadcast:
         self._in_a_row += 1
         self._members = ()
         await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
-        after = "" if self._in_a_row < MAX_FAILURES else f"; {self.name} is not tried again"
+        after = "" if self._in_a_row < MAX_FAILURES_IN_A_ROW else f"; {self.name} is not tried again"
         logger.warning("version %d goes without %s: %s%s", version, self.name, repr(error), after)
 
     async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -177,8 +177,8 @@ class CollectiveBroadcast:
 
     async def _quietly(self, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Aborts reach whoever still lives; a member that is dead has nothing to abort."""
-        done = await asyncio.gather(*(asyncio.wait_for(call, self._ready) for call in calls), return_exceptions=True)
-        for error in done:
+        limited = (asyncio.wait_for(call, self._ready_seconds) for call in calls)
+        for error in await asyncio.gather(*limited, return_exceptions=True):
             if isinstance(error, BaseException):
                 logger.info("abort not delivered: %r", error)
 

@@ -1,6 +1,6 @@
-"""The controller's side: every version reaches every receiver, or the receiver is replaced, or the run stops.
+"""Controller's side: every version reaches every receiver, or the receiver is replaced, or the run stops.
 
-    publish(v) ─ stage ─► returns      seal ─► one lane per receiver ─► receive ─► on_ack(name, ack)
+    publish(v) ─ stage ─► returns      seal ─► one queue per receiver ─► receive ─► on_ack(name, ack)
                                                      │ corrupted, late: again, at most `retries` times
                                                      │ gone, or still failing: leave, then replace(name, error)
                                                      └ mismatch, or anything unknown: failed() raises, the run stops
@@ -12,11 +12,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from checkpoint_engine.base import EVALUATION, RING, Ack, Broadcast, Header, ReceiverEndpoint, SenderEndpoint
-from checkpoint_engine.errors import VersionGone
+from checkpoint_engine.base import (
+    EVALUATION,
+    RING,
+    Ack,
+    Broadcast,
+    DeliveryOptions,
+    DeliveryStats,
+    Header,
+    ReceiverEndpoint,
+    SenderEndpoint,
+)
+from checkpoint_engine.errors import Verdict, VersionGone, verdict
 from checkpoint_engine.fanout import parents
-from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, verdict
-from checkpoint_engine.receiver_queue import Job, Lane, LaneEvents
+from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
 
 T = TypeVar("T")
 
@@ -36,11 +45,11 @@ class Delivery:
         self.stats = DeliveryStats()
         self._sender, self._replace, self._broadcast = sender, replace, broadcast
         self._options = options or DeliveryOptions()
-        self._lanes: dict[str, Lane] = {}
+        self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
         self._staged: set[int] = set()
-        self._kept: dict[int, Header] = {}
-        self._placed: Header | None = None
+        self._retained: dict[int, Header] = {}
+        self._evaluated: Header | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
@@ -49,7 +58,7 @@ class Delivery:
     @property
     def receivers(self) -> tuple[str, ...]:
         """Names of the receivers that are served."""
-        return tuple(self._lanes)
+        return tuple(self._queues)
 
     def on_ack(self, listener: Callable[[str, Ack], None]) -> None:
         """Calls `listener(receiver name, ack)` in the loop for every acknowledgement, resent ones included."""
@@ -67,34 +76,34 @@ class Delivery:
     async def place(self, version: int) -> None:
         """Sends a sealed version to every receiver's evaluation slot, in the background; joiners get it too.
 
-        Raises VersionGone for a version that is neither among the newest `retain` sealed ones nor kept.
+        Raises VersionGone for a version that is neither among the newest `retain` sealed ones nor named by `keep`.
         """
         self._check()
         async with self._sealing:
-            header = self._kept.pop(version, None) or self._headers.get(version)
+            header = self._retained.pop(version, None) or self._headers.get(version)
             if header is None:
                 raise VersionGone(f"version {version} can't be evaluated, only {sorted(self._headers)} are retained")
             await self._call(self._sender.hold(version))
-            before, self._placed = self._placed, header
-            jobs = await self._enqueue(header, EVALUATION, list(self._lanes.values()))
-        self._spawn(self._settle_placed(jobs, before), f"place-{version}")
+            before, self._evaluated = self._evaluated, header
+            jobs = await self._enqueue(header, EVALUATION, list(self._queues.values()))
+        self._spawn(self._settle_evaluated(jobs, before), f"evaluate-{version}")
 
     async def keep(self, version: int) -> None:
-        """Keeps a sealed version for a later `place`, however many newer ones come. Raises VersionGone."""
+        """Retains a sealed version for a later `place`, however many newer ones come. Raises VersionGone."""
         async with self._sealing:
             if version not in self._headers:
                 raise VersionGone(f"version {version} can't be kept, only {sorted(self._headers)} are retained")
             await self._call(self._sender.hold(version))
-            self._kept[version] = self._headers[version]
+            self._retained[version] = self._headers[version]
 
     async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> bool:
-        """Adds a receiver; True when it holds `versions`, every newer one sealed so far, and the placed one.
+        """Adds a receiver; True when it has `versions`, every newer one sealed so far, and the evaluation version.
 
         Versions staged but not sealed yet reach it with everybody else. False when the receiver left or failed
         before: its own replacement is under way then. Raises VersionGone for a version that is not retained.
         """
         self._check()
-        if receiver.name in self._lanes:
+        if receiver.name in self._queues:
             raise ValueError(f"receiver {receiver.name} has joined already")
         asked = set(versions)
         lost = asked - self._headers.keys() - self._staged
@@ -103,20 +112,20 @@ class Delivery:
         async with self._sealing:
             # A version evicted while this waited was replaced by newer ones: what needed it is done.
             wanted = sorted(v for v in self._headers if asked and v >= min(asked))
-            lane = self._lanes[receiver.name] = Lane(receiver, self._options, self.stats, self._events())
+            queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events())
             jobs = []
             for version in wanted:
-                jobs += await self._enqueue(self._headers[version], RING, [lane])
-            if self._placed is not None:
-                jobs += await self._enqueue(self._placed, EVALUATION, [lane])
+                jobs += await self._enqueue(self._headers[version], RING, [queue])
+            if self._evaluated is not None:
+                jobs += await self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
 
     async def leave(self, name: str) -> None:
         """Stops serving a receiver. Leaving twice is fine."""
-        lane = self._lanes.pop(name, None)
-        if lane is not None:
-            lane.task.cancel()
-            lane.abandon()
+        queue = self._queues.pop(name, None)
+        if queue is not None:
+            queue.task.cancel()
+            queue.abandon()
 
     async def failed(self) -> None:
         """Waits for ever, unless a delivery fails in a way that must stop the run: raises that error."""
@@ -129,18 +138,10 @@ class Delivery:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         self._check()
 
-    async def reset(self) -> None:
-        """Forgets every version, for publishing again from an earlier one; receivers stay."""
-        async with self._sealing:
-            for lane in self._lanes.values():
-                lane.abandon()
-            self._headers.clear()
-            self._placed = None
-
     async def close(self) -> None:
         """Ends everything under way and waits for it."""
-        tasks = [*self._tasks, *(lane.task for lane in self._lanes.values())]
-        for name in list(self._lanes):
+        tasks = [*self._tasks, *(queue.task for queue in self._queues.values())]
+        for name in list(self._queues):
             await self.leave(name)
         for task in tasks:
             task.cancel()
@@ -151,10 +152,10 @@ class Delivery:
     async def _deliver(self, version: int) -> None:
         start = self._now()
         async with self._sealing:
-            lanes = list(self._lanes.values())
+            queues = list(self._queues.values())
             results = await self._send_to_all(version)
             header = await self._seal(version)
-            left = self._without_ack(header, lanes, results)
+            left = self._without_ack(header, queues, results)
             jobs = await self._enqueue(header, RING, left)
         await self._settle(jobs)
         self.stats.publishes += 1
@@ -163,7 +164,7 @@ class Delivery:
 
     async def _send_to_all(self, version: int) -> dict[str, Ack | BaseException]:
         """Tries the collective transport, which seals the version on its way, with the idle receivers."""
-        idle = [lane.endpoint for lane in self._lanes.values() if lane.idle]
+        idle = [queue.endpoint for queue in self._queues.values() if queue.idle]
         results = await self._broadcast(version, idle) if self._broadcast is not None and idle else {}
         for error in results.values():
             if isinstance(error, BaseException) and verdict(error) is Verdict.STOP:
@@ -177,33 +178,35 @@ class Delivery:
             del self._headers[old]
         return header
 
-    def _without_ack(self, header: Header, lanes: list[Lane], results: dict[str, Ack | BaseException]) -> list[Lane]:
+    def _without_ack(
+        self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
+    ) -> list[ReceiverQueue]:
         """Those to be served one by one."""
         left = []
-        for lane in lanes:
-            ack = results.get(lane.name)
+        for queue in queues:
+            ack = results.get(queue.name)
             if isinstance(ack, Ack):
-                lane.acknowledge(Job(header, RING, None, self._future()), ack)
+                queue.acknowledge(Job(header, RING, None, self._future()), ack)
             else:
-                left.append(lane)
+                left.append(queue)
         self.stats.fallbacks += bool(left) and self._broadcast is not None
         return left
 
-    async def _enqueue(self, header: Header, slot: str, lanes: Sequence[Lane]) -> list[Job]:
-        if not lanes:
+    async def _enqueue(self, header: Header, slot: str, queues: Sequence[ReceiverQueue]) -> list[Job]:
+        if not queues:
             return []
         payload = await self._call(self._sender.payload(header.version))
-        jobs = {lane.name: Job(header, slot, payload, self._future()) for lane in lanes}
-        ends = {lane.name: lane.endpoint for lane in lanes}
-        plan = parents({name: end.node for name, end in ends.items()}, degree=self._options.degree)
+        jobs = {queue.name: Job(header, slot, payload, self._future()) for queue in queues}
+        ends = {queue.name: queue.endpoint for queue in queues}
+        plan = parents({name: end.node for name, end in ends.items()}, max_fan_out=self._options.max_fan_out)
         for name, job in jobs.items():
             parent = plan[name]
             job.parent = None if parent is None else (ends[parent], jobs[parent])
-        for lane in lanes:
-            if self._lanes.get(lane.name) is lane:
-                lane.put(jobs[lane.name])
+        for queue in queues:
+            if self._queues.get(queue.name) is queue:
+                queue.put(jobs[queue.name])
             else:
-                jobs[lane.name].settle(False)
+                jobs[queue.name].settle(False)
         return list(jobs.values())
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
@@ -213,24 +216,24 @@ class Delivery:
             self._check()
         return all(job.done.result() for job in jobs)
 
-    async def _settle_placed(self, jobs: Sequence[Job], before: Header | None) -> None:
+    async def _settle_evaluated(self, jobs: Sequence[Job], before: Header | None) -> None:
         await self._settle(jobs)
-        if before is not None and self._placed is not None and before.version != self._placed.version:
+        if before is not None and self._evaluated is not None and before.version != self._evaluated.version:
             await self._call(self._sender.release(before.version))
 
-    def _events(self) -> LaneEvents:
-        return LaneEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
+    def _events(self) -> QueueEvents:
+        return QueueEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
 
     def _acknowledged(self, name: str, ack: Ack) -> None:
         for listener in self._listeners:
             listener(name, ack)
 
-    def _retire(self, lane: Lane, error: BaseException) -> None:
+    def _retire(self, queue: ReceiverQueue, error: BaseException) -> None:
         self.stats.replaced += 1
-        if self._lanes.get(lane.name) is lane:
-            del self._lanes[lane.name]
-        self._spawn(self._call_replace(lane.name, error), f"replace-{lane.name}")
-        lane.abandon()
+        if self._queues.get(queue.name) is queue:
+            del self._queues[queue.name]
+        self._spawn(self._call_replace(queue.name, error), f"replace-{queue.name}")
+        queue.abandon()
 
     async def _call_replace(self, name: str, error: BaseException) -> None:
         await self._replace(name, error)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
 from checkpoint_engine.transports import make_member

@@ -1,4 +1,4 @@
-"""Digesting beside a transfer: a version that leaves, and one that arrives."""
+"""Digests taken beside a transfer: of a version that leaves, and of one that arrives."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from checkpoint_engine.digest import DIGEST_BYTES, ByteArray
 from checkpoint_engine.errors import TransferCorrupted
 from checkpoint_engine.layout import Layout, RunningDigests, blocks
 
-TOTAL_BYTES = 32
+TOTAL_DIGEST_BYTES = 32
 
 
 class Sealing:
     """A version that one thread is digesting: beside a transfer, piece by piece, or at once.
 
-    Who has one calls `finish`, whatever happens; others that want the version wait for that.
+    Whoever begins one must call `finish`, whatever happens: others that want the version wait for it.
     """
 
     def __init__(self, draft: Draft, data: ByteArray, done: Callable[["Sealing", Header | None], None]) -> None:
@@ -49,7 +49,7 @@ class Intake:
     """
 
     def __init__(self, draft: Draft, storage: Tensor, slot: str, accept: Callable[[Header, "Intake"], Ack]) -> None:
-        self.draft, self.storage, self.slot, self.kept = draft, storage, slot, False
+        self.draft, self.storage, self.slot, self.retained = draft, storage, slot, False
         self.digests = RunningDigests(draft.layout)
         self._accept = accept
 
@@ -57,22 +57,22 @@ class Intake:
         """Copies and digests the host bytes [n] that follow those taken before."""
         for block in blocks(data):
             start = self.digests.end
-            place = self.storage[start : start + block.shape[0]]
-            if place.device.type == "cpu":
-                place.numpy()[:] = block
-                self.digests.feed(place.numpy())
+            target = self.storage[start : start + block.shape[0]]
+            if target.device.type == "cpu":
+                target.numpy()[:] = block
+                self.digests.feed(target.numpy())
             else:
                 self.digests.feed(block)
-                place.copy_(torch.from_numpy(block if block.flags.writeable else block.copy()))
+                target.copy_(torch.from_numpy(block if block.flags.writeable else block.copy()))
 
     def arrived(self, end: int) -> None:
         """Digests what a transport has put into `storage`, up to byte `end`."""
         self.digests.feed(self.storage[self.digests.end : end].cpu().numpy())
 
     def accept(self, header: Header) -> Ack:
-        """Keeps the version if it is what the header says. Raises TransferCorrupted or WeightsMismatch."""
+        """Retains the version if it is what the header says. Raises TransferCorrupted or WeightsMismatch."""
         ack = self._accept(header, self)
-        self.kept = True
+        self.retained = True
         return ack
 
     def accept_with(self, trailer: ByteArray) -> Ack:
@@ -87,10 +87,10 @@ class Intake:
 
 
 def trailer(header: Header) -> bytes:
-    """What follows the bytes of a version that is sealed while it leaves: its digests, then the digest of the whole."""
+    """The bytes behind a version that is sealed while it leaves: its digests, then the digest of the whole."""
     return b"".join(header.digests) + bytes.fromhex(header.digest)
 
 
 def trailer_bytes(layout: Layout) -> int:
     """The trailer's length."""
-    return len(layout.entries) * DIGEST_BYTES + TOTAL_BYTES
+    return len(layout.entries) * DIGEST_BYTES + TOTAL_DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""Many named tensors as one flat buffer with a fixed layout."""
+"""Fixed layout of many named tensors in one flat buffer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from torch import Tensor
 from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
 
-ALIGNMENT = 256
+ALIGNMENT_BYTES = 256
 BLOCK_BYTES = 4 << 20
-"""Few enough pieces that taking the interpreter's lock back after each costs nothing beside work that holds it."""
+"""Digested at once: fits a cache, and is worth taking the interpreter's lock back for."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunningDigests:
     def __init__(self, layout: Layout) -> None:
         self._entries, self._end = layout.entries, 0
         self._state: xxhash.xxh3_128 | None = None
-        self._found: list[bytes] = []
+        self._finished: list[bytes] = []
 
     @property
     def end(self) -> int:
@@ -114,8 +114,8 @@ class RunningDigests:
     def feed(self, data: ByteArray) -> None:
         """The bytes [n] that follow those fed before."""
         start, self._end = self._end, self._end + data.shape[0]
-        while len(self._found) < len(self._entries):
-            entry = self._entries[len(self._found)]
+        while len(self._finished) < len(self._entries):
+            entry = self._entries[len(self._finished)]
             if entry.offset > self._end:
                 return
             state = self._state or xxhash.xxh3_128(seed=entry.offset)
@@ -123,14 +123,14 @@ class RunningDigests:
             if entry.end > self._end:
                 self._state = state
                 return
-            self._found.append(state.digest())
+            self._finished.append(state.digest())
             self._state = None
 
     def finish(self) -> tuple[bytes, ...]:
         """The digests [16 bytes] of all tensors. Raises ValueError before the last one's last byte was fed."""
-        if len(self._found) < len(self._entries):
-            raise ValueError(f"{self._entries[len(self._found)].name} is not complete after {self._end} bytes")
-        return tuple(self._found)
+        if len(self._finished) < len(self._entries):
+            raise ValueError(f"{self._entries[len(self._finished)].name} is not complete after {self._end} bytes")
+        return tuple(self._finished)
 
 
 def blocks(data: ByteArray) -> Iterator[ByteArray]:
@@ -156,7 +156,7 @@ def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:

@@ -1,4 +1,4 @@
-"""What moves bytes between the members of one epoch: a process group of torch's, beside any default group."""
+"""Process group of one epoch, which moves bytes between its members: torch's, beside any default group."""
 
 import contextlib
 import os
@@ -18,17 +18,17 @@ from torch._C._distributed_c10d import Store
 from checkpoint_engine.errors import TransferFailed
 
 BUCKET_BYTES = 8 << 20
-BUCKETS = 12
-"""About so many per broadcast: more cost round trips, fewer leave less to do beside each other."""
-LARGEST = 4
-"""Buckets grow with the payload to so many times BUCKET_BYTES."""
-BUCKETS_UNDER_WAY = 6
+TARGET_BUCKETS = 12
+"""Buckets per broadcast, about: more cost round trips, fewer leave less to do beside each other."""
+MAX_BUCKET_GROWTH = 4
+"""Buckets grow with the payload, to so many times BUCKET_BYTES."""
+MAX_BUCKETS_UNDER_WAY = 6
 """Enough to keep a link busy while a bucket is digested."""
-CONNECTIONS = 2
-"""Between two members by gloo, which serves each by a thread of its own: one can't keep both of its ends busy."""
+MIN_GLOO_CONNECTIONS = 2
+"""Between two members. Gloo serves each by a thread of its own, and one thread can't keep both of its ends busy."""
 POLL_SECONDS = 5e-4
-WAIT = timedelta(milliseconds=20)
-"""How long a waiting thread is deaf to an abort."""
+ABORT_LATENCY = timedelta(milliseconds=20)
+"""Of a thread that waits for gloo."""
 SENDER = 0
 """Rank of the sender in every epoch."""
 
@@ -51,7 +51,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Limit:
-    """When to stop waiting: at an abort, or at a time of time.monotonic."""
+    """The end of a wait: an abort, or a time of time.monotonic."""
 
     aborted: threading.Event
     seconds: float
@@ -104,22 +104,22 @@ class TorchLink:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
         self.backend = backend
-        self._group: Any = None
+        self.group: Any = None
         self._sends = False
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
         limit, self._sends = timedelta(seconds=epoch.seconds), rank == SENDER
         if self.backend == "gloo":
-            self._group = gloo_group(store, rank, epoch.world, limit)
+            self.group = gloo_group(store, rank, epoch.world, limit)
         else:
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
+            self.group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
 
     def broadcast(
         self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
-        group, end = self._group, 0
+        group, end = self.group, 0
         if group is None:
             raise TransferFailed("the group is not open")
         options = dist.BroadcastOptions()
@@ -130,7 +130,7 @@ class TorchLink:
             if self._sends:
                 seen(end)
             under_way.append((group.broadcast([bucket], options), end))
-            if len(under_way) == BUCKETS_UNDER_WAY:
+            if len(under_way) == MAX_BUCKETS_UNDER_WAY:
                 self._settle(*under_way.popleft(), limit, seen)
         last = behind()
         under_way.append((group.broadcast([last], options), None))
@@ -152,14 +152,14 @@ class TorchLink:
             seen(end)
 
     def abort(self) -> None:
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         if group is not None:
             group.abort()
 
 
 def bucket_bytes(nbytes: int) -> int:
-    """The size of a bucket of so large a payload, the same at every member."""
-    return BUCKET_BYTES * max(1, min(LARGEST, -(-nbytes // (BUCKETS * BUCKET_BYTES))))
+    """Bytes of a bucket for a payload of `nbytes`, the same at every member."""
+    return BUCKET_BYTES * max(1, min(MAX_BUCKET_GROWTH, -(-nbytes // (TARGET_BUCKETS * BUCKET_BYTES))))
 
 
 def gloo_group(store: Store, rank: int, world: int, limit: timedelta) -> Any:
@@ -170,13 +170,13 @@ def gloo_group(store: Store, rank: int, world: int, limit: timedelta) -> Any:
     options._timeout = limit
     options._devices = [
         made.create_device(interface=names[i % len(names)]) if names else made.create_default_device()
-        for i in range(max(CONNECTIONS, len(names)))
+        for i in range(max(MIN_GLOO_CONNECTIONS, len(names)))
     ]
-    options._threads = max(BUCKETS_UNDER_WAY, 2 * len(names))
+    options._threads = max(MAX_BUCKETS_UNDER_WAY, 2 * len(names))
     return made(store, rank, world, options)
 
 
 def _wait(work: Any) -> None:
     """Waits without the interpreter's lock and is woken at completion, success or not: the next wait tells."""
     with contextlib.suppress(RuntimeError):
-        work.wait(WAIT)
+        work.wait(ABORT_LATENCY)

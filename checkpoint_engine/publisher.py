@@ -1,4 +1,4 @@
-"""The sending end: copies tensors away quickly, then seals, retains and hands out versions off the critical path."""
+"""Sending end of one stream: copies tensors away quickly; seals, retains and hands out versions beside the work."""
 
 import math
 import threading
@@ -11,13 +11,14 @@ from torch import Tensor
 from checkpoint_engine.base import Draft, Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
-from checkpoint_engine.host_buffers import HostBuffer, HostBuffers, HostMemory, PlainMemory
+from checkpoint_engine.host_buffers import HostBuffer, HostBuffers
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import Entry, Layout, dtype_of
 
-STAGING_SLOTS = 2
-SAMPLES = 16
-"""Elements per tensor compared between the live tensors at staging time and the staged copy."""
+MAX_STAGED_VERSIONS = 2
+"""Versions that are staged and not sealed yet, at most."""
+MAX_SAMPLES_PER_TENSOR = 16
+"""Elements of a tensor compared between the live tensors at staging time and the staged copy."""
 
 
 @dataclass
@@ -32,10 +33,10 @@ class _Staged:
 class Publisher:
     """Publishes one stream of versions of the same named tensors.
 
-    Two lanes may use it at once: `stage` on the trainer's, everything else on another. At most two versions are
-    staged and not sealed: in host memory at once where the tensors are there, else in one of two slots on their
-    device until they are sealed. The newest `retain` sealed versions, and held ones, are kept in host memory for
-    resends and late joiners.
+    Two threads may use it at once: one calls `stage`, the other everything else. At most two versions are staged and
+    not sealed. Tensors in host memory are staged in the buffer that is sent; tensors on a GPU are staged in one of two
+    slots there until they are sealed. The newest `retain` sealed versions, and those that `hold` names, are retained
+    in host memory for resends and late joiners.
     """
 
     def __init__(
@@ -56,27 +57,17 @@ class Publisher:
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
         on_host = self._device.type == "cpu"
-        self._slots = [] if on_host else [self.layout.empty(self._device).zero_() for _ in range(STAGING_SLOTS)]
+        self._slots = [] if on_host else [self.layout.empty(self._device).zero_() for _ in range(MAX_STAGED_VERSIONS)]
         self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
-        self._buffers = HostBuffers(self.layout, PlainMemory(pinned=not on_host))
-        self._buffers.reserve(STAGING_SLOTS if on_host else 1)
-        self._free = list(range(STAGING_SLOTS))
+        self._buffers = HostBuffers(self.layout, pinned=not on_host)
+        self._buffers.reserve(MAX_STAGED_VERSIONS if on_host else 1)
+        self._free = list(range(MAX_STAGED_VERSIONS))
         self._staged: dict[int, _Staged] = {}
         self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
-        self._held: set[int] = set()
-        self._sampled = _sampled(self.layout)
-        self._frozen: Tensor | None = None
+        self._retained_longer: set[int] = set()
+        self._sample_indices = _sample_indices(self.layout)
         self._changed = threading.Condition()
-
-    def use_memory(self, memory: HostMemory) -> None:
-        """Stages and seals further versions in other host memory, as one that other processes can map.
-
-        Tensors on a GPU keep to pinned memory.
-        """
-        if self._device.type == "cpu":
-            self._buffers.use(memory)
-            self._buffers.reserve(STAGING_SLOTS)
 
     def draft(self, version: int) -> Draft:
         """What a version of this stream is, digests aside."""
@@ -152,12 +143,11 @@ class Publisher:
     def payload(self, version: int) -> tuple[Header, ByteArray]:
         """Header and bytes uint8 [nbytes] of a retained version; treat the bytes as read-only. Raises VersionGone."""
         with self._changed:
-            found = self._sealed.get(version)
-            if found is None:
+            if version not in self._sealed:
                 raise VersionGone(
                     f"version {version} of stream {self.stream} is not retained, only {sorted(self._sealed)} are"
                 )
-        return found
+            return self._sealed[version]
 
     def retained(self) -> tuple[int, ...]:
         """The sealed versions that can be sent, oldest first."""
@@ -165,21 +155,17 @@ class Publisher:
             return tuple(sorted(self._sealed))
 
     def hold(self, version: int) -> None:
-        """Keeps a sealed version beyond its place among the newest. Raises VersionGone."""
+        """Retains a sealed version, however many newer ones come, until `release`. Raises VersionGone."""
         with self._changed:
             if version not in self._sealed:
                 raise VersionGone(f"version {version} of stream {self.stream} is not retained and can't be held")
-            self._held.add(version)
+            self._retained_longer.add(version)
 
     def release(self, version: int) -> None:
-        """Ends a hold; the version goes unless it is among the newest `retain`."""
+        """Ends a `hold`: the version goes unless it is among the newest `retain`."""
         with self._changed:
-            self._held.discard(version)
+            self._retained_longer.discard(version)
             self._evict()
-
-    def freeze(self, version: int) -> None:
-        """Falsifier for tests: from now on a retained version's bytes are staged instead of the tensors'."""
-        self._frozen = torch.from_numpy(self.payload(version)[1].copy())
 
     def clear(self) -> None:
         """Forgets every version, sealed or staged, so that a run can publish again from an earlier one."""
@@ -187,7 +173,7 @@ class Publisher:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()
             self._sealed.clear()
-            self._held.clear()
+            self._retained_longer.clear()
             self._changed.notify_all()
 
     def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -208,15 +194,15 @@ class Publisher:
         picked = []
         for entry, source in zip(self.layout.entries, sources, strict=True):
             flat = source if source.is_contiguous() else source.contiguous()
-            count, step = _picked(entry)
+            count, step = _sampling(entry)
             picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
         return torch.cat(picked)
 
     def _sample_of(self, buffer: Tensor) -> Tensor:
         """`_sample` of a host buffer uint8 [nbytes]; with one index where all tensors have one dtype."""
-        if self._sampled is None:
+        if self._sample_indices is None:
             return self._sample(list(self.layout.views(buffer).values()))
-        return buffer.view(dtype_of(self.layout.entries[0]))[self._sampled]
+        return buffer.view(dtype_of(self.layout.entries[0]))[self._sample_indices]
 
     def _check_sample(self, version: int, sample: Tensor, data: ByteArray) -> None:
         """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
@@ -226,7 +212,7 @@ class Publisher:
             return
         start = 0
         for entry in self.layout.entries:
-            end = start + _picked(entry)[0]
+            end = start + _sampling(entry)[0]
             if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
                 raise WeightsMismatch(
                     f"the staged bytes of version {version} of stream {self.stream} are not the trainer's: "
@@ -244,10 +230,7 @@ class Publisher:
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
         views = self._views[slot] if host is None else host.views
-        if self._frozen is None:
-            torch._foreach_copy_(views, sources)
-        else:
-            torch._foreach_copy_(views, list(self.layout.views(self._frozen).values()))
+        torch._foreach_copy_(views, sources)
         return _Staged(slot, host, self._sample(sources), self._record())
 
     def _to_host(self, staged: _Staged) -> ByteArray:
@@ -269,25 +252,25 @@ class Publisher:
             self._changed.notify_all()
 
     def _evict(self) -> None:
-        """Keeps the newest `retain` versions and the held ones; a payload handed out stays valid while it is used."""
+        """Forgets what need not be retained any more; a payload handed out stays valid while it is used."""
         newest = sorted(self._sealed)[-self.retain :]
-        for version in self._sealed.keys() - set(newest) - self._held:
+        for version in self._sealed.keys() - set(newest) - self._retained_longer:
             del self._sealed[version]
 
 
-def _picked(entry: Entry) -> tuple[int, int]:
-    """Which of a tensor's elements are compared: how many, how far apart."""
+def _sampling(entry: Entry) -> tuple[int, int]:
+    """How many of a tensor's elements are compared, and how far apart they are."""
     numel = math.prod(entry.shape)
-    count = min(SAMPLES, numel)
+    count = min(MAX_SAMPLES_PER_TENSOR, numel)
     return count, max(1, numel // max(1, count))
 
 
-def _sampled(layout: Layout) -> Tensor | None:
-    """Where the elements that are compared lie in a buffer of the layout's dtype; None where it has several."""
+def _sample_indices(layout: Layout) -> Tensor | None:
+    """Indices of the elements that are compared in a buffer of the layout's dtype; None where it has several."""
     if len({entry.dtype for entry in layout.entries}) > 1:
         return None
-    places = []
+    indices = []
     for entry in layout.entries:
-        count, step = _picked(entry)
-        places.append(entry.offset // dtype_of(entry).itemsize + step * torch.arange(count))
-    return torch.cat(places)
+        count, step = _sampling(entry)
+        indices.append(entry.offset // dtype_of(entry).itemsize + step * torch.arange(count))
+    return torch.cat(indices)

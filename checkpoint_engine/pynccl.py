@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import BUCKET_BYTES, SENDER, Epoch, Limit
 
-UNIQUE_ID = "nccl-unique-id"
+UNIQUE_ID_KEY = "nccl-unique-id"
 cuda: Any = torch.cuda
 """Its stream and event classes are untyped."""
 
@@ -42,10 +42,10 @@ class PyncclLink:
         self._stream: Any = None
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        """The sender makes the unique id, everybody else waits for it in the store until its time-out."""
+        """The sender makes the unique id; every other member waits for it in the store, until the store's time-out."""
         if rank == SENDER:
-            store.set(UNIQUE_ID, as_text(self._nccl.get_unique_id()))
-        unique_id = from_text(store.get(UNIQUE_ID).decode())
+            store.set(UNIQUE_ID_KEY, as_text(self._nccl.get_unique_id()))
+        unique_id = from_text(store.get(UNIQUE_ID_KEY).decode())
         with torch.cuda.device(self._device):
             self._communicator = self._nccl.NcclCommunicator(epoch.world, unique_id, rank)
             self._stream = cuda.Stream(self._device)
@@ -66,8 +66,8 @@ class PyncclLink:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for start in range(0, buffer.shape[0], BUCKET_BYTES):
                 bucket = buffer[start : start + BUCKET_BYTES]
-                place, count = bucket.data_ptr(), bucket.shape[0]
-                communicator.broadcast(place, place, count, self._nccl.NCCL_UINT8, SENDER, stream.cuda_stream)
+                pointer, count = bucket.data_ptr(), bucket.shape[0]
+                communicator.broadcast(pointer, pointer, count, self._nccl.NCCL_UINT8, SENDER, stream.cuda_stream)
                 done = cuda.Event()
                 done.record(stream)
                 under_way.append((done, start + count))

@@ -1,4 +1,4 @@
-"""The receiving end: verifies versions, keeps a ring of them, and puts one at a time into the live tensors."""
+"""Receiving end: verifies versions, retains a ring of them, and puts one at a time into the live tensors."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ SLOTS = (RING, EVALUATION)
 
 
 class Receiver:
-    """Holds the newest `capacity` versions of each stream and one evaluation version, verified.
+    """Retains the newest `capacity` versions of each stream and one evaluation version, all verified.
 
     The tensors given become views of one flat live buffer and stay so: their addresses never change, so compiled
     graphs and captured CUDA graphs stay valid. `receive` may run beside work that reads the live tensors;
@@ -45,7 +45,7 @@ class Receiver:
         for name, view in self.layout.views(self._live).items():
             view.copy_(tensors[name].detach())
             tensors[name].data = view
-        self._held: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
+        self._retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
         self._spare: list[Tensor] = []
         self._active: Activation | None = None
         self._lock = threading.Lock()
@@ -57,16 +57,16 @@ class Receiver:
             return self._active
 
     def held(self) -> tuple[tuple[str, int, str], ...]:
-        """Every (stream, version, slot) that can be activated, sorted."""
+        """Every retained (stream, version, slot), sorted: those that can be activated."""
         with self._lock:
-            return tuple(sorted((stream, version, slot) for slot, stream, version in self._held))
+            return tuple(sorted((stream, version, slot) for slot, stream, version in self._retained))
 
     def receive(self, header: Header, buffer: Tensor | ByteArray, slot: str = RING) -> Ack:
-        """Verifies a payload uint8 [nbytes] and keeps a copy of it.
+        """Verifies a payload uint8 [nbytes] and retains a copy of it.
 
-        Receiving again what is held is acknowledged again. A ring keeps the newest `capacity` versions of a stream;
-        the evaluation slot keeps what was put there last. Raises TransferCorrupted (send it again) or
-        WeightsMismatch (stop), naming the tensor; what was held before is untouched then.
+        Receiving again what is retained is acknowledged again. A ring retains the newest `capacity` versions of a
+        stream, the evaluation slot what was put there last. Raises TransferCorrupted (send it again) or
+        WeightsMismatch (stop), naming the tensor; what was retained before is untouched then.
         """
         self.check(header, slot)
         if not header.is_consistent():
@@ -78,7 +78,7 @@ class Receiver:
             intake.take(data)
             return intake.accept(header)
         finally:
-            if not intake.kept:
+            if not intake.retained:
                 with self._lock:
                     self._spare.append(intake.storage)
 
@@ -102,24 +102,19 @@ class Receiver:
 
     def _accept(self, header: Header, intake: Intake) -> Ack:
         self._check_digests(header, intake.digests)
-        self._keep(header, intake.storage, intake.slot)
+        self._retain(header, intake.storage, intake.slot)
         return Ack(header.stream, header.version, header.digest, intake.slot)
 
-    def keep(self, stream: str, version: int, *, slot: str = EVALUATION) -> Ack:
-        """Copies a held version from the ring into the evaluation slot, without another transfer."""
-        header, data = self.export(stream, version)
-        return self.receive(header, data, slot)
-
-    def export(self, stream: str, version: int, *, slot: str = RING) -> tuple[Header, ByteArray]:
-        """Header and a host copy, uint8 [nbytes], of a held version, for passing it on. Raises WeightsMismatch."""
+    def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
+        """Header and a host copy, uint8 [nbytes], of a retained version, for passing it on. Raises WeightsMismatch."""
         with self._lock:
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
 
     def activate(self, stream: str, version: int, *, slot: str = RING) -> str:
-        """Puts a held version into the live tensors, by one device copy, and returns its digest.
+        """Puts a retained version into the live tensors, by one device copy, and returns its digest.
 
-        Raises WeightsMismatch when the version is not held or when a tensor is no longer bound to the live buffer;
+        Raises WeightsMismatch when the version is not retained or when a tensor is no longer bound to the live buffer;
         what was active before stays active then.
         """
         self.check_bound()
@@ -128,12 +123,6 @@ class Receiver:
             self._live.copy_(storage)
             self._active = Activation(stream, version, header.digest)
             return header.digest
-
-    def require(self, stream: str, version: int, digest: str) -> None:
-        """Raises WeightsMismatch unless exactly this version, with this digest, is active."""
-        active = self.active
-        if active != Activation(stream, version, digest):
-            raise WeightsMismatch(f"the work names {stream} {version} ({digest[:12]}), active is {active or 'nothing'}")
 
     def check_bound(self) -> None:
         """Raises WeightsMismatch, naming the tensor, when one was re-pointed away from the live buffer."""
@@ -153,10 +142,10 @@ class Receiver:
         ).digest
 
     def clear(self) -> None:
-        """Forgets every version held; the live tensors keep their bytes but nothing is active."""
+        """Forgets every version; the live tensors keep their bytes but nothing is active."""
         with self._lock:
-            self._spare += [storage for _, storage in self._held.values()]
-            self._held.clear()
+            self._spare += [storage for _, storage in self._retained.values()]
+            self._retained.clear()
             self._active = None
 
     def _check_scaling(self, header: Draft) -> None:
@@ -183,33 +172,33 @@ class Receiver:
             )
 
     def _check_digests(self, header: Header, digests: RunningDigests) -> None:
-        for entry, found, expected in zip(self.layout.entries, digests.finish(), header.digests, strict=True):
-            if found != expected:
+        for entry, arrived, expected in zip(self.layout.entries, digests.finish(), header.digests, strict=True):
+            if arrived != expected:
                 raise TransferCorrupted(f"{_title(header)} arrived with wrong bytes in {entry.name}")
 
-    def _keep(self, header: Header, storage: Tensor, slot: str) -> None:
+    def _retain(self, header: Header, storage: Tensor, slot: str) -> None:
         key = (slot, header.stream, header.version)
         with self._lock:
-            found = self._held.get(key)
-            if found is not None and found[0].digest != header.digest:
+            same = self._retained.get(key)
+            if same is not None and same[0].digest != header.digest:
                 raise WeightsMismatch(f"{_title(header)} came twice with different contents")
-            ring = sorted(v for s, stream, v in self._held if s == slot and stream == header.stream)
-            if slot == RING and found is None:
+            ring = sorted(v for s, stream, v in self._retained if s == slot and stream == header.stream)
+            if slot == RING and same is None:
                 self._check_fresh(header, ring)
-            evicted = [key] if found is not None else []
+            evicted = [key] if same is not None else []
             if slot == EVALUATION:
-                evicted = [other for other in self._held if other[0] == EVALUATION]
-            elif found is None and len(ring) >= self.capacity:
+                evicted = [other for other in self._retained if other[0] == EVALUATION]
+            elif same is None and len(ring) >= self.capacity:
                 evicted = [(slot, header.stream, v) for v in ring[: len(ring) - self.capacity + 1]]
-            self._spare += [self._held.pop(other)[1] for other in evicted]
-            self._held[key] = (header, storage)
+            self._spare += [self._retained.pop(other)[1] for other in evicted]
+            self._retained[key] = (header, storage)
 
     def _find(self, stream: str, version: int, slot: str) -> tuple[Header, Tensor]:
-        found = self._held.get((slot, stream, version))
-        if found is None:
-            names = sorted(f"{s} {v} ({kind})" for kind, s, v in self._held) or ["nothing"]
+        retained = self._retained.get((slot, stream, version))
+        if retained is None:
+            names = sorted(f"{s} {v} ({kind})" for kind, s, v in self._retained) or ["nothing"]
             raise WeightsMismatch(f"{stream} {version} ({slot}) is not held, only {', '.join(names)}")
-        return found
+        return retained
 
 
 def _title(header: Draft) -> str:

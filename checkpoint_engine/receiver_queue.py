@@ -1,4 +1,4 @@
-"""One receiver's queue: versions reach it in order, each resent until acknowledged or given up."""
+"""Queue of one receiver: versions reach it in order, each resent until it is acknowledged or given up."""
 
 import asyncio
 import logging
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint_engine.base import Ack, Header, ReceiverEndpoint
-from checkpoint_engine.errors import WeightsMismatch
-from checkpoint_engine.outcome import DeliveryOptions, DeliveryStats, Verdict, error_names, verdict
+from checkpoint_engine.base import Ack, DeliveryOptions, DeliveryStats, Header, ReceiverEndpoint
+from checkpoint_engine.errors import Verdict, WeightsMismatch, error_names, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -30,27 +29,27 @@ class Job:
 
 
 @dataclass(frozen=True)
-class LaneEvents:
-    """What a lane tells its owner; the last two end it."""
+class QueueEvents:
+    """What a receiver queue tells its owner; the last two end it."""
 
     acknowledged: Callable[[str, Ack], None]
-    retired: Callable[["Lane", BaseException], None]
+    retired: Callable[["ReceiverQueue", BaseException], None]
     """The receiver must be replaced."""
     failed: Callable[[BaseException], None]
     """The run must stop."""
 
 
-class Lane:
+class ReceiverQueue:
     """Serves one receiver. Starts at once, in the running loop."""
 
     def __init__(
-        self, endpoint: ReceiverEndpoint, options: DeliveryOptions, stats: DeliveryStats, events: LaneEvents
+        self, endpoint: ReceiverEndpoint, options: DeliveryOptions, stats: DeliveryStats, events: QueueEvents
     ) -> None:
         self.endpoint = endpoint
         self._options, self._stats, self._events = options, stats, events
-        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._current: Job | None = None
-        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"lane-{endpoint.name}")
+        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"receiver-{endpoint.name}")
 
     @property
     def name(self) -> str:
@@ -58,17 +57,17 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        return self._current is None and self._queue.empty()
+        return self._current is None and self._jobs.empty()
 
     def put(self, job: Job) -> None:
-        self._queue.put_nowait(job)
+        self._jobs.put_nowait(job)
 
     def abandon(self) -> None:
-        """Gives up every job that waits, and the current one's result."""
+        """Gives up every waiting job, and the current one's result."""
         if self._current is not None:
             self._current.settle(False)
-        while not self._queue.empty():
-            self._queue.get_nowait().settle(False)
+        while not self._jobs.empty():
+            self._jobs.get_nowait().settle(False)
 
     def acknowledge(self, job: Job, ack: Ack) -> None:
         """Checks that the acknowledgement names what was sent. Raises WeightsMismatch."""
@@ -83,7 +82,7 @@ class Lane:
     async def _run(self) -> None:
         try:
             while True:
-                self._current = await self._queue.get()
+                self._current = await self._jobs.get()
                 error = await self._serve(self._current)
                 if error is not None:
                     self._events.retired(self, error)

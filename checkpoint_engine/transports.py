@@ -1,4 +1,4 @@
-"""The transports by name: which one `auto` is here, and a process's place in the groups of the collective ones."""
+"""Transports by name: which one `auto` is here, and the group membership of the collective ones."""
 
 from difflib import get_close_matches
 
@@ -9,7 +9,7 @@ from checkpoint_engine.collective import Member
 from checkpoint_engine.process_group import TorchLink
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
-ELSEWHERE = "use gloo, object_store or auto"
+ALTERNATIVES = "use gloo, object_store or auto"
 TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
 
 
@@ -26,9 +26,9 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
     if configured == AUTO:
         return NCCL if on_gpu and dist.is_nccl_available() else OBJECT_STORE
     if configured in (NCCL, PYNCCL) and not on_gpu:
-        raise ValueError(f"transport {configured} needs weights on a GPU, here they are on {device}: {ELSEWHERE}")
+        raise ValueError(f"transport {configured} needs weights on a GPU, here they are on {device}: {ALTERNATIVES}")
     if configured == NCCL and not dist.is_nccl_available():
-        raise ValueError(f"transport nccl needs a torch built with NCCL, this one has none: {ELSEWHERE}")
+        raise ValueError(f"transport nccl needs a torch built with NCCL, this one has none: {ALTERNATIVES}")
     if configured == PYNCCL:
         from checkpoint_engine.pynccl import load_nccl
 
@@ -37,7 +37,7 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
-    """This process's place in the groups of a collective transport: gloo, nccl or pynccl.
+    """This process's membership in the groups of a collective transport: gloo, nccl or pynccl.
 
     Raises ValueError for any other, and, when the group is opened, for one whose library is missing here.
     """
@@ -50,8 +50,3 @@ def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
     from checkpoint_engine.pynccl import PyncclLink
 
     return Member(PyncclLink, device)
-
-
-def member_for(transport: str, device: torch.device | str = "cpu") -> Member | None:
-    """What `ProcessSender` and `serve` take for a transport: None for the object store."""
-    return None if transport == OBJECT_STORE else make_member(transport, device)

@@ -1,11 +1,19 @@
-"""python docs/write_configuration.py: docs/configuration.md from the fields of async_flowrl/config/schema.py."""
+"""python docs/write_configuration.py: docs/configuration.md from the fields of the configuration."""
 
 import ast
-from collections.abc import Iterator, Sequence
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, get_args
+
+from async_flowrl.config.schema import Config
+from async_flowrl.config.settings import WEIGHTS, rule_of
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, PAGE = ROOT / "async_flowrl" / "config" / "schema.py", ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 GROUPS = ("model", "algorithm", "reward", "data", "trainer", "experiment")
 HEAD = """# Which settings are there?
 
@@ -24,68 +32,90 @@ HEAD = """# Which settings are there?
 
 An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys
 given on the command line win over it. The modes start with `experiment=two_prompts`; `~experiment`
-leaves it out, so that only groups and keys count. Defaults below are those of the schema.
+leaves it out, so that only groups and keys count.
 
-This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
+In the tables, *default* is the schema's, *values* are those that are accepted (what other fields ask comes on top), and
+*changes* says what another value does to a run:
+
+- `weights`: the run gets other weights, so a checkpoint is only resumed with the same value.
+- `rounding`: the same mathematics in other shapes or another order, so the last bits differ; a resume warns.
+- `nothing`: not a bit of the weights depends on it, and a resume may change it.
+
+This page is made from `async_flowrl/config/schema.py` and `async_flowrl/config/algorithm_schema.py` by
+`python docs/write_configuration.py`.
 """
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    sections = list(tables(classes, "Config", ""))
     configs = ROOT / "configs"
     modes = ", ".join(f"`{path.stem}`" for path in sorted(configs.glob("*.yaml")) if path.stem != "base")
     groups = "\n".join(
         f"| `{group}` | {', '.join(f'`{path.stem}`' for path in sorted((configs / group).glob('*.yaml')))} |"
         for group in GROUPS
     )
-    return HEAD.format(modes=modes, groups=groups) + "\n" + "\n".join(sections)
+    return HEAD.format(modes=modes, groups=groups) + "\n" + "\n".join(tables(Config, "", WEIGHTS))
 
 
-def tables(classes: dict[str, ast.ClassDef], name: str, prefix: str) -> Iterator[str]:
-    """A table of the class's own fields, then those of the sections inside it."""
-    fields = list(described(classes[name].body))
-    inner = [(field, kind) for field, kind, _, _ in fields if kind in classes]
-    own = [(f, kind, default, text) for f, kind, default, text in fields if kind not in classes]
-    if own:
-        about = ast.get_docstring(classes[name]) or ""
-        rows = [
-            f"| `{prefix}{f}` | {cell(kind)} | {cell(default)} | {one_line(text)} |" for f, kind, default, text in own
-        ]
-        title = f"## {prefix[:-1] or 'Top level'}\n\n" + (f"{one_line(about)}\n\n" if about and prefix else "")
-        yield title + "| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-    for field, kind in inner:
-        yield from tables(classes, kind, f"{prefix}{field}.")
-    for field, kind, _, _ in own:
-        entry = kind.removeprefix("dict[str, ").removesuffix("]")
-        if entry in classes:
-            yield from tables(classes, entry, f"{prefix}{field}.<name>.")
+def tables(section: Any, prefix: str, changes: str) -> Iterator[str]:
+    """A table of the section's own fields, then those of the sections inside it; `changes` is the section's mark."""
+    about, meanings = texts(section)
+    members = fields(section)
+    rows = [
+        row(prefix, member, changes_of(member, changes), meanings.get(member.name, ""))
+        for member in members
+        if not is_dataclass(member.type)
+    ]
+    if rows:
+        title = f"## {prefix[:-1] or 'Top level'}\n\n" + (f"{about}\n\n" if about else "")
+        columns = "| key | type | default | values | changes | meaning |\n|---|---|---|---|---|---|\n"
+        yield title + columns + "\n".join(rows) + "\n"
+    for member in members:
+        mark = changes_of(member, changes)
+        if is_dataclass(member.type):
+            yield from tables(member.type, f"{prefix}{member.name}.", mark)
+        for entry in filter(is_dataclass, get_args(member.type)):
+            yield from tables(entry, f"{prefix}{member.name}.<name>.", mark)
 
 
-def described(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each field; the meaning is the string after it."""
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            default = ast.unparse(node.value) if node.value is not None else ""
-            yield node.target.id, ast.unparse(node.annotation), written(default), str(text)
+def texts(section: Any) -> tuple[str, dict[str, str]]:
+    """The docstring of a dataclass, and field → the string under it. They are in its source alone."""
+    tree = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    return one_line(ast.get_docstring(tree) or ""), {
+        node.target.id: one_line(str(text.value.value))
+        for node, text in pairwise(tree.body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
-def written(default: str) -> str:
+def row(prefix: str, member: Field[Any], changes: str, meaning: str) -> str:
+    kind = member.type.__name__ if isinstance(member.type, type) else re.sub(r"\w+\.", "", str(member.type))
+    default = member.default_factory() if callable(member.default_factory) else member.default
+    cells = (f"`{prefix}{member.name}`", cell(kind), cell(written(default)), accepted(member), changes, meaning)
+    return f"| {' | '.join(cells)} |"
+
+
+def accepted(member: Field[Any]) -> str:
+    """The choices or bounds of a field; empty where its type says all."""
+    rule = rule_of(member)
+    bounds = f"{rule.bounds} (inf = no limit)" if rule.infinite else rule.bounds
+    return ", ".join(f"`{choice}`" for choice in rule.choices) or bounds
+
+
+def changes_of(member: Field[Any], section: str) -> str:
+    """What a field changes; a section's mark is that of everything in it."""
+    return rule_of(member).changes if section == WEIGHTS else section
+
+
+def written(default: Any) -> str:
     """A default as it is typed on the command line."""
-    for factory, text in (
-        ("field(default_factory=dict)", "{}"),
-        ("None", "null"),
-        ("True", "true"),
-        ("False", "false"),
-    ):
-        if default == factory:
-            return text
-    if default.startswith("("):
-        return default.replace("(", "[").replace(")", "]").replace(" ", "")
-    return default.strip("'") if default != "' '" else default
+    if default is None or isinstance(default, bool):
+        return "null" if default is None else str(default).lower()
+    if isinstance(default, tuple):
+        return f"[{','.join(map(str, default))}]"
+    return repr(default) if default == " " else str(default)
 
 
 def cell(text: str) -> str:

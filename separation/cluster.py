@@ -39,19 +39,19 @@ async def cluster(
     cluster of our own is shut down.
     """
     if backend == "ray":
-        from separation.ray_session import ray_cluster
+        from separation.ray_session import RaySession
 
-        session = ray_cluster(
-            pools,
-            address=address,
-            placement=placement,
-            colocated=colocated,
-            start_deadline=start_deadline,
-            log_dir=log_dir,
-            store_bytes=store_bytes,
-        )
-        async with session as groups:
-            yield groups
+        session = RaySession(pools, address)
+        try:
+            yield await session.start(
+                placement=placement,
+                colocated=colocated,
+                start_deadline=start_deadline,
+                log_dir=log_dir,
+                store_bytes=store_bytes,
+            )
+        finally:
+            session.close()
     elif backend == "local":
         reserve(pools, {}, placement=placement, colocated=colocated)
         local = {spec.name: LocalGroup(spec, start_deadline=start_deadline) for spec in pools}

@@ -12,10 +12,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from separation.processes import Identity
+from separation.processes import machine
 
 
 class RemoteError(Exception):
@@ -32,8 +33,8 @@ class RemoteError(Exception):
 
 def resolve(path: str) -> Any:
     """The object named `pkg.module:attr`. Raises ValueError, ModuleNotFoundError or AttributeError."""
-    module, found, attribute = path.partition(":")
-    if not (found and module and attribute):
+    module, _, attribute = path.partition(":")
+    if not (module and attribute):
         raise ValueError(f"{path!r} is not of the form pkg.module:attr")
     target: Any = importlib.import_module(module)
     for name in attribute.split("."):
@@ -60,7 +61,7 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """The result of a method, or of `pkg.module:function`. Raises RemoteError."""
+        """The result of a method, also of a part (`sender.seal`), or of `pkg.module:function`. Raises RemoteError."""
         try:
             return self._find(method)(*args)
         except Exception as error:
@@ -76,8 +77,8 @@ class Host:
         return result
 
     def _find(self, method: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = resolve(method) if ":" in method else getattr(self._target, method)
-        return found
+        method_or_function: Callable[..., Any] = resolve(method) if ":" in method else attrgetter(method)(self._target)
+        return method_or_function
 
 
 class ProcessHost(Host):
@@ -93,12 +94,9 @@ class ProcessHost(Host):
         """Never returns: the pending call fails when the process ends, whatever else it was doing."""
         threading.Event().wait()
 
-    def identity(self) -> Identity:
-        """Who this process is."""
-        found = Identity.of(os.getpid())
-        if found is None:
-            raise RuntimeError("/proc does not show this process")
-        return found
+    def identity(self) -> tuple[int, str]:
+        """This process's pid, and the machine where that means something."""
+        return os.getpid(), machine()
 
 
 def limit_threads(count: int) -> None:

@@ -19,7 +19,7 @@ from separation.host import Host, RemoteError
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
-GRACE = 5.0
+_GRACE_SECONDS = 5.0
 """Seconds that closing waits for what is under way."""
 
 
@@ -183,7 +183,7 @@ class LocalGroup:
 
     async def close(self) -> None:
         """Waits a little for what is under way: an interpreter that exits while a thread computes may abort."""
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + _GRACE_SECONDS
         for worker in self.workers:
             worker.kill()
         for host in self._hosts:

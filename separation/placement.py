@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from separation.group import PoolSpec
-from separation.table import format_table, number
+from separation.table import format_table
 
 Resources = Mapping[str, float]
 
-PROCESSES_PER_CORE = 8
+MAX_PROCESSES_PER_CORE = 8
 """How many worker processes we are willing to start per core on a machine of our own."""
 
 
@@ -122,15 +122,15 @@ def _shared(pair: Sequence[PoolSpec], exists: Resources) -> Reservation:
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
     """Logical CPUs and custom resources of a cluster started for these pools on one machine. Raises ResourcesMissing.
 
-    Logical CPUs may exceed the cores: most workers wait most of the time. PROCESSES_PER_CORE is where that ends.
+    Logical CPUs may exceed the cores: most workers wait most of the time. MAX_PROCESSES_PER_CORE is where that ends.
     """
     wanted = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
-    allowed = cores * PROCESSES_PER_CORE
+    allowed = cores * MAX_PROCESSES_PER_CORE
     if wanted > allowed:
-        rows = [(spec.name, spec.num_workers, number(spec.num_workers * spec.cpus_per_worker)) for spec in pools]
+        rows = [(spec.name, spec.num_workers, f"{spec.num_workers * spec.cpus_per_worker:g}") for spec in pools]
         raise ResourcesMissing(
-            f"this machine can't hold {number(wanted)} CPU worth of workers: {cores} cores, at most "
-            f"{PROCESSES_PER_CORE} processes each = {allowed}\n{format_table(('pool', 'workers', 'CPU'), rows)}"
+            f"this machine can't hold {wanted:g} CPU worth of workers: {cores} cores, at most "
+            f"{MAX_PROCESSES_PER_CORE} processes each = {allowed}\n{format_table(('pool', 'workers', 'CPU'), rows)}"
         )
     custom: dict[str, float] = {spec.name: float(spec.num_workers) for spec in pools if spec.gpus_per_worker > 0}
     return max(1, -int(-wanted // 1)), custom
@@ -188,8 +188,8 @@ def shortage(
     exists = totals(nodes)
     header = ["resource", "asked", "exists", "missing"] + (["free now"] if free else [])
     rows = [
-        [name, number(asked[name]), number(exists[name]), number(max(0.0, asked[name] - exists[name]))]
-        + ([number(free(name))] if free else [])
+        [name, f"{asked[name]:g}", f"{exists[name]:g}", f"{max(0.0, asked[name] - exists[name]):g}"]
+        + ([f"{free(name):g}"] if free else [])
         for name in asked
     ]
     return "\n".join(
@@ -198,4 +198,4 @@ def shortage(
 
 
 def _text(resources: Resources) -> str:
-    return ", ".join(f"{number(amount)} {name}" for name, amount in resources.items())
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

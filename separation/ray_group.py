@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray import exceptions
 from ray.util.placement_group import PlacementGroup
@@ -15,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from separation.group import PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
 from separation.host import ProcessHost, RemoteError
 from separation.placement import Resources
-from separation.processes import Identity, descendants
+from separation.processes import alive, descendants, kill, process_of
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
@@ -56,7 +57,8 @@ class RayWorker:
         self._calls = CallTable(name)
         self._lanes: dict[str, dict[str, str]] = {"main": {}}
         self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
-        self.identity: Identity | None = None
+        self.process: psutil.Process | None = None
+        """None where it is on another machine."""
         self._gone = asyncio.Event()
         self._actor = self._create(place)
         ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
@@ -65,8 +67,8 @@ class RayWorker:
     async def build(self) -> None:
         """Builds the hosted object. Raises WorkerFailed, WorkerDied."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
-        self.identity = await self._answer("start", self._actor.identity.remote())
-        self.pid = self.identity.pid
+        self.pid, machine = await self._answer("start", self._actor.identity.remote())
+        self.process = process_of(self.pid, machine)
         self.node = await self.call("separation.ray_group:node_address")
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 
@@ -140,10 +142,9 @@ class RayWorker:
         if self._calls.reason is None:
             where = f"; its output is in {self._log}" if self._log and reason != "killed" else ""
             self._calls.declare_dead(reason + where)
-            orphans = descendants(self.identity.pid) if self.identity and self.identity.alive() else []
-            for process in [self.identity, *orphans]:
-                if process is not None:
-                    process.kill()
+            if self.process is not None and alive(self.process):
+                for process in [self.process, *descendants(self.pid)]:
+                    kill(process)
             if ray.is_initialized():
                 ray.kill(self._actor, no_restart=True)
         return str(self._calls.reason)
@@ -211,9 +212,9 @@ class RayGroup:
         self.kill()
         await together(*(host.gone() for host in self._hosts))
 
-    def identities(self) -> list[Identity]:
+    def processes(self) -> list[psutil.Process]:
         """The processes of the workers that run on this machine."""
-        return [host.identity for host in self._hosts if host.identity is not None and host.identity.alive()]
+        return [host.process for host in self._hosts if host.process is not None and alive(host.process)]
 
     def kill(self) -> None:
         """Kills every worker without waiting."""

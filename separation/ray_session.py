@@ -8,11 +8,12 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
@@ -30,14 +31,14 @@ from separation.placement import (
     shortage,
     totals,
 )
-from separation.processes import Identity, descendants, kill_remaining
+from separation.processes import alive, descendants, kill, kill_remaining
 from separation.ray_group import Place, RayGroup
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
 
-_POLL = 0.02
-_GRACE = 5.0
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 """Ray's settings for a cluster of our own: nobody reads its task history or its metrics."""
 
@@ -50,7 +51,7 @@ class RaySession:
         self._placement_groups: list[PlacementGroup] = []
         self._groups: dict[str, RayGroup] = {}
         self._connected = not ray.is_initialized()
-        self._daemons: list[Identity] = []
+        self._daemons: list[psutil.Process] = []
         if self._connected:
             before = descendants(os.getpid())
             with _sigterm_ours_alone():
@@ -92,22 +93,22 @@ class RaySession:
                 remove_placement_group(reserved)
             if self._connected:
                 self._disconnect()
-        for process in kill_remaining(ours, grace=_GRACE):
-            log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE)
+        for process in kill_remaining(ours, grace=_GRACE_SECONDS):
+            log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE_SECONDS)
 
     def _disconnect(self) -> None:
         """Leaves the cluster, and ends it if it is ours: Ray would wait a second for each daemon that ignores it."""
 
         def kill_daemons() -> None:
             while ray.is_initialized():
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
             for daemon in self._daemons:
-                daemon.kill()
+                kill(daemon)
 
         killer = threading.Thread(target=kill_daemons, name="end of the cluster", daemon=True)
         killer.start()
         ray.shutdown()
-        killer.join(_GRACE)
+        killer.join(_GRACE_SECONDS)
 
     def _connect(self, address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -128,10 +129,10 @@ class RaySession:
         if address is None:
             _end_log_monitor()
 
-    def _processes(self) -> list[Identity]:
+    def _processes(self) -> list[psutil.Process]:
         """What has to be gone at the end: the daemons of a cluster of our own, our workers here, what these started."""
-        workers = [worker for group in self._groups.values() for worker in group.identities()]
-        roots = [process for process in [*self._daemons, *workers] if process.alive()]
+        workers = [worker for group in self._groups.values() for worker in group.processes()]
+        roots = [process for process in [*self._daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
 
     async def _take(
@@ -162,7 +163,7 @@ class RaySession:
 
 async def _created(group: PlacementGroup) -> None:
     while placement_group_table(group)["state"] != "CREATED":  # noqa: ASYNC110
-        await asyncio.sleep(_POLL)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 @contextmanager
@@ -204,28 +205,3 @@ def import_path() -> list[str]:
     standard |= {os.path.join(path, "lib-dynload") for path in standard}
     folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]
     return [path for path in dict.fromkeys(folders) if os.path.isdir(path) and path not in standard]
-
-
-@asynccontextmanager
-async def ray_cluster(
-    pools: Sequence[PoolSpec],
-    *,
-    address: str | None,
-    placement: str,
-    colocated: tuple[str, str],
-    start_deadline: float,
-    log_dir: Path | None,
-    store_bytes: int,
-) -> AsyncIterator[dict[str, WorkerGroup]]:
-    """The Ray side of `cluster`."""
-    session = RaySession(pools, address)
-    try:
-        yield await session.start(
-            placement=placement,
-            colocated=colocated,
-            start_deadline=start_deadline,
-            log_dir=log_dir,
-            store_bytes=store_bytes,
-        )
-    finally:
-        session.close()

@@ -6,10 +6,10 @@ All time comes from the running loop, so everything here works under a loop whos
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+_BODY = "the body"
 
 
 class DeadlineExceeded(TimeoutError):
@@ -42,7 +42,8 @@ async def deadline(seconds: float, what: str, *, report: Callable[[], str] | Non
         raise late from error
 
 
-def supervised(*coroutines: Coroutine[Any, Any, Any]) -> "Supervision":
+@asynccontextmanager
+async def supervised(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
     """`async with supervised(a(), b()):` runs a and b beside the body and ends them with it.
 
     The first failure, of the body or of a task, is what leaves the block: itself, with its own traceback; what failed
@@ -50,80 +51,64 @@ def supervised(*coroutines: Coroutine[Any, Any, Any]) -> "Supervision":
     Tasks are ended last started first, each one awaited before the next is told. An exception group counts as its first
     member, the rest as notes.
     """
-    return Supervision(coroutines)
+    body = asyncio.current_task()
+    if body is None:
+        raise RuntimeError("supervised() needs a running task")
+    failures: list[tuple[str, BaseException]] = []
+    ending = interrupted = False
 
+    def ended(task: asyncio.Task[Any]) -> None:
+        nonlocal interrupted
+        if task.cancelled() or (failure := task.exception()) is None:
+            return
+        failures.append((task.get_name(), failure))
+        if not ending and not interrupted:
+            interrupted = True
+            body.cancel()
 
-class Supervision:
-    """The context manager of `supervised`."""
-
-    def __init__(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
-        self._coroutines = coroutines
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._failures: list[tuple[str, BaseException]] = []
-        self._interrupted = False
-        self._closing = False
-
-    async def __aenter__(self) -> Self:
-        body = asyncio.current_task()
-        if body is None:
-            raise RuntimeError("supervised() needs a running task")
-        self._body = body
-        for coroutine in self._coroutines:
-            task = asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None))
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._closing = True
-        cancelled = isinstance(error, asyncio.CancelledError)
-        if error is not None and not (cancelled and self._interrupted):
-            self._failures.append(("the body", error))
-        if self._interrupted:
-            self._body.uncancel()
-        await self._close()
-        if not self._failures:
-            return False
-        first = self._with_notes()
-        if first is error:
-            return False
+    tasks = [asyncio.create_task(each, name=getattr(each, "__qualname__", None)) for each in coroutines]
+    for task in tasks:
+        task.add_done_callback(ended)
+    try:
+        yield
+    except BaseException as error:
+        if not (interrupted and isinstance(error, asyncio.CancelledError)):
+            failures.append((_BODY, error))
+    ending = True
+    if interrupted:
+        body.uncancel()
+    await _end(tasks, failures)
+    if failures:
+        first = _with_notes(failures)
         context = first.__context__
         try:
             raise first
         finally:
             first.__context__ = context
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        if task.cancelled() or (failure := task.exception()) is None:
-            return
-        self._failures.append((task.get_name(), failure))
-        if not self._closing and not self._interrupted:
-            self._interrupted = True
-            self._body.cancel()
 
-    async def _close(self) -> None:
-        for task in reversed(self._tasks):
-            task.cancel()
-            while not task.done():
-                try:
-                    await asyncio.wait([task])
-                except asyncio.CancelledError as error:
-                    self._failures.append(("the body", error))
-        await asyncio.sleep(0)
+async def _end(tasks: Sequence[asyncio.Task[Any]], failures: list[tuple[str, BaseException]]) -> None:
+    for task in reversed(tasks):
+        task.cancel()
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                failures.append((_BODY, error))
+    await asyncio.sleep(0)
 
-    def _with_notes(self) -> BaseException:
-        where, first = self._failures[0]
-        leaves = _leaves(first)
-        if where != "the body":
-            leaves[0].add_note(f"raised in the background task {where}")
-        others = [(where, leaf) for leaf in leaves[1:]]
-        others += [(name, leaf) for name, failure in self._failures[1:] for leaf in _leaves(failure)]
-        for name, other in others:
-            if not isinstance(other, asyncio.CancelledError) and other is not leaves[0]:
-                leaves[0].add_note(f"then {name} failed too: {type(other).__name__}: {other}")
-        return leaves[0]
+
+def _with_notes(failures: Sequence[tuple[str, BaseException]]) -> BaseException:
+    where, error = failures[0]
+    first, *others = _leaves(error)
+    if where != _BODY:
+        first.add_note(f"raised in the background task {where}")
+    later = [(where, leaf) for leaf in others]
+    later += [(name, leaf) for name, failure in failures[1:] for leaf in _leaves(failure)]
+    for name, other in later:
+        if not isinstance(other, asyncio.CancelledError) and other is not first:
+            first.add_note(f"then {name} failed too: {type(other).__name__}: {other}")
+    return first
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

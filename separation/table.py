@@ -1,17 +1,14 @@
 """Plain text tables for messages people read on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Left-aligned columns, two spaces apart, one line per row."""
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], *, align: Callable[[str, int], str] = str.ljust
+) -> str:
+    """Columns two spaces apart, one line per row, however long. `align` is str.ljust or str.rjust."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        "  ".join(align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )
-
-
-def number(value: float) -> str:
-    """4 for 4.0, 0.5 for 0.5."""
-    return f"{value:g}"

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
@@ -63,16 +62,6 @@ def compute_advantages(
     if seeds is None or len(seeds) != len(result):
         raise ValueError(f"permute_advantages needs one seed per group ({len(result)}), got {seeds}")
     return [permuted(group, seed) for group, seed in zip(result, seeds, strict=True)]
-
-
-def check_advantage(config: AlgorithmConfig) -> None:
-    """ValueError for names that do not exist and for a clip that is not positive."""
-    if config.normalise not in ("std", "none"):
-        raise ValueError(unknown_name("algorithm.normalise", config.normalise, ("std", "none")))
-    if config.combine not in ("sum", "per_reward"):
-        raise ValueError(unknown_name("algorithm.combine", config.combine, ("sum", "per_reward")))
-    if not config.adv_clip_max > 0.0:
-        raise ValueError(f"algorithm.adv_clip_max must be positive, got {config.adv_clip_max}")
 
 
 def permuted(values: FloatArray, seed: int) -> FloatArray:

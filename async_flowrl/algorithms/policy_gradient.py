@@ -20,7 +20,7 @@ from async_flowrl.algorithms.correction import (
     importance_weight,
     weight_metrics,
 )
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 MIN_GAUSSIAN_STD = 0.05
 """cps steps with a smaller std have so sharp a density that KL, weights and masks made of it mean nothing."""

@@ -1,4 +1,4 @@
-"""From `algorithm.name` to a checked algorithm; refuses in one sentence what would not do what it says."""
+"""Registry of algorithms, and the checks between their fields: what would not do what it says is refused."""
 
 import importlib
 from typing import Any, cast
@@ -6,50 +6,40 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.advantage import check_advantage
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
+from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
-from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
 from async_flowrl.algorithms.policy_gradient import check_density, uses_density
-from async_flowrl.algorithms.sde import check_noise_level, cps_std, validate_schedule
+from async_flowrl.algorithms.sde import cps_std, validate_schedule
 from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.schema import Config
 
 BUILT_IN: dict[str, type] = {
     cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)
 }
 MEMBERS = ("name", "records", "needs_behaviour", "needs_reference", "vanishes_at_zero", "group_local",
            "advantages", "select", "predict", "loss")  # fmt: skip
-CORRECTIONS = ("none", "mask", "tis")
 
 
-def build_algorithm(
-    config: AlgorithmConfig, *, max_staleness: int, updates_per_batch: int, hand_over: str, num_inference_steps: int
-) -> Algorithm:
-    """The algorithm, checked against its configuration and the run's. ValueError in one sentence otherwise."""
+def build_algorithm(run: Config) -> Algorithm:
+    """The algorithm of a run whose fields passed `config.check`; ValueError in one sentence where they do not fit."""
+    config, max_staleness = run.algorithm, run.max_staleness
     factory = _factory(config.name)
     own = config.name not in BUILT_IN
     final = trains_on_final_images(config)
-    _check_names(config)
-    _check_numbers(config)
-    check_advantage(config)
     if not final:
-        check_window(config, num_inference_steps)
-        _check_steps(config)
-    elif num_inference_steps < 1:
-        raise ValueError(f"rollout.num_inference_steps must be at least 1, got {num_inference_steps}")
+        check_window(config, run.rollout.num_inference_steps)
+        _check_noise(config)
     _check_combination(config, final=final)
-    _check_penalty(config, final=final, updates_per_batch=updates_per_batch)
-    if hand_over == "stream" and updates_per_batch > 1:
-        raise ValueError(f"trainer.updates_per_batch must be 1 with hand_over=stream, got {updates_per_batch}")
+    _check_penalty(config, final=final, updates_per_batch=run.trainer.updates_per_batch)
     correction = "none" if final else resolve_correction(config, max_staleness)
     algorithm = cast("Algorithm", factory(config, correction=correction, **(config.options if own else {})))
-    _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=hand_over)
+    _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
     return algorithm
 
 
@@ -88,30 +78,11 @@ def _factory(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _check_names(config: AlgorithmConfig) -> None:
-    choices = {
-        "clip_unit": (config.clip_unit, ("mean", "nats")),
-        "kl_form": (config.kl_form, ("code", "exact", "proximal")),
-        "advantage_mode": (config.advantage_mode, tuple(ADVANTAGE_MODES)),
-        "old_policy_decay": (config.old_policy_decay, tuple(OLD_POLICY_DECAYS)),
-        "correction": (config.correction or "none", CORRECTIONS),
-    }
-    for field, (given, allowed) in choices.items():
-        if given not in allowed:
-            raise ValueError(unknown_name(f"algorithm.{field}", given, allowed))
-
-
-def _check_numbers(config: AlgorithmConfig) -> None:
-    for field in ("clip_range", "correction_threshold", "tis_cap", "beta"):
-        value = getattr(config, field)
-        if not 0.0 < value < float("inf"):
-            raise ValueError(f"algorithm.{field} must be a positive number, got {value}")
-    if not 0.0 <= config.kl_coef < float("inf"):
-        raise ValueError(f"algorithm.kl_coef must be a number >= 0, got {config.kl_coef}")
-
-
-def _check_steps(config: AlgorithmConfig) -> None:
-    check_noise_level(config.sde_type, config.noise_level)
+def _check_noise(config: AlgorithmConfig) -> None:
+    if config.sde_type == "cps" and config.noise_level > 1.0:
+        raise ValueError(
+            f"algorithm.noise_level must be in [0, 1] for cps (its sine folds back), got {config.noise_level}"
+        )
     if config.sde_type == "ode" or config.noise_level == 0.0:
         raise ValueError(
             f"{config.name} needs noisy steps, got algorithm.sde_type={config.sde_type}, "

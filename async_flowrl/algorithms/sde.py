@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from async_flowrl.config.algorithm_schema import SDE_TYPES
 from async_flowrl.config.messages import unknown_name
 
-SDE_TYPES = ("sde", "dance_sde", "cps", "ode")
 START = 1.0 - 1e-6
 """At and above this noise level `sde` takes the second level of the schedule in its denominator."""
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -41,16 +41,6 @@ def mean_over_latent(values: Tensor) -> Tensor:
 def latent_elements(latents: Tensor) -> int:
     """D, the number of latent elements of one sample of [B, ...]."""
     return latents[0].numel()
-
-
-def check_noise_level(sde_type: str, noise_level: float) -> None:
-    """ValueError where a step type has no meaning at this noise level."""
-    if sde_type not in SDE_TYPES:
-        raise ValueError(unknown_name("algorithm.sde_type", sde_type, SDE_TYPES))
-    if not math.isfinite(noise_level) or noise_level < 0.0:
-        raise ValueError(f"algorithm.noise_level must be a finite number >= 0, got {noise_level}")
-    if sde_type == "cps" and noise_level > 1.0:
-        raise ValueError(f"algorithm.noise_level must be in [0, 1] for cps (its sine folds back), got {noise_level}")
 
 
 def validate_schedule(sigmas: Tensor, sde_type: str = "sde") -> None:

@@ -24,46 +24,42 @@ DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
 
 
 def parser(prog: str = " ".join(PROGRAM)) -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=prog, description="Every mode, same devices.")
-    number = found.add_argument
-    number("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
-    number("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
-    number("--steps", type=count, default=9, help="training steps per run; the first two are warm-up")
-    number("--repeats", type=count, default=2)
-    number("--loop-seconds", type=seconds, default=8.0, help="how long each bare loop is measured")
-    number("--no-contention", action="store_true", help="don't measure the bare loops alone, only side by side")
-    number("--devices", type=count, help="default: all GPUs, or two CPU cores")
-    number("--split", type=pair, metavar="R:T", help="rollout and trainer devices of the separate pools")
-    number("--only", action="append", default=[], metavar="NAME", help="only this variant (and others given so)")
-    number("--reward-latency", type=seconds, default=0.0, metavar="S", help="seconds per reward call")
-    number("--reward-latency-share", type=seconds, default=0.0, metavar="X", help="the same in shares of max(G,T)")
-    number("--reward-cv", type=seconds, default=0.0, help="spread of that latency (above 1: heavy tail)")
-    number("--reward-workers", type=count)
-    number(
-        "--slow-worker", type=factor, default=1.0, metavar="X", help="the first rollout worker takes X times as long"
-    )
-    number("--resolution", type=count, metavar="PIXELS")
-    number(
-        "--trained-steps", type=count, metavar="N", help="denoising steps that are trained, a window drawn at random"
-    )
-    return found
+    command_line = argparse.ArgumentParser(prog=prog, description="Every mode, same devices.")
+    option = command_line.add_argument
+    option("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
+    option("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
+    option("--steps", type=count, default=9, help="training steps per run; the first two are warm-up")
+    option("--repeats", type=count, default=2)
+    option("--loop-seconds", type=seconds, default=8.0, help="how long each bare loop is measured")
+    option("--no-contention", action="store_true", help="don't measure the bare loops alone, only side by side")
+    option("--devices", type=count, help="default: all GPUs, or two CPU cores")
+    option("--split", type=pair, metavar="R:T", help="rollout and trainer devices of the separate pools")
+    option("--only", action="append", default=[], metavar="NAME", help="only this variant (and others given so)")
+    option("--reward-latency", type=seconds, default=0.0, metavar="S", help="seconds per reward call")
+    option("--reward-latency-share", type=seconds, default=0.0, metavar="X", help="the same in shares of max(G,T)")
+    option("--reward-cv", type=seconds, default=0.0, help="spread of that latency (above 1: heavy tail)")
+    option("--reward-workers", type=count)
+    option("--slow-worker", type=factor, default=1.0, metavar="X", help="rollout worker 0 takes X times as long")
+    option("--resolution", type=count, metavar="PIXELS")
+    option("--trained-steps", type=count, metavar="N", help="trained denoising steps: a window drawn at random")
+    return command_line
 
 
 def load_overrides(given: argparse.Namespace, latency: float) -> list[str]:
     """The load that all variants share; `latency` is that of a reward call, seconds."""
-    found = [f"total_steps={given.steps}", *DEFAULT_LOAD]
+    load = [f"total_steps={given.steps}", *DEFAULT_LOAD]
     if given.resolution:
-        found.append(f"rollout.resolution={given.resolution}")
+        load.append(f"rollout.resolution={given.resolution}")
     if given.trained_steps:
-        found += ["algorithm.window=random", f"algorithm.sde_window_size={given.trained_steps}"]
+        load += ["algorithm.window=random", f"algorithm.sde_window_size={given.trained_steps}"]
     if given.slow_worker > 1:
-        found.append(f"debug.delays.slow_worker={given.slow_worker:g}")
+        load.append(f"debug.delays.slow_worker={given.slow_worker:g}")
     if latency:
         options = "reward.terms.latency.options"
-        found += ["reward=color_and_latency", f"{options}.seconds={latency:.6g}", f"{options}.cv={given.reward_cv:g}"]
+        load += ["reward=color_and_latency", f"{options}.seconds={latency:.6g}", f"{options}.cv={given.reward_cv:g}"]
     if given.reward_workers:
-        found.append(f"reward.num_workers={given.reward_workers}")
-    return [*found, *given.overrides]
+        load.append(f"reward.num_workers={given.reward_workers}")
+    return [*load, *given.overrides]
 
 
 def compare(arguments: Sequence[str], directory: Path) -> Results:

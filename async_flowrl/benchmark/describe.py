@@ -10,13 +10,13 @@ import torch
 
 def machine_description() -> dict[str, str]:
     """Processor, GPUs, versions, the day, and how many other processes wanted a core when it began."""
-    found = {"processor": processor(), "cores": str(os.cpu_count())}
+    description = {"processor": processor(), "cores": str(os.cpu_count())}
     if torch.cuda.is_available():
-        found["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    found |= {"torch": torch.__version__, "Python": platform.python_version()}
-    found["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
-    found["measured"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    return found
+        description["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    description |= {"torch": torch.__version__, "Python": platform.python_version()}
+    description["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
+    description["measured"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return description
 
 
 def processor() -> str:

@@ -19,7 +19,7 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.table import TRAIN, Ticket
 
 ROLES = ("rollout", "trainer")
-START_SECONDS = 300.0
+MAX_START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def side_by_side(configs: Sequence[Config], *, seconds: float) -> list[Loops]:
             raise ValueError(
                 f"the bare loop has no guidance: rollout.true_cfg_scale must be 1, got {config.rollout.true_cfg_scale}"
             )
-    found = run(configs, ROLES, seconds)
-    return [Loops(generation, update) for generation, update in zip(found["rollout"], found["trainer"], strict=True)]
+    medians = run(configs, ROLES, seconds)
+    return [Loops(*pair) for pair in zip(medians["rollout"], medians["trainer"], strict=True)]
 
 
 def run(configs: Sequence[Config], roles: Sequence[str], seconds: float) -> dict[str, list[float]]:
@@ -72,7 +72,7 @@ def run(configs: Sequence[Config], roles: Sequence[str], seconds: float) -> dict
         process.start()
     for _, sender in pipes:
         sender.close()
-    patience = START_SECONDS + 10 * seconds * len(configs)
+    patience = MAX_START_SECONDS + 10 * seconds * len(configs)
     try:
         return {role: receive(role, pipe[0], patience) for role, pipe in zip(roles, pipes, strict=True)}
     finally:
@@ -99,25 +99,25 @@ def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, ans
     if torch.cuda.is_available():
         index = ROLES.index(role) % torch.cuda.device_count()
         torch.set_default_device(f"cuda:{index}")
-    found = []
+    medians = []
     for config in configs:
         torch.set_num_threads(config.rollout.threads if role == "rollout" else config.trainer.threads)
-        found.append(timed(step_of(config, role), seconds, barrier))
-    answer.send(found)
-    barrier.wait(START_SECONDS)
+        medians.append(timed(step_of(config, role), seconds, barrier))
+    answer.send(medians)
+    barrier.wait(MAX_START_SECONDS)
 
 
 def timed(step: Callable[[], Any], seconds: float, barrier: Any) -> float:
     """Median seconds of a step. At least three of them, and at least `seconds` long."""
     step()
-    barrier.wait(START_SECONDS)
+    barrier.wait(MAX_START_SECONDS)
     times: list[float] = []
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop or len(times) < 3:
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
-    barrier.wait(START_SECONDS)
+    barrier.wait(MAX_START_SECONDS)
     return median(times)
 
 

@@ -1,18 +1,20 @@
 """Runs one variant as a user would, and reads what it did from its run directory."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median_high
 
-from async_flowrl.benchmark.variants import PURE, Variant
+import psutil
+
+from async_flowrl.benchmark.variants import NOTHING_BUT_TRAINING, Variant
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.summary import WARM_UP_STEPS
 from async_flowrl.plan.calibrate import actual, delivery_times, generation_times, load
@@ -52,7 +54,7 @@ class Measured:
 def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) -> Measured:
     """One run in a fresh process. Raises RunFailed."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode]
-    given = [f"output_dir={directory}", *PURE, *overrides, *variant.overrides]
+    given = [f"output_dir={directory}", *NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
     with subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         watch = CpuWatch(process.pid)
         try:
@@ -69,8 +71,8 @@ def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) 
 def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
     """What a finished run did. Raises RunFailed for one that is too short."""
     config, history, metrics = load(directory)
-    found = actual(directory)
-    if found is None:
+    steady = actual(directory)
+    if steady is None:
         raise RunFailed(f"{name} has no steady state: it needs more than {WARM_UP_STEPS + config.max_staleness} steps")
     stop = config.total_steps - config.max_staleness
     lines = [line for line in metrics if WARM_UP_STEPS <= line["step"] < stop]
@@ -81,13 +83,13 @@ def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
     made = config.prompts_per_step * config.group_size
     return Measured(
         variant=name,
-        step_seconds=found.step_seconds,
-        images_per_s=made / found.step_seconds,
-        busy=found.busy,
+        step_seconds=steady.step_seconds,
+        images_per_s=made / steady.step_seconds,
+        busy=steady.busy,
         staleness_mean=summary["staleness_mean"],
         generation=tickets / len(lines),
-        update=mean(line["timing/update"] for line in lines),
-        publish=middle(delivery_times(history)),
+        update=fmean(line["timing/update"] for line in lines),
+        publish=median_high(delivery_times(history) or [0.0]),
         trainer_stall=summary["sync"]["trainer_stall_seconds"] / max(1, summary["sync"]["publishes"]),
         worker_stall=activations / len(lines) / config.rollout.num_workers,
         controller_cpu=watch.share(*window),
@@ -105,7 +107,7 @@ def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float
 
 @dataclass
 class CpuWatch:
-    """CPU seconds of one process over time, read from /proc; its children have clocks of their own."""
+    """CPU seconds of one process over time; its children have clocks of their own."""
 
     pid: int
     _times: list[float] = field(default_factory=list)
@@ -127,20 +129,9 @@ class CpuWatch:
         return (used[-1] - used[0]) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
     def _watch(self) -> None:
-        ticks = os.sysconf("SC_CLK_TCK")
-        while not self._done.wait(POLL_SECONDS):
-            try:
-                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                return
-            self._times.append(time.time())
-            self._used.append((int(fields[11]) + int(fields[12])) / ticks)
-
-
-def mean(values: Any) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
-
-
-def middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            while not self._done.wait(POLL_SECONDS):
+                used = process.cpu_times()
+                self._times.append(time.time())
+                self._used.append(used.user + used.system)

@@ -7,8 +7,7 @@ def between_markers(page: str, name: str, text: str) -> str:
     Raises ValueError where they are missing.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = page.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
+    before, _, rest = page.partition(begin)
+    if end not in rest:
         raise ValueError(f"the page has no place for {name}: it needs a line {begin} and, below it, a line {end}")
-    return f"{before}{begin}\n{text.rstrip()}\n{end}{after}"
+    return f"{before}{begin}\n{text.rstrip()}\n{rest[rest.index(end) :]}"

@@ -1,6 +1,6 @@
 """The results as JSON and back, as tables of Markdown, and as a picture."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -33,16 +33,16 @@ def markdown(results: Results) -> str:
     parts = [
         f"    {results.command}",
         said(results.description),
-        grid(HEAD, rows),
+        markdown_table(HEAD, rows),
         _bound(results),
-        grid(TARGET_HEAD, ratios) if ratios else "",
+        markdown_table(TARGET_HEAD, ratios) if ratios else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---" * len(head) + "|" for cells in lines)
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def said(description: Mapping[str, str]) -> str:
@@ -50,37 +50,20 @@ def said(description: Mapping[str, str]) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    return {
-        "command": results.command,
-        "description": dict(results.description),
-        "machine": asdict(results.machine),
-        "load": asdict(results.load),
-        "overrides": list(results.overrides),
-        "rounds": [
-            {
-                "loops": asdict(r.loops),
-                "bound": results.bound(r.loops),
-                "runs": {n: asdict(m) for n, m in r.runs.items()},
-            }
-            for r in results.rounds
-        ],
-        "targets": [{**asdict(target), "value": target.value, "met": target.met} for target in targets(results)],
-    }
+    record = asdict(results)
+    for inner, each in zip(record["rounds"], results.rounds, strict=True):
+        inner["bound"] = results.bound(each.loops)
+    record["targets"] = [{**asdict(target), "value": target.value, "met": target.met} for target in targets(results)]
+    return record
 
 
-def from_json(found: Mapping[str, Any]) -> Results:
+def from_json(record: Mapping[str, Any]) -> Results:
     """What `as_json` wrote. Raises KeyError or TypeError for anything else."""
     rounds = [
-        Round(Loops(**r["loops"]), {name: Measured(**run) for name, run in r["runs"].items()}) for r in found["rounds"]
+        Round(Loops(**r["loops"]), {name: Measured(**run) for name, run in r["runs"].items()}) for r in record["rounds"]
     ]
-    return Results(
-        machine=Machine(**found["machine"]),
-        rounds=rounds,
-        load=Load(**found["load"]),
-        command=found["command"],
-        overrides=found["overrides"],
-        description=found["description"],
-    )
+    plain = {name: record[name] for name in ("command", "overrides", "description")}
+    return Results(Machine(**record["machine"]), rounds, Load(**record["load"]), **plain)
 
 
 def picture(results: Results, path: Path) -> None:
@@ -121,7 +104,7 @@ def _bound(results: Results) -> str:
         f"{_middle(results, lambda r: results.generation(r.loops) / results.update(r.loops)):.2f} on "
         f"{machine.rollout} + {machine.trainer} devices): two bare loops side by side"
     )
-    slower = [found for r in rounds if (found := r.loops.contention) is not None]
+    slower = [contention for r in rounds if (contention := r.loops.contention) is not None]
     if slower:
         generation, update = (median(values) for values in zip(*slower, strict=True))
         text += f", {generation:.2f} and {update:.2f} times what they take alone"

@@ -8,7 +8,7 @@ from async_flowrl.benchmark.loops import Loops
 from async_flowrl.benchmark.measure import Measured
 from async_flowrl.benchmark.variants import BASELINE, Machine
 
-TICKETS_PER_WORKER = 8
+MIN_STREAM_TICKETS = 8
 """From here on on-policy streaming is expected to pay."""
 ASYNC, STREAM = "one_step_off", "stream"
 
@@ -22,8 +22,8 @@ class Round:
 
     def colocated(self) -> Measured | None:
         """The fastest colocated variant of this repeat."""
-        found = [run for name, run in self.runs.items() if name.startswith("sync colocated")]
-        return min(found, key=lambda run: run.step_seconds) if found else None
+        runs = [run for name, run in self.runs.items() if name.startswith("sync colocated")]
+        return min(runs, key=lambda run: run.step_seconds) if runs else None
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Results:
         """max(G, T), and the rewards' share where it is longer: no schedule takes less per step."""
         return max(self.generation(loops), self.update(loops), self.load.reward_seconds)
 
-    def in_turn(self, found: Round) -> float:
+    def in_turn(self, repeat: Round) -> float:
         """G + T + S: what a synchronous step takes at best; S is the median delivery."""
-        return self.generation(found.loops) + self.update(found.loops) + found.runs[BASELINE].publish
+        return self.generation(repeat.loops) + self.update(repeat.loops) + repeat.runs[BASELINE].publish
 
     def over(self, ratio: Callable[[Round], float]) -> tuple[float, ...]:
-        return tuple(ratio(found) for found in self.rounds)
+        return tuple(ratio(repeat) for repeat in self.rounds)
 
     def has(self, *names: str) -> bool:
-        return all(name in found.runs for name in names for found in self.rounds)
+        return all(name in repeat.runs for name in names for repeat in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Target:
 
 def targets(results: Results) -> list[Target]:
     """Those that the measured variants allow."""
-    found = of_the_overlap(results) if results.has(ASYNC) else []
+    held_to = of_the_overlap(results) if results.has(ASYNC) else []
     if results.has(BASELINE):
-        found += against_sync(results)
+        held_to += against_sync(results)
     if results.has(ASYNC) and results.load.latency > 0 and all(r.colocated() for r in results.rounds):
         values = results.over(against_colocated)
-        found.append(Target("colocated", "best `sync` colocated ÷ `one_step_off`, step time", values, at_least=1.2))
-    return found
+        held_to.append(Target("colocated", "best `sync` colocated ÷ `one_step_off`, step time", values, at_least=1.2))
+    return held_to
 
 
 def of_the_overlap(results: Results) -> list[Target]:
@@ -130,11 +130,11 @@ def of_the_overlap(results: Results) -> list[Target]:
     rollout = over(lambda r: r.loops.generation / r.runs[ASYNC].generation)
     update = over(lambda r: r.loops.update / machine.trainer / r.runs[ASYNC].update)
     step = over(lambda r: r.runs[ASYNC].step_seconds / results.bound(r.loops))
-    found = [Target("step", "`one_step_off` step ÷ max(G,T)", step, at_most=1.05)]
+    held_to = [Target("step", "`one_step_off` step ÷ max(G,T)", step, at_most=1.05)]
     if results.load.slow_worker == 1:
-        found.append(Target("rollout", "rollout images/s ÷ bare loop's", rollout, at_least=0.95))
+        held_to.append(Target("rollout", "rollout images/s ÷ bare loop's", rollout, at_least=0.95))
     return [
-        *found,
+        *held_to,
         Target("update", "update ÷ bare loop's, rate", update, at_least=0.95),
         Target("trainer_stall", "publish: trainer stall ÷ step", share(lambda run: run.trainer_stall), at_most=0.01),
         Target("worker_stall", "publish: worker stall ÷ step", share(lambda run: run.worker_stall), at_most=0.01),
@@ -146,22 +146,22 @@ def against_sync(results: Results) -> list[Target]:
     """Of `sync` separate against its own best, and of what is faster against that."""
     over = results.over
     sync = over(lambda r: r.runs[BASELINE].step_seconds / results.in_turn(r))
-    found = [Target("sync", "`sync` separate step ÷ (G+T+S)", sync, at_most=1.05)]
+    held_to = [Target("sync", "`sync` separate step ÷ (G+T+S)", sync, at_most=1.05)]
     if results.has(ASYNC):
         gain = over(lambda r: faster(r, ASYNC) * results.bound(r.loops) / results.in_turn(r))
         what = "speed-up over `sync` separate ÷ its ceiling (G+T+S)/max(G,T)"
-        found.append(Target("speed_up", what, gain, at_least=0.95))
-    if results.has(STREAM) and results.load.tickets_per_worker >= TICKETS_PER_WORKER:
+        held_to.append(Target("speed_up", what, gain, at_least=0.95))
+    if results.has(STREAM) and results.load.tickets_per_worker >= MIN_STREAM_TICKETS:
         stream = over(lambda r: faster(r, STREAM))
-        found.append(Target("stream", "`sync` separate ÷ `stream`, step time", stream, at_least=1.5))
-    return found
+        held_to.append(Target("stream", "`sync` separate ÷ `stream`, step time", stream, at_least=1.5))
+    return held_to
 
 
-def faster(found: Round, name: str) -> float:
-    return found.runs[BASELINE].step_seconds / found.runs[name].step_seconds
+def faster(repeat: Round, name: str) -> float:
+    return repeat.runs[BASELINE].step_seconds / repeat.runs[name].step_seconds
 
 
-def against_colocated(found: Round) -> float:
-    best = found.colocated()
+def against_colocated(repeat: Round) -> float:
+    best = repeat.colocated()
     assert best is not None
-    return best.step_seconds / found.runs[ASYNC].step_seconds
+    return best.step_seconds / repeat.runs[ASYNC].step_seconds

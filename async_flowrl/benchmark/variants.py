@@ -9,7 +9,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 
 BASELINE, COLOCATED = "sync separate", "sync colocated"
-PURE = (
+NOTHING_BUT_TRAINING = (
     "evaluate.before_training=false",
     "evaluate.every=0",
     "evaluate.images_per_prompt=1",
@@ -76,17 +76,17 @@ def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Varian
 
 def colocated(machine: Machine, config: Config) -> list[Variant]:
     """As many workers as devices; on CPUs also one process of each pool with all the threads."""
-    found = []
+    ways = []
     if not machine.gpu:
         threads = (f"rollout.threads={machine.devices}", f"trainer.threads={machine.devices}")
         name = f"sync colocated 1 x {machine.devices} threads"
-        found.append(Variant(name, "sync", ("placement=colocated", *_workers(1, 1), *threads)))
+        ways.append(Variant(name, "sync", ("placement=colocated", *_workers(1, 1), *threads)))
     share = config.group_size // machine.devices
     if config.group_size % machine.devices == 0:
         batch = min(config.trainer.micro_batch_size, share)
         overrides = (*_workers(machine.devices, machine.devices), f"trainer.micro_batch_size={batch}")
-        found.append(Variant(f"sync colocated {machine.devices} x 1", "sync", ("placement=colocated", *overrides)))
-    return found
+        ways.append(Variant(f"sync colocated {machine.devices} x 1", "sync", ("placement=colocated", *overrides)))
+    return ways
 
 
 def separate(machine: Machine) -> list[Variant]:

@@ -1,7 +1,8 @@
-"""Where shipped files lie: `configs/` of a checkout, or the copy of it inside an installed wheel."""
+"""Paths of shipped files: `configs/` of a checkout, or the copy of it inside an installed wheel."""
 
-import difflib
 from pathlib import Path
+
+from async_flowrl.config.messages import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -31,11 +32,9 @@ def find_data(path: str, base: Path | None = None, *, key: str = "") -> Path:
 
 
 def _hint(candidates: list[Path]) -> str:
-    for candidate in candidates:
-        if not candidate.parent.is_dir():
-            continue
-        names = sorted(entry.name for entry in candidate.parent.iterdir() if entry.is_file())
-        near = difflib.get_close_matches(candidate.name, names, n=1, cutoff=0.5)
-        if near:
-            return f"; did you mean {candidate.parent / near[0]}?"
+    """The nearest file name in the first folder that has one."""
+    for folder in [candidate.parent for candidate in candidates if candidate.parent.is_dir()]:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+        if hint := did_you_mean(candidates[0].name, names, folder.joinpath):
+            return hint
     return ""

@@ -1,7 +1,16 @@
-"""The configuration: one typed tree, registered with Hydra as `schema`. Every field says what it means and its unit."""
+"""The configuration: one typed tree, registered with Hydra as `schema`.
+
+Under each field stands what it means, with its unit; `setting` adds the values it takes and what changing it does.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.settings import NOTHING, ROUNDING, Rule, setting
+
+_FREE = {"rule": Rule(changes=NOTHING)}
+"""Marks a section of which no field changes the weights."""
 
 
 @dataclass
@@ -9,248 +18,253 @@ class TinyConfig:
     """The tiny random model built when `model.path=tiny`."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux or z_image."""
-    layers: int = 2
-    heads: int = 8
-    contrast: float = 3.0
+    """qwen_image, sd3, flux or z_image, or `pkg.module:attr` of your own."""
+    layers: int = setting(2, at_least=1)
+    """Transformer blocks, of each kind that the family has."""
+    heads: int = setting(8, at_least=1)
+    """Attention heads of 16 channels each."""
+    contrast: float = setting(3.0, above=0)
     """Factor on the VAE's last convolution: a random decoder paints in shades of grey, this spreads them."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0)
+    """Seed of the random weights."""
 
 
 @dataclass
 class ModelConfig:
+    """The base model, frozen: the same for rollout and trainer."""
+
     path: str = "tiny"
     """`tiny` (built offline), a local diffusers folder, or a hub name such as Qwen/Qwen-Image."""
     revision: str | None = None
-    """Hub revision; None takes the newest and records which it was."""
-    family: str = "auto"
+    """Hub revision; null takes the newest and records which it was."""
+    family: str = setting("auto", changes=NOTHING)
     """Name in the policies registry, or `pkg.module:attr` of your own; `auto` reads it from model_index.json."""
-    dtype: str = "float32"
-    """What the network computes in: float32 or bfloat16. Latents, sigmas and log-probs are float32 always."""
-    max_sequence_length: int | None = None
-    """Text tokens a prompt is padded or cut to, where the family does that; None = the diffusers pipeline's default."""
-    attention_backend: str | None = None
-    """One of diffusers' attention backends, e.g. flash or _native_cudnn; None = torch's own choice of kernel."""
+    dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    """What the network computes in. Latents, sigmas and log-probs are float32 always."""
+    max_sequence_length: int | None = setting(None, at_least=1)
+    """Text tokens a prompt is padded or cut to, where the family does that; null = the diffusers pipeline's default."""
+    attention_backend: str | None = setting(None, changes=ROUNDING)
+    """One of diffusers' attention backends, e.g. flash or _native_cudnn; null = torch's own choice of kernel."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
 
 @dataclass
 class LoraConfig:
-    rank: int = 8
-    alpha: float = 16.0
+    """The adapter that is trained; the base model stays as it is."""
+
+    rank: int = setting(8, at_least=1)
+    """Inner dimension of the adapter's two matrices: what it can express, and what a version weighs on the wire."""
+    alpha: float = setting(16.0, above=0)
+    """Scale: the adapter's product is multiplied by alpha / rank."""
     targets: list[str] | None = None
-    """Module name suffixes; None takes the family's default list."""
+    """Module name suffixes of the layers that get an adapter; null takes the family's default list."""
     path: str | None = None
-    """Warm start from a diffusers or PEFT LoRA; it is then also the KL reference."""
+    """Warm start from a diffusers or PEFT LoRA; it is then also the KL reference. null starts at the base model."""
 
 
 @dataclass
 class RolloutConfig:
-    num_workers: int = 1
-    gpus_per_worker: float = 1.0
-    """Used where the cluster has GPUs; a custom CPU resource stands in where it has none. vllm_omni spreads the network
-    over all GPUs of a worker (tensor parallel)."""
-    engine: str = "diffusers"
+    """The pool that generates images."""
+
+    num_workers: int = setting(1, at_least=1, changes=NOTHING)
+    """Rollout workers, each with a whole model."""
+    gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
+    """GPUs per worker, where the cluster has any; a custom CPU resource stands in where it has none. vllm_omni spreads
+    the network over all GPUs of a worker (tensor parallel), which changes roundings."""
+    engine: str = setting("diffusers", choices=("diffusers", "vllm_omni"))
     """diffusers (the reference) or vllm_omni (needs the extra `vllm-omni`; see docs/rollout_engines.md)."""
-    batch_size: int | None = None
-    """Images per forward pass; None = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
-    threads: int = 1
-    """torch threads per worker. Part of what determines the weights bit for bit."""
-    compile: bool = False
+    batch_size: int | None = setting(None, at_least=1, changes=ROUNDING)
+    """Images per forward pass; null = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
+    threads: int = setting(1, at_least=1, changes=ROUNDING)
+    """Torch threads per worker."""
+    compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block, by the diffusers engine."""
-    resolution: int = 32
-    num_inference_steps: int = 6
-    true_cfg_scale: float = 1.0
-    """Classifier-free guidance with a negative prompt; 1 = off (half the cost)."""
-    guidance_scale: float = 0.0
-    """Embedded guidance of distilled models (FLUX); 0 = none."""
+    resolution: int = setting(32, at_least=1)
+    """Pixels along each side of an image; the model family says which multiples there are."""
+    num_inference_steps: int = setting(6, at_least=2)
+    """Denoising steps of an image that is trained on."""
+    true_cfg_scale: float = setting(1.0, at_least=0)
+    """Scale of classifier-free guidance with a negative prompt; 1 = off (half the cost)."""
+    guidance_scale: float = setting(0.0, at_least=0)
+    """Scale of the embedded guidance of distilled models (FLUX); 0 = none."""
     negative_prompt: str = " "
-
-
-@dataclass
-class AlgorithmConfig:
-    name: str = "flow_grpo"
-    """Registered name, or `pkg.module:attr` of your own."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Passed to an algorithm of your own; the built-in ones use the fields below."""
-    final_images: bool = False
-    """An algorithm of your own trains on final images: it samples without noise, like diffusion_nft and dpo."""
-    sde_type: str = "sde"
-    """sde (Flow-GRPO), dance_sde, cps."""
-    noise_level: float = 1.0
-    window: str = "none"
-    """Which steps get noise and are trained: none (all but the last), random, sliding, list, fraction."""
-    sde_window_size: int | None = None
-    sde_window_range: tuple[int, int] | None = None
-    """Half-open range of step indices; None = (0, num_inference_steps - 1)."""
-    window_per: str = "group"
-    """group | step: whether each group or the whole step draws its window."""
-    window_interval: int = 25
-    """sliding: updates before the window moves by one."""
-    window_decay: str = "none"
-    """sliding: how the interval shrinks at later places: none, linear or exponential (MixGRPO's variants)."""
-    window_interval_min: int = 1
-    """linear decay: the interval that would be reached at the last step that may be noisy."""
-    window_decay_start: int = 13
-    """exponential decay: step index of the window's start up to which the interval stays whole."""
-    window_decay_rate: float = 0.1
-    """exponential decay: rate per step index beyond it."""
-    window_list: list[int] | None = None
-    timestep_fraction: float = 1.0
-    """fraction: share of the noisy steps that is trained, drawn at random."""
-    same_initial_noise: bool = False
-    clip_range: float = 1e-4
-    clip_unit: str = "mean"
-    """mean: bounds the ratio of mean log-probs (published recipes); nats: the true log-ratio, at any resolution."""
-    kl_coef: float = 0.0
-    kl_form: str = "code"
-    """code: without sqrt(h), as the published coefficients assume. exact: the Gaussian KL per latent element.
-    proximal: half the squared log-ratio to the weights at the start of the batch (MixGRPO), without a reference."""
-    adv_clip_max: float = 5.0
-    global_std: bool = False
-    """Divide by the reward std of the whole batch instead of the group's. Needs batch hand-over."""
-    normalise: str = "std"
-    """std: divide by the reward std. none: only subtract the mean (Dr.GRPO)."""
-    combine: str = "sum"
-    """Several rewards: sum (weighted, then normalised) or per_reward (each normalised, then summed)."""
-    correction: str | None = None
-    """none | mask | tis; None = none for max_staleness <= 1, mask above."""
-    correction_threshold: float = 0.66
-    """mask: divergence from the behaviour policy, nats per step, from which rows that move further away are dropped."""
-    tis_cap: float = 2.0
-    beta: float = 1.0
-    """diffusion_nft: mixing coefficient; dpo: inverse temperature."""
-    advantage_mode: str = "continuous"
-    """diffusion_nft: which advantages count: continuous, positive_only, negative_only, one_only (1 above 0), binary."""
-    old_policy_decay: str = "copy"
-    """diffusion_nft: copy, half (.5), slow (min(.001 n, .5)) or late (0 below 75, then min(.0075(n-75), .999))."""
-    negate_reward: bool = False
-    """Falsifier for tests: train against the reward."""
-    permute_advantages: bool = False
-    """Falsifier for tests: shuffle the advantages inside each group."""
+    """What classifier-free guidance leads away from, for prompts that bring no negative prompt of their own."""
 
 
 @dataclass
 class RewardTerm:
+    """One reward of the sum."""
+
     weight: float = 1.0
+    """Factor on this reward in the sum; below 0 it is trained against."""
     name: str | None = None
-    """Registered name or `pkg.module:attr`; None = the key under `reward.terms`."""
+    """Registered name or `pkg.module:attr`; null = the key under `reward.terms`."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the reward, e.g. {model: …}; which there are is the reward's to say."""
 
 
 @dataclass
 class RewardConfig:
-    num_workers: int = 1
-    threads: int = 1
+    """The pool that scores images, and what it scores them by."""
+
+    num_workers: int = setting(1, at_least=1, changes=NOTHING)
+    """Reward workers; each scores one group at a time."""
+    threads: int = setting(1, at_least=1, changes=NOTHING)
+    """Torch threads per worker."""
     terms: dict[str, RewardTerm] = field(default_factory=dict)
-    """Name → weight; the reward is the weighted sum."""
-    on_error: str = "fail"
-    """fail | skip: when a score cannot be had after the retries; skip drops the group, counted and shown."""
-    retries: int = 3
-    backoff: float = 0.5
+    """Name → term; the reward is the weighted sum."""
+    on_error: str = setting("fail", choices=("fail", "skip"))
+    """When a score cannot be had after the retries: fail ends the run; skip drops the group, counted and shown."""
+    retries: int = setting(3, at_least=0, changes=NOTHING)
+    """Retries of a call that failed, on the next free worker."""
+    backoff: float = setting(0.5, at_least=0, changes=NOTHING)
     """Seconds before the first retry; doubled each time."""
 
 
 @dataclass
 class DataConfig:
+    """Prompts."""
+
     train: str = "prompts/two_prompts.txt"
     """txt, jsonl or parquet. Relative paths are looked up in the working directory, then among the shipped files."""
-    evaluation: str | None = None
-    """None = the training prompts."""
+    evaluation: str | None = setting(None, changes=NOTHING)
+    """The same for the prompts of evaluations; null = the training prompts."""
     prompt_key: str = "prompt"
+    """Column of a jsonl or parquet file that holds the prompt."""
     shuffle: bool = True
+    """Another order of the prompts in every epoch, drawn from the seed; false keeps the file's."""
 
 
 @dataclass
 class TrainerConfig:
-    num_workers: int = 1
-    gpus_per_worker: float = 1.0
-    threads: int = 1
-    """torch threads per rank. Part of what determines the weights bit for bit."""
-    micro_batch_size: int = 16
+    """The pool that trains."""
+
+    num_workers: int = setting(1, at_least=1, changes=ROUNDING)
+    """Trainer ranks; the frozen base is sharded over them, and every group is split among them."""
+    gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
+    """GPUs per rank, where the cluster has any; 0 trains on the CPU."""
+    threads: int = setting(1, at_least=1, changes=ROUNDING)
+    """Torch threads per rank."""
+    micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
     """Samples per forward pass and rank; must divide group_size / num_workers."""
-    timesteps_per_forward: int | None = 1
-    """Trained denoising steps batched into one forward pass; must divide their number; None = all of them."""
-    updates_per_batch: int = 1
+    timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
+    """Trained denoising steps batched into one forward pass; must divide their number; null = all of them."""
+    updates_per_batch: int = setting(1, at_least=1)
     """Optimizer steps per batch of prompts_per_step prompts; refused with stream hand-over."""
-    learning_rate: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-4
-    lr_schedule: str = "constant"
+    learning_rate: float = setting(3e-4, above=0)
+    """AdamW's learning rate, after the warm-up and before the schedule."""
+    betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, pair=True)
+    """AdamW's decay rates of the first and the second moment, per optimizer step."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's eps; where gradients are not much larger, it is a hidden cut of the learning rate, and the run warns."""
+    weight_decay: float = setting(1e-4, at_least=0)
+    """AdamW's decoupled weight decay, as a share of the learning rate per optimizer step."""
+    lr_schedule: str = setting("constant", choices=("constant", "linear", "cosine"))
     """constant, linear or cosine (both to zero at total_steps), after the warm-up."""
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-    gradient_checkpointing: bool = False
-    compile: bool = False
+    warmup_steps: int = setting(0, at_least=0)
+    """Training steps over which the learning rate rises linearly to its full value."""
+    max_grad_norm: float = setting(1.0, above=0, infinite=True)
+    """L2 norm of the whole gradient above which it is scaled down to it."""
+    gradient_checkpointing: bool = setting(False, changes=ROUNDING)
+    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block. Its kernels round differently from those of a rollout that does not compile."""
-    cpu_offload: bool = False
+    cpu_offload: bool = setting(False, changes=ROUNDING)
     """FSDP2 CPU offload of the frozen base."""
-    prefetch: int = 1
+    prefetch: int = setting(1, at_least=0, changes=ROUNDING)
     """Blocks of the sharded base that are gathered ahead of the one that computes."""
-    ema_decay: float | None = None
-    """EMA of the trainable weights; evaluation and export then use it."""
-    ema_every: int = 8
+    ema_decay: float | None = setting(None, at_least=0, below=1)
+    """Largest decay of an EMA of the trained weights; evaluation and export then use it. null = no EMA."""
+    ema_every: int = setting(8, at_least=1)
+    """Optimizer steps from one update of the EMA to the next."""
 
 
 @dataclass
 class CheckpointEngineConfig:
-    transport: str = "object_store"
-    """object_store, gloo, nccl, pynccl or auto."""
-    retries: int = 3
+    """How new weights get from the trainer to the rollout workers."""
+
+    transport: str = setting("object_store", choices=("object_store", "gloo", "nccl", "pynccl", "auto"))
+    """What carries the bytes: Ray's object store, or a broadcast; auto picks by the trainer's device."""
+    retries: int = setting(3, at_least=0)
+    """Retries of a delivery that failed or arrived damaged, before the worker is replaced."""
 
 
 @dataclass
 class SaveConfig:
-    every: int = 0
-    """Steps between checkpoints; 0 = only at the start and at the end."""
-    keep: int = 2
+    """Checkpoints: everything a resumed run needs."""
+
+    every: int = setting(0, at_least=0)
+    """Training steps between checkpoints; 0 = only at the start and at the end."""
+    keep: int = setting(2, at_least=1)
+    """Newest checkpoints kept; older ones are deleted."""
 
 
 @dataclass
 class EvaluateConfig:
-    every: int = 0
-    """Steps between evaluations; 0 = only at the end (and before training, if asked)."""
+    """Evaluations run beside the training and change nothing of it."""
+
+    every: int = setting(0, at_least=0)
+    """Training steps between evaluations; 0 = only at the end (and before training, if asked)."""
     before_training: bool = True
-    images_per_prompt: int = 8
-    max_prompts: int = 16
-    num_inference_steps: int | None = None
-    """None = as in training. Evaluation samples without noise after the initial one."""
+    """Evaluate the weights the run starts from, too."""
+    images_per_prompt: int = setting(8, at_least=1)
+    """Images per prompt, from the same initial noises each time."""
+    max_prompts: int = setting(16, at_least=1)
+    """Prompts used, from the beginning of the file."""
+    num_inference_steps: int | None = setting(None, at_least=1)
+    """Denoising steps; null = as in training. Evaluation samples without noise after the initial one."""
     seed: int = 1234
+    """Seed of the initial noises: the same in every run, so that evaluations compare."""
 
 
 @dataclass
 class MonitorConfig:
+    """Where a run shows itself, besides the files of its directory."""
+
     progress: bool = True
+    """A progress line on the terminal; in a log, a line from time to time."""
     tensorboard: bool = False
+    """TensorBoard's files in the run directory."""
     wandb: bool = False
-    """Offline unless WANDB_API_KEY or a login is there."""
+    """Weights & Biases; offline unless WANDB_API_KEY or a login is there."""
     wandb_project: str = "async_flowrl"
+    """Project of the run at Weights & Biases."""
     report: bool = True
+    """report.html at the end of the run."""
 
 
 @dataclass
 class ProfileConfig:
+    """Traces of single steps."""
+
     steps: list[int] = field(default_factory=list)
-    """Training steps whose rollout tickets and update every worker traces with torch's profiler, into profile/."""
+    """Training steps whose rollout tickets and update every worker traces with torch's profiler, into profile/. They
+    change no weights, but a resume asks for the same list."""
 
 
 @dataclass
 class HardwareConfig:
-    peak_tflops: float | None = None
+    """What the run cannot find out about its devices."""
+
+    peak_tflops: float | None = setting(None, above=0)
     """Dense TFLOP/s of one worker's device in model.dtype: what MFU is a share of; null = of NVIDIA devices by name."""
 
 
 @dataclass
 class DeadlinesConfig:
-    """Seconds each phase may take before the run stops with the name of what was late."""
+    """Seconds each phase may take before its worker is given up, or the run stops with the name of what was late."""
 
-    load: float = 900.0
-    generate: float = 600.0
-    score: float = 300.0
-    publish: float = 120.0
-    update: float = 1800.0
-    stall: float = 60.0
+    load: float = setting(900.0, above=0, infinite=True)
+    """Seconds until a new worker has its model and serves."""
+    generate: float = setting(600.0, above=0, infinite=True)
+    """Seconds for the images of one ticket."""
+    score: float = setting(300.0, above=0, infinite=True)
+    """Seconds for the rewards of one group."""
+    publish: float = setting(120.0, above=0, infinite=True)
+    """Seconds for one delivery of weights."""
+    update: float = setting(1800.0, above=0, infinite=True)
+    """Seconds for one group's share of an update, for its end, or for writing a checkpoint."""
+    stall: float = setting(60.0, above=0, infinite=True)
     """Seconds without any change after which the controller's log says which tickets wait for what."""
 
 
@@ -258,54 +272,73 @@ class DeadlinesConfig:
 class DelaysConfig:
     """Seeded random delays in seconds (uniform in 0..value), to test that timing changes nothing but time."""
 
-    generate: float = 0.0
-    score: float = 0.0
-    update: float = 0.0
-    publish: float = 0.0
+    generate: float = setting(0.0, at_least=0)
+    """Seconds after the images of a ticket."""
+    score: float = setting(0.0, at_least=0)
+    """Seconds after the rewards of a group."""
+    update: float = setting(0.0, at_least=0)
+    """Seconds after the update of a step."""
+    publish: float = setting(0.0, at_least=0)
+    """Seconds before a new version is digested and sent."""
     constant: bool = False
     """Exactly the value, every time, instead of a random one."""
-    slow_worker: float = 1.0
-    """The first rollout worker takes so many times as long, at least 1."""
+    slow_worker: float = setting(1.0, at_least=1)
+    """Factor on the time that the first rollout worker takes."""
 
 
 @dataclass
 class DebugConfig:
-    delays: DelaysConfig = field(default_factory=DelaysConfig)
+    """Disturbances, for tests of the run itself."""
+
+    delays: DelaysConfig = field(default_factory=DelaysConfig, metadata=_FREE)
     freeze_publish: bool = False
     """Falsifier: keep sending version 0's bytes under newer names; the run must stop."""
 
 
 @dataclass
 class RuntimeConfig:
-    backend: str = "ray"
+    """Where the workers run."""
+
+    backend: str = setting("ray", choices=("ray", "local"))
     """ray (separate processes) or local (threads in this process, for tests and debugging)."""
     address: str | None = None
-    """Ray cluster address; None starts one here."""
+    """Ray cluster address; null starts one here."""
 
 
 @dataclass
 class Config:
-    name: str = "one_step_off"
-    output_dir: str = "outputs/${name}"
+    name: str = setting("one_step_off", changes=NOTHING)
+    """Name of the run: part of output_dir, and shown by monitors."""
+    output_dir: str = setting("outputs/${name}", changes=NOTHING)
+    """Run directory: everything the run writes. A new run wants it empty."""
     seed: int = 0
-    mode: str = "one_step_off"
-    total_steps: int = 100
-    epochs: int | None = None
+    """Seed of every random draw of the training: prompts, noise, windows, the adapter's initial weights."""
+    mode: str | None = setting(None, choices=("sync", "stream", "one_step_off", "fully_async"), changes=NOTHING)
+    """Name of what max_staleness and hand_over say: if given, they must agree with it; null = no such check."""
+    total_steps: int = setting(100, at_least=1)
+    """Training steps; in each, prompts_per_step * group_size images are generated, scored and trained on. With
+    lr_schedule=constant a run may be resumed with more of them."""
+    epochs: int | None = setting(None, at_least=1, changes=NOTHING)
     """Passes over the training prompts after which the run ends, or after total_steps, whichever is sooner."""
-    prompts_per_step: int = 2
-    group_size: int = 16
-    ticket_size: int | None = None
-    """Images per ticket; divides group_size; None = group_size."""
-    max_staleness: int = 1
-    hand_over: str = "batch"
+    prompts_per_step: int = setting(2, at_least=1)
+    """Prompts per training step, one group of images each."""
+    group_size: int = setting(16, at_least=2)
+    """Images per prompt: their rewards are compared with each other."""
+    ticket_size: int | None = setting(None, at_least=1, changes=ROUNDING)
+    """Images per ticket, the piece of work that one rollout worker gets; divides group_size; null = group_size."""
+    max_staleness: int = setting(1, at_least=0)
+    """Policy versions that an image may be behind the weights it trains: the images of step s are made with exactly
+    version max(0, s - max_staleness). 0 trains on fresh images only, so generation waits for the update; 1 generates
+    the next step during an update; every further one runs a step further ahead and keeps one more version in memory."""
+    hand_over: str = setting("batch", choices=("batch", "stream"), changes=NOTHING)
     """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
-    resume: str = "never"
+    resume: str = setting("never", changes=NOTHING)
     """never, auto (newest checkpoint in output_dir), or a checkpoint's path."""
-    placement: str = "separate"
+    placement: str = setting("separate", choices=("separate", "colocated"), changes=NOTHING)
     """separate pools, or colocated (rollout and trainer share a device; max_staleness 0 only)."""
-    time_limit: float | None = None
-    """Seconds after which the run checkpoints and exits with the resumable code."""
-    dry_run: bool = False
+    time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
+    """Seconds after which the run checkpoints and exits with the resumable code; null = no limit."""
+    dry_run: bool = setting(False, changes=NOTHING)
     """Compose, check, print the plan, and stop."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -314,15 +347,20 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
-    save: SaveConfig = field(default_factory=SaveConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig, metadata=_FREE)
+    save: SaveConfig = field(default_factory=SaveConfig, metadata=_FREE)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=_FREE)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig, metadata=_FREE)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig, metadata=_FREE)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig, metadata=_FREE)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=_FREE)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def mode_name(self) -> str:
+        """What `mode` is, or would be where it is null."""
+        return mode_name(self.max_staleness, self.hand_over)
 
     @property
     def images_per_ticket(self) -> int:
@@ -333,3 +371,10 @@ class Config:
     def live_versions(self) -> int:
         """How many policy versions tickets under way can name: the current one and max_staleness before it."""
         return self.max_staleness + 1
+
+
+def mode_name(max_staleness: int, hand_over: str) -> str:
+    """The mode that these two numbers make."""
+    if max_staleness == 0:
+        return "sync" if hand_over == "batch" else "stream"
+    return "one_step_off" if max_staleness == 1 else "fully_async"

@@ -1,4 +1,4 @@
-"""What is done after every step besides training: metrics, evaluation, pictures, checkpoints. Off the critical path."""
+"""The work around training, off the critical path: metrics, evaluation, pictures and checkpoints after every step."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ class AfterStep:
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
-        """Checkpoint 0 exists before step 0; what an earlier life had to evaluate and did not is evaluated first."""
+        """Checkpoint 0 exists before step 0; evaluations that an earlier attempt left undone are made first."""
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
         for version in self._unevaluated(ctx):
@@ -71,9 +71,9 @@ class AfterStep:
         await self.evaluations.drain()
 
     def _unevaluated(self, ctx: Context) -> list[int]:
-        """Versions up to the one this life begins with whose evaluation is due and not recorded.
+        """Versions up to the one that this attempt begins with whose evaluation is due and not recorded.
 
-        Those whose weights are gone stay without: of the policy the last max_staleness + 1 are there, of an EMA one.
+        Versions whose weights are gone get none: the policy's last max_staleness + 1 are there, and one of an EMA.
         """
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
@@ -85,7 +85,7 @@ class AfterStep:
 
         due = [version for version in range(now + 1) if evaluation_due(ctx.config, version) and lacking(version)]
         if lost := [version for version in due if version < now - kept]:
-            logger.warning("versions %s were being evaluated when their life ended; their weights are gone", lost)
+            logger.warning("versions %s were being evaluated when their attempt ended; their weights are gone", lost)
         return [version for version in due if version >= now - kept]
 
     async def _save(self, ctx: Context, version: int) -> None:
@@ -124,7 +124,7 @@ class AfterStep:
         return {"timing/step": seconds, "timing/publish": self._stalled - before, **shares}
 
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
-        """Updates that do less than they seem to are said once each."""
+        """Warns once of each way in which updates do less than they seem to."""
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)

@@ -1,4 +1,4 @@
-"""Checkpoints as the controller sees them: when one is due, what of its own goes into it, how a run goes on."""
+"""Checkpoints as the controller sees them: when one is due, the controller's part of it, and how a run goes on."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import config_hash, numerics
+from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.table import TicketTable
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
 MAX_MISSED_CHECKPOINTS = 3
-"""A checkpoint that cannot be written is a loud warning; this many in a row are an error."""
+"""A checkpoint that cannot be written is a warning; so many in a row end the run."""
 RETRY_SECONDS = 1.0
-"""Seconds before a run's last checkpoint is tried again."""
+"""Pause before a run's last checkpoint is tried again."""
 
 
 class SaveFailed(RuntimeError):
@@ -34,6 +34,8 @@ class Checkpoints:
     config: Config
     directory: RunDirectory
     trainers: TrainerGroup
+    device: str
+    """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
     misses: int = 0
     saved: list[int] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
@@ -65,7 +67,7 @@ class Checkpoints:
             "version": version,
             "published": {str(v): digest for v, digest in table.published.items()},
             "config_hash": config_hash(self.config),
-            "numerics": numerics(self.config),
+            "numerics": numerics(self.config, device_type(self.device)),
         }
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
 
@@ -83,10 +85,10 @@ class Checkpoints:
     def abandon(self) -> None:
         """Waits no longer; what the worker still writes is whole or does not count."""
         if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
-            self._writing.exception()  # Whatever it is, the life has ended by something else.
+            self._writing.exception()  # Whatever it is, the attempt has ended by something else.
 
     async def _write(self, version: int, controller: dict[str, Any]) -> None:
-        writer = self.trainers.workers.workers[0]
+        writer = self.trainers.first
         try:
             async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
                 await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
@@ -117,7 +119,7 @@ START = Resume(None, 0, {})
 def newest(directory: RunDirectory) -> Resume:
     """The newest sound checkpoint of this run; its start, if it has not written any.
 
-    Raises DamagedCheckpoint if there are some and all of them are damaged.
+    Raises DamagedCheckpoint if all that it has written are damaged.
     """
     path = find_checkpoint(directory.checkpoints)
     if path is None:
@@ -138,18 +140,26 @@ def find_resume(config: Config, directory: RunDirectory) -> Resume:
     if config.resume == "never":
         return START
     try:
-        found = newest(directory) if config.resume == "auto" else read_resume(Path(config.resume).expanduser())
+        resume = newest(directory) if config.resume == "auto" else read_resume(Path(config.resume).expanduser())
     except DamagedCheckpoint as error:
         raise ConfigError(str(error)) from error
-    if found.path is None:
-        return found
-    if found.controller["config_hash"] != config_hash(config):
+    if resume.path is not None and resume.controller["config_hash"] != config_hash(config):
         raise ConfigError(
-            f"{found.path} was made with a configuration that leads to other weights; compare {directory.config} with "
+            f"{resume.path} was made with a configuration that leads to other weights; compare {directory.config} with "
             "yours"
         )
-    now = numerics(config)
-    changed = sorted(key for key, value in found.controller["numerics"].items() if now.get(key) != value)
+    return resume
+
+
+def warn_of_other_numerics(config: Config, resume: Resume, device: str) -> None:
+    """Names what decides the last bits of the weights and is not as the checkpoint has it, the trainer's device too."""
+    if resume.path is None:
+        return
+    changed = differences(resume.controller["numerics"], numerics(config, device_type(device)))
     if changed:
-        logger.warning("resuming with other %s: the last bits of the weights will differ", ", ".join(changed))
-    return found
+        logger.warning("resuming, but %s: the last bits of the weights will differ", ", ".join(changed))
+
+
+def device_type(device: str) -> str:
+    """`cuda` for `cuda:0`: which of several equal devices it was changes nothing."""
+    return device.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What the controller's coroutines share: one dataclass, built once by build.py and passed in."""
+"""The state that the controller's coroutines share: one dataclass, made by controller/build.py and passed in."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
@@ -13,7 +14,7 @@ from separation.group import Worker, WorkerGroup
 
 
 class Signal:
-    """Wakes everybody who waits for a condition to become true, or only the one whom it concerns."""
+    """A condition variable: wakes all coroutines that wait for it, or only those of one worker."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -83,8 +84,8 @@ class Weights(Protocol):
 
     async def leave(self, worker: str) -> None: ...
 
-    async def keep_for_evaluation(self, version: int) -> None:
-        """Keeps a published version until `deliver_for_evaluation` has brought it to the workers."""
+    async def retain_for_evaluation(self, version: int) -> None:
+        """Retains a published version until `deliver_for_evaluation` has brought it to the workers."""
         ...
 
     async def deliver_for_evaluation(self, version: int) -> None: ...
@@ -105,7 +106,7 @@ class Weights(Protocol):
 
 
 class Steps(Protocol):
-    """What is done around training (bookkeeping.py)."""
+    """What is done around training (after_step.py)."""
 
     async def before_training(self, ctx: "Context") -> None: ...
 
@@ -133,6 +134,8 @@ class Context:
     steps: Steps
     base_digest: str
     """Digest of the trainer's base weights; every rollout worker must hold the same."""
+    score_log: ScoreLog | None = None
+    """Scores that are written down; None if the reward is deterministic."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
     work: Signal = field(default_factory=Signal)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from checkpoint_engine.outcome import error_names
+from checkpoint_engine.errors import error_names
 
 WORKERS = 3
 """So many workers in a row, given up over damaged weights while nothing new arrived anywhere, are not at fault."""

@@ -1,37 +1,37 @@
-"""Feeds the rollout workers through the gate and the reward workers behind them."""
+"""Dispatch: feeds the rollout workers through the gate, and the reward workers behind them."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_flowrl.controller.context import Context, book_span
-from async_flowrl.tickets.table import Ticket, describe
+from async_flowrl.tickets.table import TRAIN, Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
-"""A worker that is gone, or as good as gone: it is killed and its place filled again."""
+"""What a worker raises that is gone, or as good as gone: it is killed and replaced."""
 MAX_LOSSES_PER_SLOT = 4
-"""Workers that one place may lose in a row, without a finished ticket between them, before the run ends."""
+"""Workers that one slot may lose in a row without a finished ticket between them; one more ends the run."""
 MAX_TICKET_ATTEMPTS = 6
-"""A ticket that had to be made more often than this ends the run: it seems to kill whoever makes it."""
+"""Attempts at one ticket; when one more is due, the run ends: the ticket itself probably kills its workers."""
 TICKETS_PER_WORKER = 2
 """Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
 BACKOFF_SECONDS = 1.0
-"""Seconds before the second of several losses in a row is replaced; doubled each time."""
+"""Pause before the second of several losses in a row is replaced; doubled each time."""
 
 
 @dataclass
-class Place:
-    """One place in the rollout pool, and who has it."""
+class Slot:
+    """One slot of the rollout pool, with the worker that is in it now."""
 
     worker: Worker
     watch: asyncio.Task[WorkerDied]
     given: int = 0
     """Tickets that the worker has now."""
     finished: bool = False
-    """Whether it has made any."""
+    """Whether the worker has made any."""
 
 
 class TicketLost(RuntimeError):
@@ -53,40 +53,41 @@ async def dispatch(ctx: Context) -> None:
 
 
 async def serve(ctx: Context, index: int, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
-    """One place in the rollout pool: keeps its worker in tickets, and replaces a dead one."""
-    place = seat(ctx, ctx.rollout.workers[index], tasks)
+    """Keeps the worker of one slot of the rollout pool in tickets, and replaces a dead one."""
+    slot = filled(ctx, ctx.rollout.workers[index], tasks)
     lost: Exception | None = None
     losses = 0
     while True:
         try:
             if lost is not None:
                 pause = BACKOFF_SECONDS * (2 ** (losses - 1) - 1)
-                place, lost = seat(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
-            await together(*(work(ctx, place, free, tasks) for _ in range(TICKETS_PER_WORKER)))
+                slot, lost = filled(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
+            await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
         except LOST as error:
-            lost, losses = error, 1 if place.finished else losses + 1
-            place.finished = False
+            lost, losses = error, 1 if slot.finished else losses + 1
+            slot.finished = False
             if losses > MAX_LOSSES_PER_SLOT:
-                error.add_note(f"place {index} of the rollout pool lost {losses} workers without a finished ticket")
+                error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
 
 
-def seat(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Place:
-    return Place(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
+def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
+    """A slot with a worker that has not made any ticket yet."""
+    return Slot(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
 
 
-async def work(ctx: Context, place: Place, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
-    """One of a place's hands: takes the ticket the gate gives it, over and over. Raises what `LOST` names."""
+async def work(ctx: Context, slot: Slot, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
+    """Gives the slot's worker the ticket that the gate has for it, over and over. Raises what `LOST` names."""
     while True:
-        ticket = await next_ticket(ctx, place)
-        accepted = await generate(ctx, place, ticket)
-        place.finished = True
+        ticket = await next_ticket(ctx, slot)
+        accepted = await generate(ctx, slot, ticket)
+        slot.finished = True
         if accepted and (group := ctx.table.to_score(ticket)):
             tasks.create_task(score(ctx, group, free), name=f"score {describe(ticket)}")
 
 
 async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
-    """The worker's death, once it has happened; whoever waits at the gate is told."""
+    """Returns the worker's death once it has happened, and wakes what waits at the gate."""
     try:
         await worker.watch()
     except WorkerDied as death:
@@ -94,36 +95,36 @@ async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
         return death
 
 
-async def next_ticket(ctx: Context, place: Place) -> Ticket:
+async def next_ticket(ctx: Context, slot: Slot) -> Ticket:
     """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied."""
-    name = place.worker.name
+    name = slot.worker.name
     while True:
-        if place.watch.done():
-            raise place.watch.result()
+        if slot.watch.done():
+            raise slot.watch.result()
         if name not in ctx.table.held:
             raise WorkerDied(name, "it was given up while it waited")
-        if place.given:
-            await asyncio.sleep(0)  # whoever has nothing to do comes first
-        if (ticket := ctx.table.next_for(name, ahead=place.given > 0)) is not None:
+        if slot.given:
+            await asyncio.sleep(0)  # Workers without a ticket come first.
+        if (ticket := ctx.table.next_for(name, ahead=slot.given > 0)) is not None:
             return ticket
-        if not place.given:
+        if not slot.given:
             ctx.observer.state(name, f"wait_{ctx.table.blocked(name)}")
         await ctx.work.wait(name)
 
 
-async def generate(ctx: Context, place: Place, ticket: Ticket) -> bool:
+async def generate(ctx: Context, slot: Slot, ticket: Ticket) -> bool:
     """Has the ticket made; False if another attempt was first. Raises TicketLost for one that was lost too often."""
     if ticket.attempt >= MAX_TICKET_ATTEMPTS:
         raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
-    worker = place.worker
+    worker = slot.worker
     ctx.table.start(ticket, worker.name)
     ctx.observer.state(worker.name, "busy")
-    place.given += 1
+    slot.given += 1
     try:
-        async with deadline(ctx.config.deadlines.generate * place.given, f"generate: {describe(ticket)}"):
+        async with deadline(ctx.config.deadlines.generate * slot.given, f"generate: {describe(ticket)}"):
             report, payload = await worker.call_split("generate", ctx.requests.request(ticket), returns=3)
     finally:
-        place.given -= 1
+        slot.given -= 1
     return accept(ctx, worker, ticket, report, payload)
 
 
@@ -135,7 +136,7 @@ def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, 
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
-    """A dead (or hung) worker is killed, its tickets wait for another; its replacement joins with proven weights."""
+    """Kills a dead (or hung) worker, whose tickets then wait for another; its successor joins with proven weights."""
     dead = ctx.rollout.workers[index]
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
     dead.kill()
@@ -154,30 +155,44 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
 
 
 async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> None:
-    """One call for the whole group, on the next free reward worker, retried with back-off. Lost images are remade."""
+    """Gives a whole group its scores: those of an earlier attempt, if they are written down. Lost images are remade."""
+    log = ctx.score_log if group[0].kind == TRAIN else None
+    if log is not None and group in log:
+        scores = log[group]
+    else:
+        try:
+            scores = await ask_reward(ctx, group, free)
+        except RefLost as lost:
+            make_again(ctx, group, lost)
+            return
+        if log is not None:
+            await log.append(group, scores, step=ctx.table.step)
+    ctx.table.scored(group, scores)
+    ctx.ready.notify()
+
+
+async def ask_reward(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> Scores | None:
+    """One call for the whole group, on the next free reward worker, retried with back-off.
+
+    None if the reward always fails and `reward.on_error` is `skip`. Raises RefLost, and the last failure.
+    """
     config = ctx.config.reward
     images = [ticket.payload[0] for ticket in group]
     for attempt in range(config.retries + 1):
         index = await free.get()
         try:
-            scores = await score_once(ctx, index, group, images)
-            break
-        except RefLost as lost:
-            make_again(ctx, group, lost)
-            return
+            return await score_once(ctx, index, group, images)
         except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
             await reward_failed(ctx, index, error)
             if attempt == config.retries:
                 if config.on_error == "fail":
                     raise
                 ctx.observer.event("skipped", step=group[0].step, group=group[0].group, message=str(error))
-                scores = None
-                break
+                return None
         finally:
             free.put_nowait(index)
         await asyncio.sleep(config.backoff * 2**attempt)
-    ctx.table.scored(group, scores)
-    ctx.ready.notify()
+    raise AssertionError("unreachable")
 
 
 def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
@@ -214,10 +229,10 @@ async def load_rollout(worker: Worker, *, seconds: float) -> str:
     return str(loaded["base_digest"])
 
 
-def check_base(worker: Worker, found: str, expected: str) -> None:
+def check_base(worker: Worker, digest: str, expected: str) -> None:
     """Raises StartError unless the worker's base weights are the trainer's."""
-    if found != expected:
+    if digest != expected:
         raise StartError(
-            f"{worker.name} and the trainer hold different base weights ({found} and {expected}): model.path or its "
+            f"{worker.name} and the trainer hold different base weights ({digest} and {expected}): model.path or its "
             "revision differs between nodes"
         )

@@ -1,97 +1,125 @@
-"""The two ends of a delivery as `checkpoint_engine.Delivery` wants them: calls to the workers that hold them."""
+"""Both ends of a delivery as `checkpoint_engine.Delivery` wants them: calls to the workers that hold the tensors."""
 
 from collections.abc import Callable
 from typing import Any
 
-from async_flowrl.controller.context import Context
-from async_flowrl.types import POLICY
+from async_flowrl.controller.context import Observer
+from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import RING, Ack, Draft, Header
 from checkpoint_engine.process_group import Epoch
 from separation.group import Worker, WorkerGroup
 
-LANE, CONTROL = "sync", "control"
+DELIVERIES, CONTROL = "sync", "control"
 """Lanes of a rollout worker: deliveries, and what must get through while one is under way."""
+PUBLISHING = "publish"
+"""Lane of a trainer rank: what runs beside the next update."""
 
 
-class TrainerEnd:
-    """The first trainer rank as a delivery's sender. `sealed` hears every header before anybody can acknowledge it."""
+class TrainerEndpoint:
+    """The first trainer rank as the sender of one stream.
 
-    def __init__(self, trainers: WorkerGroup, transport: str, sealed: Callable[[Header], None]) -> None:
-        self._trainers, self._transport, self._sealed = trainers, transport, sealed
+    `on_sealed` gets every header before a receiver can acknowledge it.
+    """
+
+    def __init__(
+        self, trainers: WorkerGroup, transport: str, on_sealed: Callable[[Header], None], stream: str = POLICY
+    ) -> None:
+        self._trainers, self._transport, self._on_sealed, self._stream = trainers, transport, on_sealed, stream
 
     async def stage(self, version: int) -> None:
-        await self._first.call("stage", version, POLICY)
+        await self._rank.call("sender.stage", version, self._stream)
 
     async def seal(self, version: int) -> Header:
-        header: Header = await self._first.call("seal", version, POLICY, lane="publish")
-        self._sealed(header)
+        header: Header = await self._publish("seal", version, self._stream)
+        self._on_sealed(header)
         return header
 
     async def payload(self, version: int) -> Any:
-        _, (reference,) = await self._first.call_split("payload", version, POLICY, returns=2, lane="publish")
+        call = self._rank.call_split("sender.payload", version, self._stream, returns=2, lane=PUBLISHING)
+        _, (reference,) = await call
         return reference
 
     async def hold(self, version: int) -> None:
-        await self._first.call("hold", version, POLICY, lane="publish")
+        await self._publish("hold", version, self._stream)
 
     async def release(self, version: int) -> None:
-        await self._first.call("release", version, POLICY, lane="publish")
+        await self._publish("release", version, self._stream)
 
     async def address(self) -> tuple[str, int]:
-        found: tuple[str, int] = await self._first.call(
-            "group_address", self._transport, self._first.node, lane="publish"
-        )
-        return found
+        host_and_port: tuple[str, int] = await self._publish("collective.address", self._transport, self._rank.node)
+        return host_and_port
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._first.call("open_group", epoch, rank, lane="publish")
+        await self._publish("collective.sender.open", epoch, rank)
 
     async def draft(self, version: int) -> Draft:
-        draft: Draft = await self._first.call("draft", version, POLICY, lane="publish")
+        draft: Draft = await self._publish("draft", version, self._stream)
         return draft
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._first.call("group_ready", epoch, draft, lane="publish")
+        await self._publish("collective.sender.ready", epoch, draft)
 
     async def send(self, draft: Draft) -> None:
-        await self._first.call("group_send", draft, lane="publish")
+        await self._publish("collective.sender.send", draft)
 
     async def abort_group(self) -> None:
-        await self._first.call("abort_group", lane=CONTROL)
+        await self._rank.call("sender.collective.abort", lane=CONTROL)
+
+    async def _publish(self, method: str, *arguments: Any) -> Any:
+        return await self._rank.call(f"sender.{method}", *arguments, lane=PUBLISHING)
 
     @property
-    def _first(self) -> Worker:
+    def _rank(self) -> Worker:
         return self._trainers.workers[0]
 
 
-class RolloutEnd:
+class EmaEndpoint(TrainerEndpoint):
+    """The first trainer rank as the sender of the EMA, whose versions are staged and sealed when they are new."""
+
+    def __init__(self, trainers: WorkerGroup) -> None:
+        super().__init__(trainers, "", lambda header: None, EMA)
+
+    async def retain(self, version: int) -> None:
+        """Stages and seals the average as it is now, and retains it until `release`."""
+        await super().stage(version)
+        await self.seal(version)
+        await self.hold(version)
+
+    async def stage(self, version: int) -> None:
+        """`retain` has done it: by now the trainer's average has moved on."""
+
+
+class RolloutEndpoint:
     """One rollout worker as a delivery's receiver."""
 
-    def __init__(self, worker: Worker, ctx: Context, transport: str) -> None:
-        self.worker, self._ctx, self._transport = worker, ctx, transport
+    def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
+        self.worker, self._observer, self._transport = worker, observer, transport
         self.name, self.node = worker.name, worker.node
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        began = self._ctx.observer.now()
-        ack: Ack = await self.worker.call("receive", header, payload, slot, lane=LANE)
-        self._ctx.observer.event(
-            "span", worker=self.name, name="receive", start=began, end=self._ctx.observer.now(), version=header.version
-        )
+        began = self._observer.now()
+        ack: Ack = await self._deliver("receiver.receive", header, payload, slot)
+        ended = self._observer.now()
+        self._observer.event("span", worker=self.name, name="receive", start=began, end=ended, version=header.version)
         return ack
 
     async def relay(self, header: Header, slot: str = RING) -> Any:
-        _, (reference,) = await self.worker.call_split("relay", header, slot, returns=2, lane=LANE)
+        export = "receiver.export", header.stream, header.version, slot
+        _, (reference,) = await self.worker.call_split(*export, returns=2, lane=DELIVERIES)
         return reference
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self.worker.call("open_group", self._transport, epoch, rank, lane=LANE)
+        await self._deliver("collective.open", self._transport, epoch, rank)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self.worker.call("group_ready", epoch, draft, lane=LANE)
+        await self._deliver("collective.receiver.ready", epoch, draft)
 
     async def accept(self, draft: Draft) -> Ack:
-        ack: Ack = await self.worker.call("group_accept", draft, lane=LANE)
+        ack: Ack = await self._deliver("collective.receiver.accept", draft)
         return ack
 
     async def abort_group(self) -> None:
-        await self.worker.call("abort_group", lane=CONTROL)
+        await self.worker.call("collective.abort", lane=CONTROL)
+
+    async def _deliver(self, method: str, *arguments: Any) -> Any:
+        return await self.worker.call(method, *arguments, lane=DELIVERIES)

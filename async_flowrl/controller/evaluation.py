@@ -41,7 +41,7 @@ class Evaluations:
 
     async def start(self, ctx: Context, version: int) -> None:
         """Keeps the version just published and returns; its images are made between training tickets."""
-        await ctx.weights.keep_for_evaluation(version)
+        await ctx.weights.retain_for_evaluation(version)
         self.tasks.append(asyncio.create_task(self._run(ctx, version), name=f"evaluation of version {version}"))
 
     async def drain(self) -> None:

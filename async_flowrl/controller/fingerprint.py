@@ -1,60 +1,19 @@
-"""What a resumed run is compared with: what determines its weights, and what decides their last bits."""
+"""Fingerprint of a run, for its resume: what determines its weights, and what decides their last bits.
+
+Which field is in which part stands at the field (`changes` of its rule).
+"""
 
 import hashlib
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from async_flowrl.config.schema import Config
+from async_flowrl.config.settings import ROUNDING, WEIGHTS, rule_of, settings
 
-_FREE = (
-    "name",
-    "output_dir",
-    "mode",
-    "epochs",
-    "hand_over",
-    "resume",
-    "placement",
-    "time_limit",
-    "dry_run",
-    "model.family",
-    "rollout.num_workers",
-    "rollout.gpus_per_worker",
-    "reward.num_workers",
-    "reward.threads",
-    "reward.retries",
-    "reward.backoff",
-    "data.evaluation",
-    "trainer.gpus_per_worker",
-    "checkpoint_engine",
-    "save",
-    "evaluate",
-    "monitor",
-    "hardware",
-    "deadlines",
-    "runtime",
-    "debug.delays",
-)
-"""Free to change from one part of a run to the next: not a bit of the weights depends on it (but see `numerics`)."""
-_NUMERICAL = (
-    "ticket_size",
-    "rollout.batch_size",
-    "rollout.threads",
-    "rollout.compile",
-    "model.attention_backend",
-    "trainer.num_workers",
-    "trainer.threads",
-    "trainer.micro_batch_size",
-    "trainer.timesteps_per_forward",
-    "trainer.gradient_checkpointing",
-    "trainer.compile",
-    "trainer.prefetch",
-    "trainer.cpu_offload",
-)
-"""The same mathematics in other shapes: only the order of roundings depends on it."""
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy")
 _ENGINE_PACKAGES = ("vllm", "vllm-omni")
 
@@ -62,34 +21,34 @@ _ENGINE_PACKAGES = ("vllm", "vllm-omni")
 def config_hash(config: Config) -> str:
     """SHA-256 of what determines the weights; a run may only be resumed with the same one.
 
-    Not in it: worker counts, transport, monitor, delays, output, and what only changes roundings (see `numerics`).
+    Not in it: fields that change nothing, and those that only change roundings (see `numerics`).
     """
-    values = asdict(config)
-    for key in (*_FREE, *_NUMERICAL):
-        *parents, last = key.split(".")
-        section = values
-        for parent in parents:
-            section = section[parent]
-        del section[last]
+    values = _deciding(config)
     if config.trainer.lr_schedule == "constant":
         # Then a longer run begins like a shorter one.
         del values["total_steps"]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _deciding(section: Any) -> dict[str, Any]:
+    """The fields that change the weights, as `asdict` writes them."""
+    values = asdict(section)
+    for member in fields(section):
+        if rule_of(member).changes != WEIGHTS:
+            del values[member.name]
+        elif is_dataclass(inner := getattr(section, member.name)):
+            values[member.name] = _deciding(inner)
+    return values
+
+
 def numerics(config: Config, device: str | None = None) -> dict[str, Any]:
     """What bit-for-bit equality needs besides `config_hash`; a resume warns where it differs. Plain JSON."""
-    found: dict[str, Any] = {}
-    for key in _NUMERICAL:
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        found[key] = value
+    entries = {key: value for key, value, rule in settings(config) if rule.changes == ROUNDING}
     if config.rollout.engine == "vllm_omni":
         # The network is spread over the worker's devices, and sums over the shards round differently.
-        found["rollout.gpus_per_worker"] = config.rollout.gpus_per_worker
-        found |= {package: _installed(package) for package in _ENGINE_PACKAGES}
-    return {**found, "device": device, "python": platform.python_version(), **{p: _installed(p) for p in _PACKAGES}}
+        entries["rollout.gpus_per_worker"] = config.rollout.gpus_per_worker
+        entries |= {package: _installed(package) for package in _ENGINE_PACKAGES}
+    return {**entries, "device": device, "python": platform.python_version(), **{p: _installed(p) for p in _PACKAGES}}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket, describe
 from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.types import Scores
-from separation.group import RefLost, WorkerGroup
+from separation.group import RefLost, Worker, WorkerGroup
 from separation.supervise import deadline, together
 
 MAX_GROUPS_PER_CALL = 8
@@ -46,6 +46,11 @@ class TrainerGroup:
         self.workers, self.algorithm = workers, algorithm
         self._batch: list[HandedGroup] = []
         self._waited = 0.0
+
+    @property
+    def first(self) -> Worker:
+        """Rank 0, which sends the weights and writes the checkpoints."""
+        return self.workers.workers[0]
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """The method's results on every rank, in rank order; the first failure is raised."""
@@ -156,7 +161,7 @@ class TrainerGroup:
         """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
         for group in self._batch[per_update:]:
             if group.meta is not None:
-                await self._with_trajectories(ctx, [group], "proximal", Part(step, (group.meta,)))
+                await self._with_trajectories(ctx, [group], "update.proximal", Part(step, (group.meta,)))
 
     async def _train(
         self, ctx: Context, step: int, groups: Sequence[HandedGroup], *, begins: StepPlan | None, finishes: bool

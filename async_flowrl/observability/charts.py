@@ -12,12 +12,12 @@ from async_flowrl.observability.timeline import Track
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 34
 PALETTE = ("#1f5fa8", "#d9822b", "#3a8f4d", "#8a4fa3", "#7a7a7a", "#b23a48")
-ROW, NAMES = 26, 92
+ROW_HEIGHT, NAMES_WIDTH = 26, 92
 """Height of a timeline row and width of the worker names beside it, pixels."""
-SHADES = {"wait_data": "#f25c5c", "wait_weights": "#f59f45", "sync": "#9b7fd1", "idle": "#e03131"}
-PALE = "#f9dede"
+WAIT_COLOURS = {"wait_data": "#f25c5c", "wait_weights": "#f59f45", "sync": "#9b7fd1", "idle": "#e03131"}
+REWARD_WAIT_COLOUR = "#f9dede"
 """Waiting of the reward pool: nobody pays for accelerators there."""
-WORK = {"rollout": "#2b6cb0", "reward": "#2f9e77", "trainer": "#3b4252"}
+WORK_COLOURS = {"rollout": "#2b6cb0", "reward": "#2f9e77", "trainer": "#3b4252"}
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ def line_chart(lines: Iterable[Line], *, x_label: str, y_label: str) -> str:
     return _svg(WIDTH, HEIGHT, parts)
 
 
-def timeline(found: Sequence[Track], window: Interval, origin: float, *, width: int = 1060) -> str:
+def timeline(workers: Sequence[Track], window: Interval, origin: float, *, width: int = 1060) -> str:
     """One row per worker inside `window`: work in the pool's colour, idle time red. Seconds count from `origin`."""
-    height = len(found) * ROW + BOTTOM
-    axis = _Axis(window[0], window[1], NAMES, width - RIGHT)
+    height = len(workers) * ROW_HEIGHT + BOTTOM
+    axis = _Axis(window[0], window[1], NAMES_WIDTH, width - RIGHT)
     parts: list[str] = []
-    for number, track in enumerate(found):
-        top = number * ROW + 2
-        parts.append(_text(2, top + ROW / 2 + 3, track.place))
+    for number, track in enumerate(workers):
+        top = number * ROW_HEIGHT + 2
+        parts.append(_text(2, top + ROW_HEIGHT / 2 + 3, track.place))
         pool = pool_of(track.place)
-        for state, shade in SHADES.items():
-            parts += _bars(track.waiting(state), axis, top, PALE if pool == "reward" else shade, state)
+        for state, shade in WAIT_COLOURS.items():
+            parts += _bars(track.waiting(state), axis, top, REWARD_WAIT_COLOUR if pool == "reward" else shade, state)
         for name in sorted({span["name"] for span in track.spans}):
             spans = union((span["start"], span["end"]) for span in track.spans if span["name"] == name)
-            parts += _bars(spans, axis, top, WORK.get(pool, "#555"), name)
-    bottom = len(found) * ROW + 4
+            parts += _bars(spans, axis, top, WORK_COLOURS.get(pool, "#555"), name)
+    bottom = len(workers) * ROW_HEIGHT + 4
     for tick in _ticks(window[0] - origin, window[1] - origin):
         x = axis.at(tick + origin)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" stroke="#0002"/>')
@@ -73,7 +73,7 @@ def timeline(found: Sequence[Track], window: Interval, origin: float, *, width: 
 
 def legend() -> str:
     """The colours of the timeline, as HTML."""
-    entries = [*WORK.items(), *((name.replace("_", " for "), shade) for name, shade in SHADES.items())]
+    entries = [*WORK_COLOURS.items(), *((name.replace("_", " for "), shade) for name, shade in WAIT_COLOURS.items())]
     boxes = (f'<span class="key"><i style="background:{shade}"></i>{escape(name)}</span>' for name, shade in entries)
     return f"<p>{' '.join(boxes)}</p>"
 
@@ -85,7 +85,7 @@ def _bars(intervals: Sequence[Interval], axis: "_Axis", top: float, shade: str, 
     widened = union((start, max(end, start + pixel)) for start, end in visible)
     return [
         f'<rect x="{axis.at(start):.2f}" y="{top:.0f}" width="{axis.at(end) - axis.at(start):.2f}" '
-        f'height="{ROW - 5}" fill="{shade}"><title>{escape(title)}</title></rect>'
+        f'height="{ROW_HEIGHT - 5}" fill="{shade}"><title>{escape(title)}</title></rect>'
         for start, end in widened
     ]
 

@@ -1,16 +1,6 @@
 """events.jsonl: what happened to every ticket, version and worker, one JSON object per line. Nothing is decided by it.
 
-| event | fields |
-|---|---|
-| ticket | ordinal, kind, step, state, worker, attempt, version, digest |
-| version | stream, version, digest, state (staged, sent, acknowledged, published), worker |
-| span | worker, name, start, end, perhaps ordinal, perhaps flops |
-| state | worker, state (busy, wait_data, wait_weights, sync, idle) |
-| rollback | step: everything of that step and later that was recorded before no longer counts |
-| fault | worker, kind, message |
-| step | step, started, ended |
-
-Every event has `time`; all times are unix seconds.
+docs/run_directory.md lists the events and their fields. Every event has `time`; all times are unix seconds.
 """
 
 import json
@@ -18,8 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from async_flowrl.observability.ledger import PoolLedger
 
@@ -78,14 +67,6 @@ class EventLog:
         with self._lock:
             self._write(self._clock())
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, now: float) -> None:
         self._flushed = now

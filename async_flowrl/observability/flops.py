@@ -1,108 +1,46 @@
-"""Floating-point operations of rollout and LoRA training, counted from shapes: what MFU is a share of.
+"""Floating-point operations of rollout and training, counted from shapes, and the share of the device's peak they use.
 
-A matrix product of [m, k] and [k, n] is 2 m k n. Its backward pass costs the same again for the input's gradient and
-again for the weight's, each only where that gradient is wanted: frozen weights get none, so LoRA training costs little
-more than twice the forward pass, not three times. Norms, activations and the sampler are left out.
+Matrix products, convolutions and attention count, by torch's own formulas; norms, activations and the sampler do not.
+What runs counts: frozen weights have no gradient, and passes that gradient checkpointing repeats count every time.
 """
 
-import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-TENSOR_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 FLOP/s of tensor cores by a part of the device's name, from the vendors' data sheets (SXM)."""
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass
-class Flops:
-    """What has run so far. Passes that gradient checkpointing repeats count every time they run."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-    def add(self, out: Tensor, forward: float, backward: float) -> None:
-        """One operation with output `out`; its backward part counts once a gradient really comes back through it."""
-        self.forward += forward
-        if out.requires_grad and backward > 0:
-            out.register_hook(lambda _: self._came_back(backward))  # type: ignore[no-untyped-call]
-
-    def _came_back(self, flops: float) -> None:
-        self.backward += flops
+TENSOR_PEAK_FLOPS_PER_SECOND = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 peak of tensor cores by a part of the device's name, from the vendors' data sheets (SXM)."""
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
+"""Operation → torch's formula. The registry lacks the attention kernel of CPUs."""
 
 
-class _Attention:
-    """Stands in for torch's scaled_dot_product_attention while anybody counts, and counts for the thread that calls it:
-    workers that share a process are threads, and leave in any order."""
+class FlopCounter(TorchDispatchMode):
+    """Counts, in `total`, what the thread that enters it computes, its backward passes included.
+
+    torch's FlopCounterMode does the same at twice the cost, and hooks every module of the process, those of other
+    threads too. Every operation runs as it would without the counter, so that no bit of a result changes.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        self._attend = nn.functional.scaled_dot_product_attention
-        self._lock = threading.Lock()
-        self._counting: dict[int, Flops] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
 
-    @contextmanager
-    def counting(self, found: Flops) -> Iterator[None]:
-        thread = threading.get_ident()
-        with self._lock:
-            before = self._counting.get(thread)
-            self._counting[thread] = found
-            nn.functional.scaled_dot_product_attention = self
-        try:
-            yield
-        finally:
-            with self._lock:
-                if before is None:
-                    del self._counting[thread]
-                else:
-                    self._counting[thread] = before
-                if not self._counting:
-                    nn.functional.scaled_dot_product_attention = self._attend
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = self._attend(query, key, value, *args, **kwargs)
-        found = self._counting.get(threading.get_ident())
-        if found is not None:
-            pairs = 2.0 * query.shape[:-1].numel() * key.shape[-2]
-            scores, mixing = pairs * query.shape[-1], pairs * value.shape[-1]
-            inner = _gradients(query, key)
-            found.add(out, scores + mixing, scores * inner + mixing * (min(1, inner) + _gradients(value)))
-        return out
-
-
-_ATTENTION = _Attention()
-
-
-@contextmanager
-def counted(module: nn.Module) -> Iterator[Flops]:
-    """Inside, what `module` computes is counted; a backward pass may come later than the block's end.
-
-    Linear layers and convolutions are seen by hooks, attention where this thread calls torch's
-    scaled_dot_product_attention (on a GPU, not where gradient checkpointing repeats it in autograd's own thread). It
-    works on the meta device too, where nothing is computed.
-    """
-    found = Flops()
-
-    def layer(which: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        weight = cast("Tensor", which.weight)
-        products = 2.0 * out.numel() * (weight.numel() // weight.shape[0])
-        found.add(out, products, products * _gradients(args[0], weight))
-
-    hooks = [part.register_forward_hook(layer) for part in module.modules() if isinstance(part, _LAYERS)]
-    try:
-        with _ATTENTION.counting(found):
-            yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
 
 
 class Meter:
@@ -113,7 +51,7 @@ class Meter:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[Hashable, Flops] = {}
+        self._known: dict[Hashable, int] = {}
 
     @contextmanager
     def measure(self, shape: Hashable) -> Iterator[None]:
@@ -121,33 +59,23 @@ class Meter:
         if shape in self._known or any(part._compiled_call_impl is not None for part in self._module.modules()):
             yield
             return
-        with counted(self._module) as found:
+        with FlopCounter() as counter:
             yield
-        self._known[shape] = found
+        self._known[shape] = counter.total
 
-    def flops(self, shape: Hashable) -> float | None:
+    def flops(self, shape: Hashable) -> int | None:
         """Of one piece of work that was measured; None for a compiled network."""
-        return self._known[shape].total if shape in self._known else None
+        return self._known.get(shape)
 
 
 def device_peak() -> float | None:
     """FLOP/s of the device this process computes on, where its name is known."""
-    return peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def peak(device: torch.device) -> float | None:
-    """The device's FLOP/s, where its name is known."""
-    if device.type != "cuda":
+    if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in TENSOR_PEAK.items() if known in name), None)
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in TENSOR_PEAK_FLOPS_PER_SECOND.items() if known in name), None)
 
 
-def utilisation(flops: float, seconds: float, best: float | None) -> float | None:
-    """Model FLOPs utilisation: the share of `best` FLOP/s; None where that is not known."""
-    return flops / seconds / best if best is not None and seconds > 0 else None
-
-
-def _gradients(*tensors: Tensor) -> int:
-    """How many of them backward computes a gradient for."""
-    return sum(tensor.requires_grad for tensor in tensors) if torch.is_grad_enabled() else 0
+def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation: the share of `peak` FLOP/s; None where that is not known."""
+    return flops / seconds / peak if peak is not None and seconds > 0 else None

@@ -7,9 +7,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.types import ByteArray
 
-CELL, GAP, LINE = 96, 6, 18
+MIN_SIDE, GAP, LINE_HEIGHT = 96, 6, 18
 """Smallest side of a shown image, space between images and height of a line of text, in pixels."""
-LARGEST = 256
+MAX_SIDE = 256
 FONT_SIZE = 12
 
 
@@ -32,23 +32,23 @@ def write_grid(
         )
     side = _side(images[0].shape[1])
     width = GAP + min(columns, max(map(len, images))) * (side + GAP)
-    head = LINE if title else 0
-    height = head + len(prompts) * (2 * LINE + side + GAP)
+    head = LINE_HEIGHT if title else 0
+    height = head + len(prompts) * (2 * LINE_HEIGHT + side + GAP)
     sheet = Image.new("RGB", (max(width, 240), height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
     draw.text((GAP, 2), title, fill="black", font=font)
     for row, (prompt, group, scores) in enumerate(zip(prompts, images, rewards, strict=True)):
-        top = head + row * (2 * LINE + side + GAP)
+        top = head + row * (2 * LINE_HEIGHT + side + GAP)
         draw.text((GAP, top + 2), _fit(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
         for column, (image, score) in enumerate(zip(group[:columns], scores, strict=False)):
             left = GAP + column * (side + GAP)
-            sheet.paste(_shown(image, side), (left, top + LINE))
-            draw.text((left, top + LINE + side + 1), f"{score:.3f}", fill=(90, 90, 90), font=font)
+            sheet.paste(_shown(image, side), (left, top + LINE_HEIGHT))
+            draw.text((left, top + LINE_HEIGHT + side + 1), f"{score:.3f}", fill=(90, 90, 90), font=font)
     sheet.save(path, format="PNG", optimize=True)
 
 
 def _side(side: int) -> int:
-    return min(side, LARGEST) if side >= CELL else side * -(-CELL // side)
+    return min(side, MAX_SIDE) if side >= MIN_SIDE else side * -(-MIN_SIDE // side)
 
 
 def _shown(image: ByteArray, side: int) -> Image.Image:

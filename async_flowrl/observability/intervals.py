@@ -19,22 +19,22 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def intersect(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
     """The instants in both, of two unions."""
     left, right = list(one), list(other)
-    found: list[Interval] = []
+    common: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if start < end:
-            found.append((start, end))
+            common.append((start, end))
         if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
     """The instants of the first union that are not in the second."""
-    found: list[Interval] = []
+    remaining: list[Interval] = []
     cuts = list(other)
     first = 0
     for start, end in one:
@@ -43,12 +43,12 @@ def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interva
         at = first
         while at < len(cuts) and cuts[at][0] < end:
             if cuts[at][0] > start:
-                found.append((start, cuts[at][0]))
+                remaining.append((start, cuts[at][0]))
             start = max(start, cuts[at][1])
             at += 1
         if start < end:
-            found.append((start, end))
-    return found
+            remaining.append((start, end))
+    return remaining
 
 
 def length(intervals: Iterable[Interval]) -> float:

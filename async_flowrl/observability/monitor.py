@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from async_flowrl.config.schema import MonitorConfig
 
-RECENT = 20
+AVERAGED_STEPS = 20
 """Steps over which seconds per step and the time left are measured."""
-LINE_SECONDS = 5.0
+MIN_LINE_SECONDS = 5.0
 """Where there is no terminal: at most one line in so many seconds."""
 
 
@@ -62,7 +62,7 @@ class Display:
     ) -> None:
         self._total, self._clock = total_steps, clock
         self._console = console or Console()
-        self._ends: deque[float] = deque([clock()], maxlen=RECENT + 1)
+        self._ends: deque[float] = deque([clock()], maxlen=AVERAGED_STEPS + 1)
         self._shown = float("-inf")
         self._progress = Progress(
             TextColumn("step"),
@@ -80,7 +80,7 @@ class Display:
         self._ends.append(now)
         text = self._text(step, metrics)
         self._progress.update(self._task, completed=step + 1, description=text)
-        due = now - self._shown >= LINE_SECONDS or step + 1 == self._total
+        due = now - self._shown >= MIN_LINE_SECONDS or step + 1 == self._total
         if due and not self._console.is_terminal:
             self._console.print(f"step {step + 1}/{self._total} | {text}", soft_wrap=True, highlight=False)
             self._shown = now

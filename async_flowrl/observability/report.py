@@ -18,9 +18,9 @@ from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.timeline import Track, tracks
 
-STEPS_SHOWN = 8
+MAX_STEPS_SHOWN = 8
 """Steps in the close-up of the timeline."""
-PICTURES = 6
+MAX_PICTURES = 6
 STYLE = """
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222}
 h1 {font-size: 1.5em} h2 {font-size: 1.1em; margin-top: 2em}
@@ -30,7 +30,7 @@ table {border-collapse: collapse} td, th {padding: .15em .8em .15em 0; text-alig
 .key {margin-right: 1em} .key i {display: inline-block; width: .9em; height: .9em; margin-right: .3em}
 pre {background: #f6f6f6; padding: 1em; overflow: auto; font-size: .85em} svg, img {max-width: 100%; height: auto}
 """
-SHOWN = (
+SUMMARY_KEYS = (
     "mode",
     "max_staleness",
     "staleness_mean",
@@ -43,9 +43,9 @@ SHOWN = (
     "reward_last",
     "weights_digest",
 )
-LOST = 0.1
+MIN_LOST_SHARE = 0.1
 """Below this share of its time, what a pool loses is not worth a word."""
-WORTH = 0.97
+MAX_SPLIT_SHARE = 0.97
 """Another split of the devices is worth a word if steps would take at most this share of their time."""
 
 
@@ -54,13 +54,13 @@ def write_report(run_dir: Path) -> Path:
     metrics: list[Metrics] = _lines(run_dir / "metrics.jsonl")
     history = effective(_lines(run_dir / "events.jsonl"))
     summary = _json(run_dir / "summary.json")
-    found = tracks(history)
+    workers = tracks(history)
     parts = [
         f"<h1>{escape(run_dir.name)}</h1>",
-        f'<p class="lead">{escape(verdict(run_dir, found, history))}</p>',
+        f'<p class="lead">{escape(verdict(run_dir, workers, history))}</p>',
         _facts(summary, metrics),
         *_curves(metrics, history),
-        *_timelines(found, history),
+        *_timelines(workers, history),
         *_pictures(run_dir / "images"),
         "<h2>Configuration</h2>",
         f"<pre>{escape(_text(run_dir / 'config.yaml'))}</pre>",
@@ -74,13 +74,13 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def verdict(run_dir: Path, found: Sequence[Track], history: Sequence[Event]) -> str:
+def verdict(run_dir: Path, workers: Sequence[Track], history: Sequence[Event]) -> str:
     """The bottleneck of a run, from its events and the shape of its step."""
     window, settings = _window(history), _text(run_dir / "config.yaml")
     config: Any = OmegaConf.create(settings) if settings else {}
     separate = config.get("placement") == "separate"
-    split = better_split(found, window, int(config.get("group_size", 1))) if separate else None
-    return bottleneck(_step_pools(found, window), split)
+    split = better_split(workers, window, int(config.get("group_size", 1))) if separate else None
+    return bottleneck(_step_pools(workers, window), split)
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = None) -> str:
@@ -98,7 +98,7 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
     starved, late = share.get(("rollout", "idle"), 0.0), share.get(("rollout", "wait_weights"), 0.0)
     if ("trainer", "busy") not in share or ("rollout", "busy") not in share:
         return "Too little was recorded to name a bottleneck."
-    if max(waited, held_up, starved, late) < LOST:
+    if max(waited, held_up, starved, late) < MIN_LOST_SHARE:
         return "The pools are balanced: neither side loses a tenth of its time waiting for the other."
     if held_up > max(waited, starved, late):
         return f"Publishing weights is the bottleneck: it held the trainer up {held_up:.0%} of the time."
@@ -107,7 +107,7 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
             f"Delivering weights is the bottleneck: rollout workers waited for new weights {late:.0%} of the time; a "
             "faster transport or a larger max_staleness shortens the run."
         )
-    if min(waited, starved) >= LOST:
+    if min(waited, starved) >= MIN_LOST_SHARE:
         return (
             f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
             f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
@@ -122,13 +122,13 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
     return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
 
 
-def better_split(found: Sequence[Track], window: Interval, group_size: int) -> str | None:
+def better_split(workers: Sequence[Track], window: Interval, group_size: int) -> str | None:
     """ "5:3" if so many rollout and trainer devices would do the same work in less time than the ones there were.
 
     Trainer ranks must divide a group. Work is what each pool was busy with; colocated pools have nothing to split.
     """
     work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
-    for track in found:
+    for track in workers:
         if (pool := pool_of(track.place)) in work:
             work[pool] += length(intersect(track.busy, [window]))
             devices[pool] += 1
@@ -141,13 +141,13 @@ def better_split(found: Sequence[Track], window: Interval, group_size: int) -> s
     if not possible or min(devices.values()) == 0:
         return None
     best = min(possible, key=seconds)
-    return f"{best}:{total - best}" if seconds(best) < WORTH * seconds(devices["rollout"]) else None
+    return f"{best}:{total - best}" if seconds(best) < MAX_SPLIT_SHARE * seconds(devices["rollout"]) else None
 
 
-def _step_pools(found: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
+def _step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
     """Seconds per pool and state inside the window, from the events; start-up and the end are not training's fault."""
     pools: dict[str, dict[str, float]] = {}
-    for track in found:
+    for track in workers:
         seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))
         for state in STATES:
             intervals = track.busy if state == "busy" else track.waiting(state)
@@ -165,10 +165,10 @@ def _window(history: Sequence[Event]) -> Interval:
 
 def _facts(summary: dict[str, Any], metrics: Sequence[Metrics]) -> str:
     rows: list[tuple[str, Any]] = [("steps", len(metrics))]
-    rows += [(key.replace("_", " "), summary[key]) for key in SHOWN if summary.get(key) is not None]
+    rows += [(key.replace("_", " "), summary[key]) for key in SUMMARY_KEYS if summary.get(key) is not None]
     if (summary.get("overlap") or {}).get("share") is not None:
         rows.append(("overlap, share of min(G, T)", summary["overlap"]["share"]))
-    rows += [("MFU", found)] if (found := mfu(summary)) else []
+    rows += [("MFU", shares)] if (shares := mfu(summary)) else []
     rows += [("plan", summary["plan"]["sentence"])] if summary.get("plan") else []
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(_number(value))}</td></tr>" for name, value in rows)
     pools = summary.get("pools") or {}
@@ -219,25 +219,25 @@ def _wall_clock(metrics: Sequence[Metrics], history: Sequence[Event]) -> list[fl
     if steps and all(line["step"] in steps for line in metrics):
         start = min(event["started"] for event in steps.values())
         return [steps[line["step"]]["ended"] - start for line in metrics]
-    total, found = 0.0, []
+    total, ends = 0.0, []
     for line in metrics:
         total += line.get("timing/step") or 0.0
-        found.append(total)
-    return found
+        ends.append(total)
+    return ends
 
 
-def _timelines(found: Sequence[Track], history: Sequence[Event]) -> list[str]:
-    if not found:
+def _timelines(workers: Sequence[Track], history: Sequence[Event]) -> list[str]:
+    if not workers:
         return []
     start, end = _window(history)
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
-    middle = steps[len(steps) // 2 : len(steps) // 2 + STEPS_SHOWN]
+    middle = steps[len(steps) // 2 : len(steps) // 2 + MAX_STEPS_SHOWN]
     parts = ["<h2>Timeline</h2>", legend()]
     if middle:
         close = middle[0]["started"], middle[-1]["ended"]
         title = f"Steps {middle[0]['step']} to {middle[-1]['step']}"
-        parts.append(f"<figure>{timeline(found, close, start)}<figcaption>{title}</figcaption></figure>")
-    parts.append(f"<figure>{timeline(found, (start, end), start)}<figcaption>The whole run</figcaption></figure>")
+        parts.append(f"<figure>{timeline(workers, close, start)}<figcaption>{title}</figcaption></figure>")
+    parts.append(f"<figure>{timeline(workers, (start, end), start)}<figcaption>The whole run</figcaption></figure>")
     return parts
 
 
@@ -245,7 +245,7 @@ def _pictures(folder: Path) -> list[str]:
     paths = sorted(folder.glob("*.png")) if folder.is_dir() else []
     if not paths:
         return []
-    count = min(PICTURES, len(paths))
+    count = min(MAX_PICTURES, len(paths))
     last = len(paths) - 1
     chosen = sorted({round(index * last / max(1, count - 1)) for index in range(count)})
     parts = ["<h2>Images</h2>"]

@@ -27,6 +27,7 @@ class RunDirectory:
         self.hydra = root / ".hydra"
         self.metrics = root / "metrics.jsonl"
         self.events = root / "events.jsonl"
+        self.scores = root / "scores.jsonl"
         self.timeline = root / "timeline.json"
         self.images = root / "images"
         self.checkpoints = root / "checkpoints"

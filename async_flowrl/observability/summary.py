@@ -14,7 +14,7 @@ from async_flowrl.observability.timeline import Track, tracks
 
 WARM_UP_STEPS = 2
 """Steps before the steady state: the pipeline fills and caches are cold."""
-KEPT_WARNING = 0.8
+MIN_GRADIENT_KEPT = 0.8
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Steady:
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
     """The keys of summary.json. What cannot be known (too few steps, say) is null.
 
-    After a resume, steps, images, rewards and staleness are those of the whole run; times and rates are this life's.
+    After a resume, steps, images, rewards and staleness are those of the whole run; times and rates are this attempt's.
     """
-    first, life = last_attempt(effective(events))
-    found = tracks(life)
-    steady = steady_state(found, life, config.max_staleness)
+    first, attempt = last_attempt(effective(events))
+    workers = tracks(attempt)
+    steady = steady_state(workers, attempt, config.max_staleness)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= first)
     kept = gradient_kept(metrics)
@@ -85,8 +85,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "images": sum(images),
         "wall_seconds": outcome.wall_seconds,
         "images_per_s": made / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
-        "steady_images_per_s": _steady_rate(life, sum(images) / max(1, len(images))),
-        "mode": config.mode,
+        "steady_images_per_s": _steady_rate(attempt, sum(images) / max(1, len(images))),
+        "mode": config.mode_name,
         "max_staleness": config.max_staleness,
         "placement": config.placement,
         "workers": {
@@ -100,7 +100,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
         "sync": dict(outcome.sync),
         "overlap": {
-            "seconds": length(intersect(_pool(found, "rollout"), _pool(found, "trainer"))),
+            "seconds": length(intersect(_pool(workers, "rollout"), _pool(workers, "trainer"))),
             "share": steady.overlap_share if steady else None,
         },
         "bound": {
@@ -109,7 +109,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
             "seconds_per_step": steady.bound if steady else None,
         },
         "efficiency": steady.bound / steady.seconds_per_step if steady else None,
-        "flops_per_s": (rates := flops_per_second(found, steady.window) if steady else {}),
+        "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,
         "warnings": _warnings(kept),
@@ -118,10 +118,10 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     }
 
 
-def flops_per_second(found: Sequence[Track], window: Interval) -> dict[str, float]:
+def flops_per_second(workers: Sequence[Track], window: Interval) -> dict[str, float]:
     """Per pool that counts them: what a worker's network computes per second of wall clock, on average."""
     rates: dict[str, list[float]] = {}
-    for track in found:
+    for track in workers:
         inside = [span["flops"] for span in track.spans if "flops" in span and window[0] <= span["end"] <= window[1]]
         rates.setdefault(pool_of(track.place), []).append(sum(inside) / (window[1] - window[0]))
     return {pool: sum(each) / len(each) for pool, each in rates.items() if sum(each) > 0}
@@ -135,20 +135,20 @@ def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
     return 0, history
 
 
-def steady_state(found: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
+def steady_state(workers: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
     """None if the run is too short to have one."""
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
     if not inner:
         return None
     window = inner[0]["started"], inner[-1]["ended"]
-    rollouts = [track for track in found if pool_of(track.place) == "rollout"]
+    rollouts = [track for track in workers if pool_of(track.place) == "rollout"]
     worked = sum(length(intersect(track.busy, [window])) for track in rollouts)
     return Steady(
         window=window,
         steps=len(inner),
-        generation=intersect(_pool(found, "rollout"), [window]),
-        update=intersect(_pool(found, "trainer", first_only=True), [window]),
+        generation=intersect(_pool(workers, "rollout"), [window]),
+        update=intersect(_pool(workers, "trainer", first_only=True), [window]),
         generation_per_step=worked / len(inner) / max(1, len(rollouts)),
     )
 
@@ -181,13 +181,13 @@ def _warnings(kept: Mapping[str, float]) -> list[str]:
         f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
         "algorithm.clip_range or lower max_staleness"
         for age, share in kept.items()
-        if share < KEPT_WARNING
+        if share < MIN_GRADIENT_KEPT
     ]
 
 
-def _pool(found: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
+def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
     """When any place of the pool worked (or only its first place)."""
-    members = [track for track in found if pool_of(track.place) == pool]
+    members = [track for track in workers if pool_of(track.place) == pool]
     return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
 
 

@@ -15,6 +15,8 @@ from async_flowrl.observability.ledger import place_of, pool_of
 MICROSECONDS = 1e6
 POOLS = ("rollout", "reward", "trainer")
 """Order of the tracks; other pools come after them."""
+INSTANTS = ("version", "fault", "rollback", "step")
+"""Events that are shown as a moment."""
 
 
 @dataclass
@@ -36,20 +38,20 @@ class Track:
 
 def tracks(events: Iterable[Event]) -> list[Track]:
     """The tracks of a run, in the order of POOLS and of the workers' numbers."""
-    found: dict[str, Track] = {}
+    by_place: dict[str, Track] = {}
     states: dict[str, list[tuple[float, str]]] = {}
     last = 0.0
     for event in events:
         last = max(last, event["time"], event.get("end", 0.0))
         if event["event"] in ("span", "state"):
-            track = found.setdefault(place_of(event["worker"]), Track(place_of(event["worker"])))
+            track = by_place.setdefault(place_of(event["worker"]), Track(place_of(event["worker"])))
             if event["event"] == "span":
                 track.spans.append(event)
             else:
                 states.setdefault(track.place, []).append((event["time"], event["state"]))
-    for place, track in found.items():
+    for place, track in by_place.items():
         track.waits = list(_waits(states.get(place, []), last, track.busy))
-    return sorted(found.values(), key=_order)
+    return sorted(by_place.values(), key=_order)
 
 
 def _order(track: Track) -> tuple[int, str, int]:
@@ -59,10 +61,10 @@ def _order(track: Track) -> tuple[int, str, int]:
 
 def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
     ends = [time for time, _ in changes[1:]] + [last] * bool(changes)
-    found: dict[str, list[Interval]] = {}
+    by_state: dict[str, list[Interval]] = {}
     for (start, state), end in zip(changes, ends, strict=True):
-        found.setdefault(state, []).append((start, end))
-    for state, intervals in found.items():
+        by_state.setdefault(state, []).append((start, end))
+    for state, intervals in by_state.items():
         if state != "busy":
             for interval in subtract(union(intervals), busy):
                 yield state, interval
@@ -72,11 +74,11 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
     """The trace as JSON objects. Times are microseconds since the first event."""
     history = list(events)
     start: float = min((event["start"] if "start" in event else event["time"] for event in history), default=0.0)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for number, track in enumerate(tracks(history), start=1):
-        found += _track_events(track, number, start)
-    found += [_instant(event, start) for event in history if event["event"] in ("version", "fault", "rollback", "step")]
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+        entries += _track_events(track, number, start)
+    entries += [_instant(event, start) for event in history if event["event"] in INSTANTS]
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
 def write_timeline(events: Path, path: Path) -> None:
@@ -87,26 +89,26 @@ def write_timeline(events: Path, path: Path) -> None:
 def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any]]:
     name = {"name": "thread_name", "ph": "M", "pid": 1, "args": {"name": track.place}}
     order = {"name": "thread_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": number}}
-    found: list[dict[str, Any]] = [{**name, "tid": number * 100}, {**order, "tid": number * 100}]
+    entries: list[dict[str, Any]] = [{**name, "tid": number * 100}, {**order, "tid": number * 100}]
     for lane, spans in enumerate(lanes(track.spans)):
         tid = number * 100 + lane
         if lane:
-            found.append({**name, "tid": tid, "args": {"name": f"{track.place} (beside)"}})
+            entries.append({**name, "tid": tid, "args": {"name": f"{track.place} (beside)"}})
         for span in spans:
             arguments = {k: v for k, v in span.items() if k not in ("time", "event", "name", "start", "end")}
-            found.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
+            entries.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
     publishes = {"sync": "publish"} if pool_of(track.place) == "trainer" else {}
     for state, interval in track.waits:
-        found.append(_block(publishes.get(state, state), interval, number * 100, start, {}))
-    return found
+        entries.append(_block(publishes.get(state, state), interval, number * 100, start, {}))
+    return entries
 
 
 def lanes(spans: Iterable[Event]) -> list[list[Event]]:
     """Spans spread so that within a lane any two are apart or one holds the other, as trace viewers demand."""
-    found: list[list[Event]] = []
+    spread: list[list[Event]] = []
     open_ends: list[list[float]] = []
     for span in sorted(spans, key=lambda s: (s["start"], -s["end"])):
-        for lane, ends in zip(found, open_ends, strict=True):
+        for lane, ends in zip(spread, open_ends, strict=True):
             while ends and ends[-1] <= span["start"]:
                 ends.pop()
             if not ends or span["end"] <= ends[-1]:
@@ -114,9 +116,9 @@ def lanes(spans: Iterable[Event]) -> list[list[Event]]:
                 ends.append(span["end"])
                 break
         else:
-            found.append([span])
+            spread.append([span])
             open_ends.append([span["end"]])
-    return found
+    return spread
 
 
 def _block(name: str, interval: Interval, tid: int, start: float, arguments: dict[str, Any]) -> dict[str, Any]:

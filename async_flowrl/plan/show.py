@@ -5,6 +5,7 @@ from typing import Any
 
 from async_flowrl.plan.advise import Advice
 from async_flowrl.plan.simulate import Prediction
+from separation.table import format_table
 
 SPLIT_HEAD = ("rollout", "trainer", "bound s", "step s", "of bound", "rollout busy", "trainer busy")
 DEPTH_HEAD = ("max_staleness", "hand_over", "step s", "of bound", "age", "rollout busy", "trainer busy", "waiting MB")
@@ -56,8 +57,7 @@ def record(prediction: Prediction) -> dict[str, Any]:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
     """Right-aligned columns; the marked row ends in an arrow."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    lines = format_table(head, rows, align=str.rjust).splitlines()
     if marked is not None:
         lines[marked + 1] += "  <-"
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-from async_flowrl.config.schema import Config, DeadlinesConfig
+from async_flowrl.config.schema import Config, DeadlinesConfig, mode_name
 from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
@@ -65,9 +65,7 @@ class Layout:
 
     @property
     def mode(self) -> str:
-        if self.max_staleness == 0:
-            return "sync" if self.hand_over == "batch" else "stream"
-        return "one_step_off" if self.max_staleness == 1 else "fully_async"
+        return mode_name(self.max_staleness, self.hand_over)
 
     def slowness(self, index: int) -> float:
         return self.slow[index] if index < len(self.slow) else 1.0
@@ -121,7 +119,7 @@ def config_of(work: Work, layout: Layout, steps: int) -> Config:
     config = Config(total_steps=steps, prompts_per_step=work.prompts_per_step, group_size=max(2, work.group_size))
     config.group_size = work.tickets_per_group * max(2, config.group_size // work.tickets_per_group)
     config.ticket_size = config.group_size // work.tickets_per_group
-    config.mode, config.max_staleness, config.hand_over = layout.mode, layout.max_staleness, layout.hand_over
+    config.max_staleness, config.hand_over = layout.max_staleness, layout.hand_over
     config.rollout.num_workers, config.reward.num_workers = layout.rollout, layout.reward
     config.trainer.num_workers = layout.trainer
     config.deadlines = DeadlinesConfig(**{deadline.name: FOREVER for deadline in fields(DeadlinesConfig)})

@@ -1,4 +1,4 @@
-"""What the published models are made of, so that a plan needs neither their weights nor a network connection."""
+"""Architectures of the published models: a plan of them needs neither weights nor a network connection."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

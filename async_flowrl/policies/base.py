@@ -1,4 +1,4 @@
-"""What a model family gives the rollout engine and the trainer. One file per family implements it."""
+"""The interface of a model family for the rollout engine and the trainer. One file per family implements it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from async_flowrl.types import ByteArray, Conditioning, Prompt, Sampling, Wordin
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of what a rollout hands over, all float32: an image's latents at one point, and a prompt's conditioning."""
+    """Shapes of float32 arrays in a rollout: an image's latents at one point, and a prompt's conditioning."""
 
     latents: tuple[int, ...]
     conditioning: Mapping[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ class Policy(Protocol):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """What FSDP shards, torch.compile compiles and gradient checkpointing wraps, in forward order."""
+        """The units of FSDP, torch.compile and gradient checkpointing, in forward order."""
         ...
 
     def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
@@ -82,7 +82,7 @@ class Policy(Protocol):
 
 
 class PolicyFamily(Protocol):
-    """How a family is loaded: text encoder and VAE only where images are made. Built without arguments."""
+    """Loads models of a family, with text encoder and VAE only where images are made. Built without arguments."""
 
     usual_guidance: tuple[float, float]
     """(true_cfg_scale, guidance_scale) that its models are usually sampled with."""
@@ -110,7 +110,7 @@ class PolicyFamily(Protocol):
     def shapes(
         self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
-        """From the model's configuration files alone: asked before anything is started, in a process without models.
+        """Shapes from the model's configuration files alone: asked at start-up, in a process without models.
 
         The prompt is one of usual length. Raises ValueError for a resolution that the model has no latents for.
         """
@@ -124,5 +124,5 @@ class PolicyFamily(Protocol):
         ...
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
-        """How the stock pipeline is asked for the guidance of `sampling`."""
+        """The stock pipeline's arguments for the guidance of `sampling`."""
         ...

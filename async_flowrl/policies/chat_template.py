@@ -1,4 +1,4 @@
-"""The chat template around a prompt: another system prompt in it, and prompts that come as the token ids of the whole.
+"""The chat template around a prompt: its system prompt, and prompts that come as token ids of the whole template.
 
 Written for pipelines like QwenImagePipeline, which encode their template with the prompt in it and drop the embeddings
 of its first `prompt_template_encode_start_idx` tokens.
@@ -34,11 +34,11 @@ def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
 
 
 def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
-    """What the pipeline's own encoding gives of the text with these ids, [L, D], bit for bit."""
+    """Embeddings [L, D], bit for bit those that the pipeline's own encoding gives of the text with these ids."""
     encoder, start = pipeline.text_encoder, pipeline.prompt_template_encode_start_idx
     tokens = torch.tensor([ids[: pipeline.tokenizer_max_length + start]], device=encoder.device)
-    found = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
-    return cast("Tensor", found.hidden_states[-1][0, start:])
+    output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
+    return cast("Tensor", output.hidden_states[-1][0, start:])
 
 
 def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None:
@@ -70,5 +70,4 @@ def _template_start(pipeline: Any, system: str | None) -> list[int]:
     """Token ids of the template before the user's words."""
     with system_prompt(pipeline, system):
         before = pipeline.prompt_template_encode.format("\0").split("\0")[0]
-    found: list[int] = pipeline.tokenizer(before).input_ids
-    return found
+    return cast("list[int]", pipeline.tokenizer(before).input_ids)

@@ -27,9 +27,7 @@ class FluxPolicy(PipelinePolicy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        transformer = self.transformer
-        double, single = transformer.transformer_blocks, transformer.single_transformer_blocks
-        return [*cast("nn.ModuleList", double), *cast("nn.ModuleList", single)]
+        return [*super().blocks, *cast("nn.ModuleList", self.transformer.single_transformer_blocks)]
 
     @property
     def lora_exclude(self) -> str | None:
@@ -85,12 +83,6 @@ class FluxPolicy(PipelinePolicy):
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
         unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor)
         return cast("Tensor", unpacked)
-
-    @classmethod
-    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        """Two by two latents are packed into a token outside the network, whose own patch size is 1."""
-        factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
-        return 2 * factor
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:

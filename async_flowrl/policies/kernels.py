@@ -1,4 +1,4 @@
-"""Which kernels a network computes with: diffusers' attention backends, torch.compile block by block."""
+"""Kernels of a network: diffusers' attention backends, and torch.compile block by block."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""What every model family needs when it loads weights."""
+"""Loading of weights, alike for every model family."""
 
 import threading
 from collections.abc import Iterator
@@ -33,6 +33,12 @@ def quiet() -> Iterator[None]:
     finally:
         for logger in shown:
             logger.enable_progress_bar()
+
+
+def settle_pipeline(pipeline: Any, device: torch.device) -> None:
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            settle(component, device)
 
 
 def settle(module: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What policies built on a diffusers pipeline share: schedule, token grid, guidance, decoding.
+"""The common part of policies on a diffusers pipeline: schedule, token grid, guidance, decoding.
 
 A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
 """
@@ -200,8 +200,8 @@ class PipelinePolicy(ABC):
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
         """One conditioning tensor repeated for `rows` rows in all, in the network's dtype [rows, ...]."""
         each = rows // len(branches)
-        found = [branch[name].to(self._dtype) for branch in branches]
-        return torch.cat([tensor.expand(each, *tensor.shape) for tensor in found])
+        tensors = [branch[name].to(self._dtype) for branch in branches]
+        return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: int) -> ByteArray:
@@ -226,13 +226,17 @@ class PipelinePolicy(ABC):
         return self._pipeline
 
     @classmethod
-    @abstractmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        """Side of an image token, from the configurations of the VAE and the transformer."""
+        """Side of an image token, from the configurations of the VAE and the transformer.
+
+        By default two by two latents of an `AutoencoderKL`, each stage of which but the last halves the image's side.
+        """
+        stages = len(vae["block_out_channels"])
+        return int(2**stages)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """How the stock pipeline is asked for the guidance of `sampling`."""
+        """The stock pipeline's arguments for the guidance of `sampling`."""
         return {
             "true_cfg_scale": sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,

@@ -1,4 +1,4 @@
-"""How a family of pipeline policies is loaded, or built without weights to be planned."""
+"""Loading of a pipeline policy from its files, and its construction without weights for plans."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ class PipelineFamily:
         "structure" (the transformer with its parameters on the meta device)."""
         import diffusers
 
-        from async_flowrl.policies.loading import quiet, settle, weight_options
+        from async_flowrl.policies.loading import quiet, settle, settle_pipeline, weight_options
 
         kind = getattr(diffusers, self.transformer)
         with quiet():
@@ -47,9 +47,7 @@ class PipelineFamily:
                 pipeline = getattr(diffusers, self.pipeline).from_pretrained(
                     path, device_map=device.type, trust_remote_code=False, **weight_options(dtype, revision)
                 )
-                for component in pipeline.components.values():
-                    if isinstance(component, nn.Module):
-                        settle(component, device)
+                settle_pipeline(pipeline, device)
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
             if parts == "structure":
                 described = kind.load_config(path, subfolder="transformer", revision=revision)
@@ -105,16 +103,13 @@ class PipelineFamily:
         stock = getattr(diffusers, self.pipeline)
         factor = 8 if "block_out_channels" not in vae else 2 ** (len(vae["block_out_channels"]) - 1)
         pipeline = SimpleNamespace(
-            vae=decoder, vae_scale_factor=factor, _unpack_latents=getattr(stock, "_unpack_latents", None)
+            transformer=network,
+            scheduler=None,
+            vae=decoder,
+            vae_scale_factor=factor,
+            _unpack_latents=getattr(stock, "_unpack_latents", None),
         )
-        return self.policy(
-            network,
-            None,
-            side=self.policy.pixels_per_token(decoder.config, network.config),
-            dtype=dtype,
-            pipeline=pipeline,
-            max_sequence_length=max_sequence_length,
-        )
+        return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
 
     def shapes(
         self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None

@@ -75,16 +75,13 @@ class QwenImagePolicy(PipelinePolicy):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        text = _text(branches, len(latents) // len(branches), self._dtype)
-        return self._forward(latents, sigma, text, self._tokens(sampling.resolution))
-
-    def _forward(self, latents: Tensor, sigma: Tensor, text: tuple[Tensor, Tensor | None], side: int) -> Tensor:
-        """Only the network's input is cast to its dtype; sigma goes in and the velocity comes out as float32."""
+        embeds, mask = _text(branches, len(latents) // len(branches), self._dtype)
+        side = self._tokens(sampling.resolution)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
             timestep=sigma,
-            encoder_hidden_states=text[0],
-            encoder_hidden_states_mask=text[1],
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
             img_shapes=[[(1, side, side)]] * len(latents),
             return_dict=False,
         )[0]

@@ -1,19 +1,19 @@
-"""From `model.path` to a policy: which family it is, where its weights are, and how they are loaded."""
+"""The registry of model families, and the way from `model.path` to a policy with its weights."""
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
-from torch import nn
 
-from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.check import check_fields
+from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
 from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.types import Prompt
@@ -34,15 +34,6 @@ PIPELINES = {
 PARTS = ("all", "transformer", "structure")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_KNOWN = (
-    "tiny",
-    "Qwen/Qwen-Image",
-    "Qwen/Qwen-Image-2512",
-    "stabilityai/stable-diffusion-3.5-medium",
-    "stabilityai/stable-diffusion-3.5-large",
-    "black-forest-labs/FLUX.1-dev",
-    "Tongyi-MAI/Z-Image-Turbo",
-)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -63,19 +54,17 @@ class ResolvedModel:
 def resolve_model(config: ModelConfig) -> ResolvedModel:
     """Builds the tiny model, checks a local folder, or looks a hub name up. Loads no weights.
 
-    Raises ValueError in one sentence on a path that is neither, on a folder without model_index.json and on a
-    pipeline or family that is not known.
+    Raises ValueError in one sentence on a field out of bounds, on a path that is neither, on a folder without
+    model_index.json and on a pipeline or family that is not known.
     """
-    if config.dtype not in DTYPES:
-        raise ValueError(unknown_name("model.dtype", config.dtype, DTYPES))
+    check_fields(config, "model.")
     if config.family not in ("auto", *FAMILIES):
         if ":" not in config.family:
             raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
         load_family(config.family)
-    length = config.max_sequence_length
-    if length is not None and length < 1:
-        raise ValueError(f"model.max_sequence_length must be at least 1, got {length}")
-    return replace(_resolve(config), max_sequence_length=length, attention_backend=config.attention_backend)
+    return replace(
+        _resolve(config), max_sequence_length=config.max_sequence_length, attention_backend=config.attention_backend
+    )
 
 
 def _resolve(config: ModelConfig) -> ResolvedModel:
@@ -92,7 +81,7 @@ def _resolve(config: ModelConfig) -> ResolvedModel:
         return ResolvedModel(str(local.resolve()), _family(config.family, index, config.path), None)
     if not _HUB_NAME.fullmatch(config.path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
-        raise ValueError(_missing(config.path, [*_KNOWN, *near], "no such folder"))
+        raise ValueError(_missing(config.path, "no such folder", near))
     index, revision = _hub_index(config)
     return ResolvedModel(config.path, _family(config.family, index, config.path), revision)
 
@@ -147,12 +136,11 @@ def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str
 def load_family(name: str) -> PolicyFamily:
     """The family of a registered name or of `pkg.module:attr`. Raises ValueError, one sentence, if it cannot be had."""
     path = FAMILIES.get(name, name)
-    module, _, attribute = path.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        family = resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model.family {path} cannot be imported: {type(error).__name__}: {error}") from error
-    return cast("PolicyFamily", found())
+    return cast("PolicyFamily", family())
 
 
 def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
@@ -167,14 +155,12 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
     """The diffusers pipeline itself, for tools that look at the model as its users do."""
     from diffusers import DiffusionPipeline
 
-    from async_flowrl.policies.loading import quiet, settle, weight_options
+    from async_flowrl.policies.loading import quiet, settle_pipeline, weight_options
 
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
         pipeline = DiffusionPipeline.from_pretrained(resolved.path, trust_remote_code=False, **options)
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
-            settle(component, torch.device(device))
+    settle_pipeline(pipeline, torch.device(device))
     return pipeline
 
 
@@ -195,15 +181,14 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
     try:
         index = Path(hf_hub_download(config.path, "model_index.json", revision=config.revision))
     except LocalEntryNotFoundError as error:
-        reason = "it is not in the local cache, and the hub cannot be reached"
-        raise ValueError(_missing(config.path, list(_KNOWN), f"no such folder; as a hub model {reason}")) from error
+        reason = "no such folder; as a hub model it is not in the local cache, and the hub cannot be reached"
+        raise ValueError(_missing(config.path, reason)) from error
     except (HfHubHTTPError, OSError) as error:
         reason = f"no such folder, and the hub says: {first_line(error)}"
-        raise ValueError(_missing(config.path, list(_KNOWN), reason)) from error
+        raise ValueError(_missing(config.path, reason)) from error
     return index, index.parent.name
 
 
-def _missing(path: str, known: list[str], reason: str) -> str:
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near and near[0] != path else ""
-    return f"model.path {path!r} was not found: {reason}{hint}"
+def _missing(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
+    known = ["tiny", *KNOWN, *neighbours]
+    return f"model.path {path!r} was not found: {reason}{'' if path in known else did_you_mean(path, known)}"

@@ -1,9 +1,9 @@
-"""What lies in a model's files: its parts' configurations, and a transformer's weights, one tensor at a time."""
+"""A model's files: its parts' configurations, and a transformer's weights, one tensor at a time."""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -60,10 +60,9 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(path, name, revision=revision))
-        found: dict[str, Any] = json.loads(file.read_text())
+        return cast("dict[str, Any]", json.loads(file.read_text()))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error
-    return found
 
 
 def _download(path: str, revision: str) -> Path:

@@ -10,8 +10,6 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
-_PATCH = 2
-
 
 class ZImagePolicy(PipelinePolicy):
     """Policy of Z-Image and Z-Image-Turbo."""
@@ -49,7 +47,7 @@ class ZImagePolicy(PipelinePolicy):
 
     def latent_shape(self, resolution: int) -> tuple[int, int, int]:
         """[channels, h, w] of a square image."""
-        side = self._tokens(resolution) * _PATCH
+        side = 2 * self._tokens(resolution)
         return int(self._config.in_channels), side, side
 
     def _network(
@@ -65,11 +63,6 @@ class ZImagePolicy(PipelinePolicy):
             return_dict=False,
         )[0]
         return -torch.stack([row.float() for row in out]).squeeze(2)
-
-    @classmethod
-    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
-        return factor * _PATCH
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a reward is: a callable over the images of one group."""
+"""The reward protocol: a callable over the images of one group."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
@@ -13,10 +13,14 @@ class RewardError(RuntimeError):
 class Reward(Protocol):
     """Called once per group with images uint8 [n, H, W, 3]; returns n finite numbers, larger is better. May be async.
 
-    Optional attributes: `deterministic` (True if absent: the same images and prompt always get the same score, so it
-    need not be saved with a checkpoint), `needs_target` (False if absent: refuse prompt files without targets) and
-    `check(prompt)`, which raises ValueError for a prompt it cannot score. It is called for every prompt at start-up, in
-    the controller's process: a class that has it must be cheap to build (load weights with the first call).
+    Optional attributes of the class, function or object that the configuration names; they are read before it is built:
+
+    - `deterministic`, True if absent: the same images and prompt always get the same score. If it is False, scores are
+      written to scores.jsonl before their group may be trained, and reused after a resume.
+    - `needs_target`, False if absent: prompt files without targets are refused.
+    - `check(prompt)` raises ValueError for a prompt that the reward cannot score. It is called for every prompt at
+      start-up, in the controller's process: a class that has it must be cheap to build (load weights with the first
+      call).
     """
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float] | Awaitable[Sequence[float]]: ...

@@ -23,10 +23,6 @@ class Term:
     reward: Reward
 
     @property
-    def deterministic(self) -> bool:
-        return bool(getattr(self.reward, "deterministic", True))
-
-    @property
     def needs_target(self) -> bool:
         return bool(getattr(self.reward, "needs_target", False))
 
@@ -34,11 +30,6 @@ class Term:
 @dataclass(frozen=True)
 class CompositeReward:
     terms: tuple[Term, ...]
-
-    @property
-    def deterministic(self) -> bool:
-        """False if any term may score the same images differently next time."""
-        return all(term.deterministic for term in self.terms)
 
     @property
     def needs_target(self) -> bool:

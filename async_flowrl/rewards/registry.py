@@ -1,4 +1,4 @@
-"""Names to rewards: the built-in ones, and your own as `pkg.module:attr`."""
+"""Registry of rewards: the built-in ones by name, and your own as `pkg.module:attr`."""
 
 import functools
 import importlib
@@ -37,6 +37,11 @@ def check_rewards(config: RewardConfig) -> bool:
         raise ValueError(f"reward.terms must name at least one reward; built in are {', '.join(sorted(REWARDS))}")
     resolved = [_resolve(key, term) for key, term in config.terms.items()]
     return any(bool(getattr(attribute, "needs_target", False)) for attribute in resolved)
+
+
+def is_deterministic(config: RewardConfig) -> bool:
+    """Whether no term says `deterministic = False`. Builds nothing: the class, function or object itself says it."""
+    return all(getattr(_resolve(key, term), "deterministic", True) for key, term in config.terms.items())
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
@@ -100,5 +105,5 @@ def _import(where: str, path: str) -> object:
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ValueError(f"{where}: {unknown_name(f'the name after the colon of {path}', attribute, public)}")
-    found: object = getattr(module, attribute)
-    return found
+    named: object = getattr(module, attribute)
+    return named

@@ -1,21 +1,19 @@
-"""One member of the reward pool: a plain object that scores one group per call."""
+"""The reward worker: a plain object of the reward pool that scores one group per call."""
 
 import asyncio
-import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from async_flowrl.config.schema import DelaysConfig, RewardConfig
+from async_flowrl.observability.delays import debug_delay
 from async_flowrl.rewards.registry import build_reward
-from async_flowrl.seeds import derive
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 
 class RewardWorker:
-    """Builds its own rewards. It keeps one event loop for its life, so that async rewards may keep connections open."""
+    """Builds its own rewards and keeps one event loop, so that async rewards may keep connections open."""
 
     def __init__(
         self, config: RewardConfig, index: int, name: str, *, delays: DelaysConfig | None = None, seed: int = 0
@@ -34,7 +32,8 @@ class RewardWorker:
         group = images[0] if len(images) == 1 else np.concatenate(images)
         scoring = self.reward.score(prompt, group, self._executor)
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
-        self._delay()
+        debug_delay(self._delays, "score", self._seed, self.name, self._calls)
+        self._calls += 1
         return scores
 
     def close(self) -> None:
@@ -43,10 +42,3 @@ class RewardWorker:
         self._thread.join()
         self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _delay(self) -> None:
-        """debug.delays: seeded by worker and call, so that completion orders differ between runs that must agree."""
-        if self._delays.score:
-            draw = random.Random(derive(self._seed, "delay", self.name, self._calls)).random()
-            self._calls += 1
-            time.sleep(self._delays.score * (1.0 if self._delays.constant else draw))

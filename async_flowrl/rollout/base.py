@@ -1,4 +1,4 @@
-"""What a rollout engine is: a plain object that turns requests into images and trajectories."""
+"""The interface of a rollout engine, a plain object that turns requests into images and trajectories."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

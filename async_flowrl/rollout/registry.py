@@ -1,6 +1,5 @@
-"""From `rollout.engine` to a loaded engine and the digest of the base weights it holds."""
+"""Loading of the engine that `rollout.engine` names."""
 
-from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.lora import add_lora
@@ -9,25 +8,17 @@ from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from checkpoint_engine import base_digest
 
-ENGINES = ("diffusers", "vllm_omni")
-
 
 def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[RolloutEngine, str]:
     """The engine with its adapter attached, and the digest to be compared with the trainer's.
 
-    Raises ValueError for an engine that is not known or not installed.
+    Raises ValueError for an engine that is not installed.
     """
-    if config.rollout.engine == "diffusers":
-        return _diffusers(config, model, device)
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
 
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
-    raise ValueError(unknown_name("rollout.engine", config.rollout.engine, ENGINES))
-
-
-def _diffusers(config: Config, model: ResolvedModel, device: str) -> tuple[RolloutEngine, str]:
     policy = load_policy(model, dtype=config.model.dtype, device=device, parts="all")
     digest = base_digest(dict(policy.transformer.named_parameters()))
     add_lora(policy.transformer, config.lora, policy, config.seed)

@@ -1,13 +1,11 @@
 """One rollout worker: an engine and the receiving end of the weights. A plain class; a Ray actor hosts it.
 
-`generate` runs on the main lane, everything about weights on the "sync" lane beside it. A delivery never touches the
-live weights: `generate` activates the version its request names, between two tickets, and reports the version and
-digest it began with.
+`generate` runs on the main lane; deliveries call `receiver` and `collective` on the "sync" lane beside it. A delivery
+never touches the live weights: `generate` activates the version its request names, between two tickets, and reports the
+version and digest it began with.
 """
 
-import random
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,27 +13,24 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.delays import debug_delay
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine
-from async_flowrl.seeds import derive
 from async_flowrl.types import (
     EMA,
     EVALUATION,
     POLICY,
     ByteArray,
-    Conditioning,
     RolloutReport,
     RolloutRequest,
     Span,
     Trajectory,
-    Wording,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Ack, Activation, Draft, Header, Receiver
-from checkpoint_engine.collective import Epoch
+from checkpoint_engine import RING, Activation, Receiver
 from checkpoint_engine.ends import ReceivingEnd
 
 
@@ -65,34 +60,6 @@ class RolloutWorker:
         )
         self.collective = ReceivingEnd(self.receiver, torch.device(device()))
         return {"base_digest": digest}
-
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        return self.engine.encode(texts)
-
-    def receive(self, header: Header, buffer: ByteArray, slot: str = RING) -> Ack:
-        return self.receiver.receive(header, buffer, slot=slot)
-
-    def open_group(self, transport: str, epoch: Epoch, rank: int) -> None:
-        """Joins the group of a collective delivery (sync lane, like the next two)."""
-        self.collective.open(transport, epoch, rank)
-
-    def group_ready(self, epoch: int, draft: Draft) -> None:
-        self.collective.receiver.ready(epoch, draft)
-
-    def group_accept(self, draft: Draft) -> Ack:
-        return self.collective.receiver.accept(draft)
-
-    def abort_group(self) -> None:
-        """On the control lane: it must get through while `group_accept` is under way."""
-        self.collective.abort()
-
-    def reset(self) -> None:
-        """Forgets every version held: a new life of the run publishes its versions again."""
-        self.receiver.clear()
-
-    def relay(self, header: Header, slot: str) -> tuple[None, ByteArray]:
-        """The bytes of a version held here, for a neighbour."""
-        return None, self.receiver.export(header.stream, header.version, slot=slot)[1]
 
     def prove(self, version: int) -> dict[str, Tensor]:
         """Activates `version` and returns what the live modules compute: the binding proof."""
@@ -135,13 +102,12 @@ class RolloutWorker:
         What makes a slow worker slow counts as work of its own.
         """
         delays, began = self.config.debug.delays, time.time()
-        if self.index == 0 and delays.slow_worker > 1:
+        slow = self.index == 0 and delays.slow_worker > 1
+        if slow:
             time.sleep(took * (delays.slow_worker - 1.0))
         slowed = time.time()
-        if delays.generate:
-            draw = random.Random(derive(self.config.seed, "delay", self.name, request.ordinal)).random()
-            time.sleep(delays.generate * (1.0 if delays.constant else draw))
-        return (Span("slow", began, slowed),) if delays.slow_worker > 1 and self.index == 0 else ()
+        debug_delay(delays, "generate", self.config.seed, self.name, request.ordinal)
+        return (Span("slow", began, slowed),) if slow else ()
 
 
 def device() -> str:

@@ -9,39 +9,28 @@ from typing import Any
 import torch
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.observability.events import Event, EventLog, effective, read_events
-from async_flowrl.observability.ledger import PoolLedger
-from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.report import write_report
-from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.lora_file import write as write_lora
-from async_flowrl.run.launch import ROLLOUT
+from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
 from separation.group import Worker
 from separation.supervise import deadline
 
 
-async def finish(
-    ctx: Context,
-    trainers: TrainerGroup,
-    directory: RunDirectory,
-    *,
-    pools: PoolLedger,
-    events: EventLog,
-    metrics: MetricsLog,
-) -> dict[str, Any]:
+async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
-    config = ctx.config
-    trainer = trainers.workers.workers[0]
+    config, directory, pools = ctx.config, run.directory, run.ledgers.pools
+    trainer = run.trainers.first
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
         digest = await trainer.call("weights_digest")
-        found = await trainer.call("tensors", average)
-    tensors = {name: torch.from_numpy(value.copy()) for name, value in found.items()}
+        arrays = await trainer.call("tensors", average)
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
         weights_digest=digest,
@@ -50,12 +39,12 @@ async def finish(
         peak=await peak_of(config, trainer),
         sync=ctx.weights.report(),
     )
-    events.flush()
+    run.ledgers.events.flush()
 
     def write() -> dict[str, Any]:
         write_lora(directory.lora, tensors, alpha=config.lora.alpha)
         history = list(read_events(directory.events))
-        summary = summarise(config, metrics.read(), history, outcome)
+        summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -78,8 +67,8 @@ async def peak_of(config: Config, trainer: Worker) -> float | None:
 
 def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:
     """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
-    _, life = last_attempt(effective(history))
-    activated: float = sum(e["end"] - e["start"] for e in life if e["event"] == "span" and e["name"] == "activate")
+    _, last = last_attempt(effective(history))
+    activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == "activate")
     waited = outcome.pools[ROLLOUT]
     return waited["wait_weights"] + waited["sync"] + activated / workers
 

@@ -13,7 +13,8 @@ from typing import Any
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import Resume, find_resume
+from async_flowrl.controller.build import ROLLOUT, TRAINER
+from async_flowrl.controller.checkpoints import Resume, find_resume, warn_of_other_numerics
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -23,8 +24,6 @@ from async_flowrl.observability.report import mfu
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.run.finish import finish
 from async_flowrl.run.launch import (
-    ROLLOUT,
-    TRAINER,
     check_machine,
     describe_run,
     encode_negatives,
@@ -33,7 +32,7 @@ from async_flowrl.run.launch import (
     send_negatives,
 )
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs, prepare
-from async_flowrl.run.recovery import Ledgers, Run, live, restore
+from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import resolve_transport
@@ -117,20 +116,18 @@ async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirec
         async with open_cluster(prepared, directory.logs) as groups:
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             info = await load_pools(config, groups, trainers)
+            warn_of_other_numerics(config, resume, info["device"])
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 await restore(trainers, directory, resume)
             ledgers = open_ledgers(prepared, directory, resume)
             try:
-                transport = resolve_transport(config.checkpoint_engine.transport, info["device"])
-                run = Run(
-                    prepared, directory, groups, trainers, ledgers, stop, info["base_digest"], transport, negatives
-                )
-                ctx = await live(run, resume)
-                summary = await finish(
-                    ctx, trainers, directory, pools=ledgers.pools, events=ledgers.events, metrics=ledgers.metrics
-                )
+                digest, device = info["base_digest"], info["device"]
+                transport = resolve_transport(config.checkpoint_engine.transport, device)
+                run = Run(prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives)
+                ctx = await train_with_recovery(run, resume)
+                summary = await finish(run, ctx)
             finally:
                 ledgers.events.close()
                 ledgers.monitor.close()

@@ -11,6 +11,7 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import REWARD, ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
@@ -20,11 +21,10 @@ from checkpoint_engine.transports import resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.placement import ResourcesMissing, own_cluster
-from separation.rendezvous import rank_environment
+from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
 
-ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
 Negatives = dict[Wording, Conditioning]
 """Negative prompt → what the model family needs of it."""
 
@@ -72,7 +72,8 @@ def describe_run(prepared: Prepared) -> str:
         for spec in pools(prepared)
     ]
     lines = [
-        f"{config.mode}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, {config.placement} pools",
+        f"{config.mode_name}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, "
+        f"{config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
         f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
@@ -127,24 +128,11 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
 
 async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGroup) -> dict[str, Any]:
     async with deadline(config.deadlines.load, "load: model of the trainer"):
-        await join_process_group(config, group)
+        # A single rank needs a process group only to offload its base.
+        if len(group.workers) > 1 or config.trainer.cpu_offload:
+            await join_process_group(group, timeout=config.deadlines.update)
         infos: list[dict[str, Any]] = await trainers.all("load")
     return infos[0]
-
-
-async def join_process_group(config: Config, group: WorkerGroup) -> None:
-    """One torch.distributed world over the trainer ranks; a single rank needs one only to offload its base."""
-    world = len(group.workers)
-    if world == 1 and not config.trainer.cpu_offload:
-        return
-    timeout = config.deadlines.update
-    port = await group.workers[0].call("separation.rendezvous:open_store", world, timeout)
-    async with asyncio.TaskGroup() as tasks:
-        for rank, worker in enumerate(group.workers):
-            environment = rank_environment(
-                rank=rank, world=world, address=group.workers[0].node, port=port, timeout=timeout
-            )
-            tasks.create_task(worker.call("join_process_group", environment))
 
 
 async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
@@ -154,11 +142,11 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
         return {}
     default = config.rollout.negative_prompt
     texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))
-    encoded = await worker.call("encode", texts)
+    encoded = await worker.call("engine.encode", texts)
     return dict(zip(texts, encoded, strict=True))
 
 
 async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
     """Brings every trainer rank the encoded negative prompts, where guidance needs them."""
     if negatives:
-        await trainers.all("set_negatives", negatives)
+        await trainers.all("update.set_negatives", negatives)

@@ -32,13 +32,7 @@ def prepare(config: Config) -> Prepared:
     """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError."""
     try:
         check(config)
-        algorithm = build_algorithm(
-            config.algorithm,
-            max_staleness=config.max_staleness,
-            updates_per_batch=config.trainer.updates_per_batch,
-            hand_over=config.hand_over,
-            num_inference_steps=config.rollout.num_inference_steps,
-        )
+        algorithm = build_algorithm(config)
         check_batching(config)
         if config.lora.path is not None:
             lora_file.read_for(config.lora)

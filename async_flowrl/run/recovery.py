@@ -7,26 +7,25 @@ versions that its tickets name are published again, and what had been generated 
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_flowrl.controller.after_step import AfterStep
+from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import StartError
+from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run as run_loop
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.run.launch import REWARD, ROLLOUT, TRAINER, Negatives, load_trainer, send_negatives
+from async_flowrl.rewards.registry import is_deterministic
+from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.table import Ticket, TicketTable
-from async_flowrl.tickets.ticket import record
 from async_flowrl.training.checkpoint import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
@@ -34,9 +33,9 @@ from separation.supervise import DeadlineExceeded, deadline
 logger = logging.getLogger(__name__)
 
 MAX_RECOVERIES = 3
-"""How often a run survives the death of a trainer rank before it ends with that death's name."""
+"""Deaths of trainer ranks that a run survives; one more ends it with that death's name."""
 DEATH_DETECTION_SECONDS = 2.0
-"""Seconds in which the death of one rank shows after another rank has failed because of it."""
+"""Time in which the death of one rank shows after another rank has failed because of it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Ledgers:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that outlives a life."""
+    """Everything that outlives an attempt."""
 
     prepared: Prepared
     directory: RunDirectory
@@ -60,11 +59,13 @@ class Run:
     ledgers: Ledgers
     stop: StopRequest
     base_digest: str
+    device: str
+    """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
     transport: str
     negatives: Negatives
 
 
-async def live(run: Run, resume: Resume) -> Context:
+async def train_with_recovery(run: Run, resume: Resume) -> Context:
     """Trains to the end (or until asked to stop), through at most MAX_RECOVERIES deaths of trainer ranks.
 
     A trainer that dies after the run was asked to stop ends it: whoever asked may be ending everything.
@@ -73,7 +74,7 @@ async def live(run: Run, resume: Resume) -> Context:
         try:
             if left < MAX_RECOVERIES:
                 resume = await recover(run)
-            return await attempt_run(run, resume)
+            return await attempt(run, resume)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.trainers)
             if not dead or left == 0 or run.stop():
@@ -83,9 +84,9 @@ async def live(run: Run, resume: Resume) -> Context:
     raise AssertionError("unreachable")
 
 
-async def attempt_run(run: Run, resume: Resume) -> Context:
+async def attempt(run: Run, resume: Resume) -> Context:
     """From a checkpoint to the end, or to the first failure, which is raised."""
-    ctx = build_context(run, resume)
+    ctx = context_of(run, resume)
     try:
         await run_loop(ctx)
         return ctx
@@ -133,48 +134,35 @@ async def restore(trainers: TrainerGroup, directory: RunDirectory, resume: Resum
 async def clean_rollout(worker: Worker, *, seconds: float) -> None:
     """Waits for what the worker was doing, then makes it forget its versions.
 
-    One that cannot, because it is dead, hangs, or was itself just being replaced and holds no model yet, is killed: its
-    place in the next life finds it dead and replaces it.
+    A worker that cannot, because it is dead, hangs, or was just being replaced and holds no model yet, is killed: the
+    next attempt finds it dead and replaces it.
     """
     try:
         async with deadline(seconds, f"generate: what {worker.name} was doing when a trainer rank died"):
-            await worker.call("reset")
-            await worker.call("reset", lane="sync")
+            for lane in ("main", "sync"):
+                await worker.call("receiver.clear", lane=lane)
     except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
-        logger.info("%s does not go on into the next life: %s", worker.name, error)
+        logger.info("%s takes no part in the next attempt: %s", worker.name, error)
         worker.kill()
 
 
-def build_context(run: Run, resume: Resume) -> Context:
-    """A fresh ticket table and fresh controller state for one life."""
-    prepared, events = run.prepared, run.ledgers.events
-    config = prepared.config
-
-    def changed(ticket: Ticket) -> None:
-        events.event("ticket", **record(ticket))
-
-    table = TicketTable(shape(config), first_step=resume.version, on_change=changed)
+def context_of(run: Run, resume: Resume) -> Context:
+    """Fresh controller state for an attempt that goes on from `resume`; the event log learns who the workers are."""
+    config, ledgers = run.prepared.config, run.ledgers
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
-    saved = [resume.version] if own else []
-    checkpoints = Checkpoints(config, run.directory, run.trainers, saved=saved)
-    weights = PublishedWeights(run.trainers, run.transport)
-    ctx = Context(
-        config=config,
-        requests=prepared.requests,
-        table=table,
-        rollout=run.groups[ROLLOUT],
-        reward=run.groups[REWARD],
-        trainer=run.trainers,
-        weights=weights,
-        observer=events,
-        steps=AfterStep(run.directory, run.ledgers.metrics, run.ledgers.monitor, checkpoints, run.ledgers.pools),
+    checkpoints = Checkpoints(config, run.directory, run.trainers, run.device, saved=[resume.version] if own else [])
+    first_step = resume.version
+    score_log = None if is_deterministic(config.reward) else ScoreLog(run.directory.scores, first_step=first_step)
+    ctx = build_context(
+        run.prepared.requests,
+        run.groups,
+        run.trainers,
+        ledgers.events,
+        AfterStep(run.directory, ledgers.metrics, ledgers.monitor, checkpoints, ledgers.pools),
         base_digest=run.base_digest,
-        stop_requested=run.stop,
+        transport=run.transport,
+        first_step=first_step,
     )
-    weights.ctx = ctx
-    for group in run.groups.values():
-        for worker in group.workers:
-            events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-    for worker in run.groups[ROLLOUT].workers:
-        table.join(worker.name)
-    return ctx
+    for worker in [worker for group in run.groups.values() for worker in group.workers]:
+        ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
+    return replace(ctx, score_log=score_log, stop_requested=run.stop)

@@ -36,7 +36,7 @@ class RequestBuilder:
     def _train(self, ticket: Ticket) -> RolloutRequest:
         config = self.config
         size = config.images_per_ticket
-        images = tuple(range(ticket.part * size, (ticket.part + 1) * size))
+        images = tuple(range(ticket.slice_index * size, (ticket.slice_index + 1) * size))
         window = draw_window(
             config.algorithm,
             num_inference_steps=config.rollout.num_inference_steps,

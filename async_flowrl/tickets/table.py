@@ -43,7 +43,7 @@ class TicketTable:
         self.first_step = self.step = first_step
         """`step`: the step the trainer takes next."""
         self.published: dict[int, str] = {}
-        """Digest of every version published in this life that a live ticket may name."""
+        """Digest of every version published in this attempt that a live ticket may name."""
         self.evaluated: dict[int, str] = {}
         """Digests of versions under evaluation, as the first worker to acknowledge them has them."""
         self.held: dict[str, Held] = {}
@@ -103,7 +103,8 @@ class TicketTable:
     def next_for(self, worker: str, *, ahead: bool = False) -> Ticket | None:
         """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds.
 
-        `ahead`: it has one already; another only while there are plenty, so that no worker takes what others wait for.
+        `ahead`: it has one already. It gets another only while MIN_WAITING_PER_WORKER wait per worker, so that none
+        takes what others wait for.
         """
         held = self.held.get(worker)
         if held is None:
@@ -117,9 +118,9 @@ class TicketTable:
         return train
 
     def _waiting(self, held: Held) -> int:
-        """At most so many training tickets wait for a worker with these versions.
+        """Upper bound of the training tickets that wait for a worker with these versions.
 
-        Those started out of order are counted until they come to the head of their heap.
+        A ticket started out of order is counted until it comes to the head of its heap.
         """
         return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
 
@@ -266,23 +267,23 @@ class TicketTable:
         while self._issued_steps <= min(last_step, self.shape.total_steps - 1):
             step = self._issued_steps
             for index in range(self.shape.tickets_per_step):
-                group, part = divmod(index, self.shape.tickets_per_group)
+                group, slice_index = divmod(index, self.shape.tickets_per_group)
                 ordinal = step * self.shape.tickets_per_step + index
-                ticket = Ticket(TRAIN, ordinal, step, group, part, self.shape.version_for(step))
+                ticket = Ticket(TRAIN, ordinal, step, group, slice_index, self.shape.version_for(step))
                 self._tickets[ordinal] = ticket
                 self._move(ticket, State.PENDING)
             self._issued_steps += 1
 
     def _first_pending(self, kind: str, versions: Iterable[int]) -> Ticket | None:
         table = self._tickets if kind == TRAIN else self._evaluation
-        found = None
+        first = None
         for version in versions:
             heap = self._pending.get((kind, version), [])
             while heap and not (heap[0] in table and table[heap[0]].state is State.PENDING):
                 heapq.heappop(heap)
-            if heap and (found is None or heap[0] < found.ordinal):
-                found = table[heap[0]]
-        return found
+            if heap and (first is None or heap[0] < first.ordinal):
+                first = table[heap[0]]
+        return first
 
     def _move(self, ticket: Ticket, state: State) -> None:
         ticket.state = state

@@ -1,4 +1,4 @@
-"""What a ticket is: its place in the run, its states, the arithmetic of ordinals, steps and versions. Pure Python."""
+"""The ticket: its position in the run, its states, and the arithmetic of ordinals, steps and versions. Pure Python."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,7 +49,7 @@ class Ticket:
     ordinal: int
     step: int
     group: int
-    part: int
+    slice_index: int
     """Which slice of its group, 0 .. tickets_per_group - 1."""
     version: int
     state: State = State.PENDING
@@ -72,8 +72,8 @@ class Held:
 
 
 def record(ticket: Ticket) -> dict[str, Any]:
-    """What an event log says of it after a transition."""
-    names = ("ordinal", "kind", "step", "state", "worker", "attempt", "version", "digest")
+    """The fields of the event that records a transition."""
+    names = ("ordinal", "kind", "step", "group", "state", "worker", "attempt", "version", "digest")
     return {name: getattr(ticket, name) for name in names}
 
 

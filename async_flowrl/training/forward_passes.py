@@ -24,7 +24,7 @@ from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import StepPlan
 from async_flowrl.training.micro_batches import Group, to_device
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.update_metrics import Tally
+from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.types import Conditioning, Wording
 
 PROBED_ROWS = 4
@@ -32,7 +32,7 @@ PROBED_ROWS = 4
 
 
 @dataclass
-class Parts:
+class UpdateInputs:
     """What an update works on."""
 
     config: Config
@@ -51,7 +51,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Anchors:
+class FrozenPredictions:
     """A group's predictions without gradient, one per micro-batch; None where there are none."""
 
     proximal: list[Prediction] | None
@@ -61,41 +61,43 @@ class Anchors:
     """The live weights are the ones that sampled the group: its behaviour predictions are `current` itself."""
 
 
-class Passes:
+class ForwardPasses:
     """Makes predictions; keeps those of the proximal phase until their optimizer step has used them."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, inputs: UpdateInputs) -> None:
+        self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
         self._proximal: dict[int, list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
-        self._negatives = {text: to_device(value, self._parts.device) for text, value in conditionings.items()}
+        self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
 
     def batches(self, group: Group) -> list[MicroBatch]:
         """This rank's micro-batches of the group, in the order they are trained."""
-        parts, trainer = self._parts, self._parts.config.trainer
+        inputs, trainer = self._inputs, self._inputs.config.trainer
         return list(
             group.micro_batches(
-                parts.algorithm.records,
-                rank=parts.world.rank,
-                world=parts.world.size,
+                inputs.algorithm.records,
+                rank=inputs.world.rank,
+                world=inputs.world.size,
                 samples=trainer.micro_batch_size,
                 steps=trainer.timesteps_per_forward or len(group.train_steps),
             )
         )
 
-    def remember_proximal(self, group: Group, tally: Tally) -> None:
+    def remember_proximal(self, group: Group, measured: UpdateMetrics) -> None:
         """Predicts under the live weights, for a later optimizer step of this batch."""
-        with tally.span("proximal"):
+        with measured.span("proximal"):
             self._proximal[group.meta.group] = self._predict(group, self.batches(group))
 
     def forget_proximal(self) -> None:
         self._proximal.clear()
 
-    def anchors(self, group: Group, batches: Sequence[MicroBatch], plan: StepPlan, tally: Tally) -> Anchors:
+    def predict_frozen(
+        self, group: Group, batches: Sequence[MicroBatch], plan: StepPlan, measured: UpdateMetrics
+    ) -> FrozenPredictions:
         """Every prediction of the group but the trained one. Raises ValueError where a needed one cannot be had."""
-        parts, meta = self._parts, group.meta
+        inputs, meta = self._inputs, group.meta
         proximal = None
         if plan.update > 0:
             if meta.group not in self._proximal:
@@ -103,65 +105,67 @@ class Passes:
                     f"group {meta.group} has no proximal predictions for update {plan.update} of the batch"
                 )
             proximal = self._proximal.pop(meta.group)
-        fresh = meta.age == 0 and not parts.averaged
+        fresh = meta.age == 0 and not inputs.averaged
         behaviour = proximal if fresh else None
-        if not fresh and (wanted := self._behaviour_batches(batches, plan, tally)):
-            with tally.span("behaviour"), parts.parameters.swapped(parts.sampled_by(meta.version)):
+        if not fresh and (wanted := self._behaviour_batches(batches, plan, measured)):
+            with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
                 behaviour = self._predict(group, wanted)
         reference = None
-        if parts.algorithm.needs_reference:
-            with tally.span("reference"), self._reference():
+        if inputs.algorithm.needs_reference:
+            with measured.span("reference"), self._reference():
                 reference = self._predict(group, batches)
-        return Anchors(proximal, behaviour, reference, on_policy=fresh and plan.update == 0)
+        return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and plan.update == 0)
 
     def train(
-        self, group: Group, index: int, batch: MicroBatch, anchors: Anchors
+        self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
     ) -> tuple[LossOutput, Prediction | None]:
         """The loss with its graph, and what the sampling weights predict (None if that was not computed)."""
-        parts = self._parts
-        current = parts.algorithm.predict(batch, self._velocity(group))
-        behaviour = _at(anchors.behaviour, index)
-        if anchors.on_policy:
+        inputs = self._inputs
+        current = inputs.algorithm.predict(batch, self._velocity(group))
+        behaviour = _at(frozen.behaviour, index)
+        if frozen.on_policy:
             behaviour = _detached(current)
-        output = parts.algorithm.loss(
+        output = inputs.algorithm.loss(
             batch,
             current,
-            _at(anchors.proximal, index),
-            behaviour if parts.algorithm.needs_behaviour else None,
-            _at(anchors.reference, index),
+            _at(frozen.proximal, index),
+            behaviour if inputs.algorithm.needs_behaviour else None,
+            _at(frozen.reference, index),
         )
         return output, behaviour
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Mean |log-prob under the sampling weights - log-prob the rollout reported|: what two engines disagree by."""
         rows = len(next(iter(behaviour.values())))
-        metrics = self._parts.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
+        metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
-    def probing(self, plan: StepPlan, tally: Tally) -> bool:
+    def probing(self, plan: StepPlan, measured: UpdateMetrics) -> bool:
         """One micro-batch per batch is compared with the rollout's log-probs."""
-        first = plan.update == 0 and not tally.groups
-        return plan.probe and first and self._parts.algorithm.records == "transitions"
+        first = plan.update == 0 and not measured.groups
+        return plan.probe and first and self._inputs.algorithm.records == "transitions"
 
-    def _behaviour_batches(self, batches: Sequence[MicroBatch], plan: StepPlan, tally: Tally) -> list[MicroBatch]:
+    def _behaviour_batches(
+        self, batches: Sequence[MicroBatch], plan: StepPlan, measured: UpdateMetrics
+    ) -> list[MicroBatch]:
         """What is predicted under the sampling weights: all that the loss needs, else a few rows to probe."""
-        if self._parts.algorithm.needs_behaviour:
+        if self._inputs.algorithm.needs_behaviour:
             return list(batches)
-        return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if self.probing(plan, tally) else []
+        return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if self.probing(plan, measured) else []
 
     def _reference(self) -> AbstractContextManager[None]:
-        parts = self._parts
-        if parts.reference is None:
-            return reference_mode(parts.policy.transformer)
-        return parts.parameters.swapped(parts.reference)
+        inputs = self._inputs
+        if inputs.reference is None:
+            return reference_mode(inputs.policy.transformer)
+        return inputs.parameters.swapped(inputs.reference)
 
     def _predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
         """With gradients enabled and then detached: another grad mode may take other kernels."""
         velocity = self._velocity(group)
-        return [_detached(self._parts.algorithm.predict(batch, velocity)) for batch in batches]
+        return [_detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 
     def _velocity(self, group: Group) -> Velocity:
-        policy, meta = self._parts.policy, group.meta
+        policy, meta = self._inputs.policy, group.meta
         negative = None
         if meta.sampling.true_cfg_scale > 1:
             if meta.negative not in self._negatives:

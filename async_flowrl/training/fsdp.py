@@ -52,7 +52,7 @@ def shard(policy: Policy, adapter: set[nn.Parameter], world: World, *, device: t
     transformer = policy.transformer
     if not world.joined:
         if offload:
-            raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a world first")
+            raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a process group first")
         transformer.to(device)
         return "one process"
     # True of a block's output, but nothing in the networks writes to it in place.

@@ -11,11 +11,11 @@ import torch
 
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
-from async_flowrl.training.forward_passes import Parts, Passes
-from async_flowrl.training.messages import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate
-from async_flowrl.training.update_metrics import GroupTally, RowSums, Tally
+from async_flowrl.training.update_metrics import GroupMetrics, RowSums, UpdateMetrics
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 
@@ -26,39 +26,39 @@ class NonFiniteError(RuntimeError):
 class Update:
     """Accumulates gradients and steps; the only place where weights change."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._passes = Passes(parts)
+    def __init__(self, inputs: UpdateInputs) -> None:
+        self._inputs = inputs
+        self._passes = ForwardPasses(inputs)
         self._step: int | None = None
         self._plan = StepPlan(rows=0)
-        self._tally = Tally()
+        self._measured = UpdateMetrics()
         self._before: list[Span] = []
-        self._meter = Meter(parts.policy.transformer)
-        self._profiler = StepProfiler(parts.config, f"trainer-{parts.world.rank}")
+        self._meter = Meter(inputs.policy.transformer)
+        self._profiler = StepProfiler(inputs.config, f"trainer-{inputs.world.rank}")
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
         self._passes.set_negatives(conditionings)
 
-    def proximal(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> None:
+    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
         """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
-        tally = Tally()
-        for group in self._groups(metas, trajectories):
-            self._passes.remember_proximal(group, tally)
-        self._before.extend(tally.spans)
+        measured = UpdateMetrics()
+        for group in self._groups(part.metas, trajectories):
+            self._passes.remember_proximal(group, measured)
+        self._before.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
         """Clears gradients and statistics. `step` is the batch; its optimizer steps come as plan.update = 0, 1, ..."""
-        last = self._parts.config.trainer.updates_per_batch - 1
+        last = self._inputs.config.trainer.updates_per_batch - 1
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
-        self._step, self._plan, self._tally = step, plan, Tally()
-        self._tally.spans, self._before = self._before, []
+        self._step, self._plan, self._measured = step, plan, UpdateMetrics()
+        self._measured.spans, self._before = self._before, []
         if plan.update == 0:
             self._profiler.start(step)
-        self._parts.parameters.gradients.zero_()
+        self._inputs.parameters.gradients.zero_()
 
-    def accumulate(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> None:
+    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
         """Adds the gradient of groups, in order; each group's tickets stand together in `trajectories`.
 
         Raises NonFiniteError naming step and group, and ValueError where a group does not fit the run.
@@ -78,7 +78,7 @@ class Update:
         if self._step is None:
             raise RuntimeError("finish was called before begin")
         step, self._step = self._step, None
-        last = self._plan.update == self._parts.config.trainer.updates_per_batch - 1
+        last = self._plan.update == self._inputs.config.trainer.updates_per_batch - 1
         if last:
             self._passes.forget_proximal()
         stats = self._optimize(step)
@@ -87,20 +87,20 @@ class Update:
         return stats
 
     def _optimize(self, step: int) -> UpdateStats:
-        parts, plan, tally = self._parts, self._plan, self._tally
-        rate = learning_rate(parts.config.trainer, step, parts.config.total_steps)
-        if not tally.groups:
-            return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(tally.spans))
-        with tally.span("optimizer"):
-            parts.world.sum(parts.parameters.gradients)
-            norm = parts.optimizer.gradient_norm()
+        inputs, plan, measured = self._inputs, self._plan, self._measured
+        rate = learning_rate(inputs.config.trainer, step, inputs.config.total_steps)
+        if not measured.groups:
+            return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(measured.spans))
+        with measured.span("optimizer"):
+            inputs.world.sum(inputs.parameters.gradients)
+            norm = inputs.optimizer.gradient_norm()
             if not math.isfinite(norm):
-                groups = ", ".join(str(group.meta.group) for group in tally.groups)
+                groups = ", ".join(str(group.meta.group) for group in measured.groups)
                 raise NonFiniteError(f"step {step}: the summed gradient of groups {groups} is not finite")
-            taken = parts.optimizer.step(rate, norm)
-            tally.reduce(parts.world, parts.device)
-        metrics = {**tally.metrics(plan.rows), **taken}
-        return UpdateStats(step, plan.update, False, metrics, tally.kept(), tally.stats(), tuple(tally.spans))
+            taken = inputs.optimizer.step(rate, norm)
+            measured.reduce(inputs.world, inputs.device)
+        metrics = {**measured.metrics(plan.rows), **taken}
+        return UpdateStats(step, plan.update, False, metrics, measured.kept(), measured.stats(), tuple(measured.spans))
 
     def _groups(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> Iterable[Group]:
         expected = sum(meta.tickets for meta in metas)
@@ -108,34 +108,34 @@ class Update:
             raise ValueError(f"{len(metas)} groups have {expected} tickets, got {len(trajectories)} trajectories")
         start = 0
         for meta in metas:
-            yield Group(meta, trajectories[start : start + meta.tickets], device=self._parts.device)
+            yield Group(meta, trajectories[start : start + meta.tickets], device=self._inputs.device)
             start += meta.tickets
 
     def _train(self, group: Group, step: int) -> None:
-        passes, plan, tally = self._passes, self._plan, self._tally
+        passes, plan, measured = self._passes, self._plan, self._measured
         batches = passes.batches(group)
-        anchors = passes.anchors(group, batches, plan, tally)
+        frozen = passes.predict_frozen(group, batches, plan, measured)
         sums = RowSums()
         for index, batch in enumerate(batches):
             shape = len(batch.sigma), tuple(value.shape for value in group.conditioning.values())
             with self._meter.measure(shape):
-                with tally.span("forward"):
-                    output, behaviour = passes.train(group, index, batch, anchors)
-                with tally.span("backward"):
+                with measured.span("forward"):
+                    output, behaviour = passes.train(group, index, batch, frozen)
+                with measured.span("backward"):
                     (output.loss.sum() / plan.rows).backward()  # type: ignore[no-untyped-call]
-            tally.spans[-1] = replace(tally.spans[-1], flops=self._meter.flops(shape))
+            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
             sums.add(output)
-            if index == 0 and behaviour is not None and passes.probing(plan, tally):
+            if index == 0 and behaviour is not None and passes.probing(plan, measured):
                 sums.set_mean("behaviour_gap", passes.behaviour_gap(batch, behaviour))
         if sums.rows == 0:
             return
         totals = sums.totals()
         self._check_finite(group, totals["loss"], step)
-        tally.groups.append(GroupTally(group.meta, min(group.train_steps), totals, sums.rows))
+        measured.groups.append(GroupMetrics(group.meta, min(group.train_steps), totals, sums.rows))
 
     def _check_finite(self, group: Group, loss: float, step: int) -> None:
         """Here and not only on the summed gradient, so that the message can name the group."""
-        gradient = float(self._parts.parameters.gradients.sum(dtype=torch.float64))
+        gradient = float(self._inputs.parameters.gradients.sum(dtype=torch.float64))
         for what, value in (("loss", loss), ("gradient", gradient)):
             if not math.isfinite(value):
                 raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {value}")

@@ -19,7 +19,7 @@ _COUNTS = ("kept", "nonzero")
 
 
 @dataclass
-class GroupTally:
+class GroupMetrics:
     """Sums over the rows of one group on this rank; `rows` counts them."""
 
     meta: GroupMeta
@@ -28,11 +28,11 @@ class GroupTally:
     rows: int
 
 
-class Tally:
+class UpdateMetrics:
     """Grows group by group; `reduce` adds the ranks up. All ranks must have added the same groups in the same order."""
 
     def __init__(self) -> None:
-        self.groups: list[GroupTally] = []
+        self.groups: list[GroupMetrics] = []
         self.spans: list[Span] = []
 
     @contextmanager

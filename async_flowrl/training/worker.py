@@ -4,9 +4,7 @@ Everything but sealing, sending and writing runs on the main lane, one call at a
 """
 
 import os
-import random
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -16,27 +14,25 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
-from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.forward_passes import Parts
+from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, checkpoint_blocks, prefetch, shard
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.training.messages import Part, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.publishing import Outgoing
+from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import POLICY, ByteArray, Conditioning, FloatArray, Trajectory, Wording
-from checkpoint_engine import Draft, Header, base_digest, weights_digest
-from checkpoint_engine.collective import Epoch
-from separation.rendezvous import join
+from async_flowrl.types import FloatArray, Trajectory
+from checkpoint_engine import base_digest, weights_digest
 
 
 @runtime_checkable
@@ -57,27 +53,21 @@ class TrainerWorker:
         if self.device.type == "cuda":
             repeatable_kernels()
         self.world = World()
-        self.algorithm: Algorithm = build_algorithm(
-            config.algorithm,
-            max_staleness=config.max_staleness,
-            updates_per_batch=config.trainer.updates_per_batch,
-            hand_over=config.hand_over,
-            num_inference_steps=config.rollout.num_inference_steps,
-        )
+        self.algorithm: Algorithm = build_algorithm(config)
         self.policy: Policy
         self.parameters: FlatParameters
         self.optimizer: Optimizer
         self.versions: Versions
-        self._outgoing: Outgoing | None = None
-        self._update: Update
+        self.update: Update
+        self.sender: PublishedStreams
+        """On rank 0 only, which sends the weights; there after `load`."""
         self._snapshot: tuple[int, Checkpoint] | None = None
 
-    def join_process_group(self, environment: Mapping[str, str]) -> None:
-        """Joins the other ranks; before `load`. A rank that never does trains alone, without FSDP."""
-        join(environment, device=self.device.type)
-
     def load(self) -> dict[str, Any]:
-        """Builds the model with its adapter. Returns the base's digest, how it is laid out, and parameter counts."""
+        """Builds the model with its adapter, as a rank of the process group if this process joined one, else alone.
+
+        Returns the base's digest, how it is laid out, and parameter counts.
+        """
         with ONE_AT_A_TIME:
             return self._load()
 
@@ -113,8 +103,8 @@ class TrainerWorker:
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters)
         if self.world.rank == 0:
-            self._outgoing = Outgoing(config, policy, self.parameters, self.versions)
-        self._update = Update(self._parts())
+            self.sender = PublishedStreams(config, policy, self.parameters, self.versions)
+        self.update = Update(self._inputs())
         return {
             "base_digest": digest,
             "layout": layout,
@@ -124,8 +114,8 @@ class TrainerWorker:
             "device": str(self.device),
         }
 
-    def _parts(self) -> Parts:
-        return Parts(
+    def _inputs(self) -> UpdateInputs:
+        return UpdateInputs(
             config=self.config,
             policy=self.policy,
             algorithm=self.algorithm,
@@ -139,85 +129,25 @@ class TrainerWorker:
             reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
         )
 
-    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
-        self._update.set_negatives(conditionings)
-
-    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
-        self._update.proximal(part.metas, trajectories)
-
     def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
-        """Begins an optimizer step, adds groups to it, finishes it: whatever `part` says, in one call."""
+        """Begins an optimizer step, adds groups to it, finishes it: whatever `part` says, in one call.
+
+        After the last optimizer step of a batch the next version exists (see `PublishedStreams.stage`).
+        """
         if part.begins is not None:
-            self.begin(part.step, part.begins)
+            self.update.begin(part.step, part.begins)
         if part.metas:
-            self.accumulate(part.metas, *trajectories)
-        return self.finish() if part.finishes else None
+            self.update.accumulate(part.metas, *trajectories)
+        return self._finish() if part.finishes else None
 
-    def begin(self, step: int, plan: StepPlan) -> None:
-        self._update.begin(step, plan)
-
-    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
-        self._update.accumulate(metas, trajectories)
-
-    def finish(self) -> UpdateStats:
-        """The optimizer step; after the last one of a batch the next version exists (see `stage`)."""
-        stats = self._update.finish()
-        self._delay("update", self.config.debug.delays.update, stats.step, stats.update)
+    def _finish(self) -> UpdateStats:
+        stats = self.update.finish()
+        debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step)
         return stats
-
-    def stage(self, version: int, stream: str = POLICY) -> None:
-        """Copies a version away for `seal` (main lane; the first rank is the one that sends)."""
-        self._sender().stage(version, stream)
-
-    def canary(self) -> dict[str, Tensor]:
-        """Stages version -1, random weights, and returns the binding probe of this rank's modules with them."""
-        return self._sender().canary()
-
-    def probe(self, version: int) -> dict[str, Tensor]:
-        """The binding probe of this rank's modules with a version it still keeps."""
-        return self._sender().probe(version)
-
-    def seal(self, version: int, stream: str = POLICY) -> Header:
-        """Digests a staged version, on the "publish" lane, beside the next update."""
-        self._delay("publish", self.config.debug.delays.publish, version)
-        return self._sender().seal(version, stream)
-
-    def draft(self, version: int, stream: str = POLICY) -> Draft:
-        """The header of a version that is staged, digests aside (publish lane)."""
-        return self._sender().draft(version, stream)
-
-    def payload(self, version: int, stream: str = POLICY) -> tuple[Header, ByteArray]:
-        """Header and bytes of a sealed version, uint8 [nbytes]."""
-        return self._sender().payload(version, stream)
-
-    def hold(self, version: int, stream: str = POLICY) -> None:
-        """Keeps a sealed version for sending beyond its place among the newest, until `release`."""
-        self._sender().hold(version, stream)
-
-    def release(self, version: int, stream: str = POLICY) -> None:
-        self._sender().release(version, stream)
-
-    def group_address(self, transport: str, host: str) -> tuple[str, int]:
-        """Where receivers of a collective delivery meet; opens the store (publish lane, like the next three)."""
-        return self._sender().collective.address(transport, host)
-
-    def open_group(self, epoch: Epoch, rank: int) -> None:
-        self._sender().collective.sender.open(epoch, rank)
-
-    def group_ready(self, epoch: int, draft: Draft) -> None:
-        self._sender().collective.sender.ready(epoch, draft)
-
-    def group_send(self, draft: Draft) -> None:
-        """Seals the version while it leaves."""
-        self._sender().collective.sender.send(draft)
-
-    def abort_group(self) -> None:
-        """On the control lane: it must get through while `group_send` is under way."""
-        self._sender().collective.abort()
 
     def weights_digest(self) -> str:
         """SHA-256 of the trainable float32 weights; equal on all ranks."""
@@ -272,20 +202,9 @@ class TrainerWorker:
         self.versions.load(found.tensors)
         if isinstance(self.algorithm, Stateful):
             self.algorithm.load_state_dict(found.tensors["algorithm"])
-        if self._outgoing is not None:
-            self._outgoing.clear()
+        if self.world.rank == 0:
+            self.sender.clear()
         return cast("int", found.trainer["version"])
-
-    def _delay(self, what: str, seconds: float, *moment: int) -> None:
-        """debug.delays: seeded, the same on all ranks."""
-        if seconds:
-            draw = random.Random(derive(self.config.seed, "delay", what, *moment)).random()
-            time.sleep(seconds * (1.0 if self.config.debug.delays.constant else draw))
-
-    def _sender(self) -> Outgoing:
-        if self._outgoing is None:
-            raise RuntimeError(f"{self.name} does not send weights: that is the first rank's work, after load")
-        return self._outgoing
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

@@ -1,1 +1,1 @@
-"""Deliveries between real processes, paired with the raw primitive in one run."""
+"""Benchmark of deliveries between Ray actors, each paired with the raw primitive of its transport in one run."""

@@ -1,4 +1,4 @@
-"""`python -m checkpoint_engine.benchmark`: a JSON file and a table.
+"""Command line of the benchmark: `python -m checkpoint_engine.benchmark` writes a JSON file and a table.
 
 Each delivery is staged, sealed, sent, verified and acknowledged; the raw primitive moves the same bytes between the
 same processes right after it and verifies nothing. A stall is given in copies of the payload within one process.
@@ -13,19 +13,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
-from checkpoint_engine.benchmark.measure import after_kill, measure, memory_needed
+from checkpoint_engine.benchmark.measure import (
+    KILL_MEGABYTES,
+    KILL_RECEIVERS,
+    MAX_STORE_COPIES,
+    after_kill,
+    measure,
+    obstacle,
+)
 from checkpoint_engine.benchmark.report import into_page, report
-from checkpoint_engine.transports import GLOO, OBJECT_STORE
+from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures every combination that fits into memory, then the kills; or reports on an earlier result."""
+    """Measures every combination that this machine has room for, then the kills; or reports on an earlier result."""
     options = _parser().parse_args(arguments)
     if options.read is None:
-        torch.set_num_threads(1)
-        result = asyncio.run(run(options))
+        _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
+        try:
+            result = asyncio.run(run(options))
+        finally:
+            ray.shutdown()
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     else:
         result = json.loads(options.read.read_text(encoding="utf-8"))
@@ -35,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    transports = [OBJECT_STORE, GLOO, NCCL]
     parser = argparse.ArgumentParser(prog="python -m checkpoint_engine.benchmark", description=__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[5.0, 50.0, 200.0, 850.0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--transports", nargs="+", choices=(OBJECT_STORE, GLOO), default=[OBJECT_STORE, GLOO])
+    here = transports if torch.cuda.is_available() else transports[:2]
+    parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kills", type=int, default=3, help="per transport")
     parser.add_argument("--out", type=Path, default=Path("checkpoint_engine_benchmark.json"))
@@ -47,28 +60,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _start_ray(megabytes: float) -> None:
+    """A cluster of our own, as runs start theirs, with room for so many megabytes in its object store."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=int((megabytes + 100) * 1e6),
+    )
+
+
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    cells, skipped = [], []
+    cells, kills, skipped = [], [], []
     for transport in options.transports:
         for megabytes in options.megabytes:
             for receivers in options.receivers:
-                needed, free = memory_needed(megabytes, receivers), available()
-                if needed > free:
-                    skipped.append(
-                        f"{transport} {megabytes:g} MB to {receivers}: may take {needed:.0f} GB, {free:.0f} GB are free"
-                    )
+                if (reason := obstacle(transport, megabytes, receivers)) is not None:
+                    skipped.append(reason)
                     continue
                 cells.append(await measure(transport, megabytes, receivers, repeats=options.repeats))
                 sys.stderr.write(f"{transport} {megabytes:g} MB to {receivers}: done\n")
-    kills = [await after_kill(transport) for transport in options.transports for _ in range(options.kills)]
+        if options.kills and (reason := obstacle(transport, KILL_MEGABYTES, KILL_RECEIVERS)) is not None:
+            skipped.append(f"SIGKILL of one receiver, {reason}")
+        else:
+            kills += [await after_kill(transport) for _ in range(options.kills)]
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "torch": torch.__version__}
     return {"machine": machine, "repeats": options.repeats, "cells": cells, "after_kill": kills, "skipped": skipped}
-
-
-def available() -> float:
-    """Free gigabytes; Linux's estimate, which counts what caches can give back."""
-    with open("/proc/meminfo", encoding="utf-8") as lines:
-        return float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) / 1e6
 
 
 if __name__ == "__main__":

@@ -1,72 +1,75 @@
-"""What is measured: deliveries beside the raw primitive, stalls, the event loop's lag, and life after a SIGKILL."""
+"""Measurements: deliveries beside the raw primitive, stalls, the event loop's lag, and the time after a SIGKILL."""
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from operator import truediv
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
-from checkpoint_engine.benchmark.receiving import LIMIT, Bare, Process, ask, memcpy, tensors_of
+from checkpoint_engine.base import DeliveryOptions
+from checkpoint_engine.benchmark.actors import ReceiverEnd, Receiving, SenderEnd, Sending
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.delivery import Delivery
-from checkpoint_engine.object_store import SharedMemoryStore
-from checkpoint_engine.outcome import DeliveryOptions
-from checkpoint_engine.publisher import Publisher
-from checkpoint_engine.transports import OBJECT_STORE, member_for
-from examples.checkpoint_engine.processes import ProcessSender
+from checkpoint_engine.process_group import SENDER
+from checkpoint_engine.transports import NCCL, OBJECT_STORE
 
-TICK = 0.002
-"""Seconds between two looks at the event loop's lag."""
-WARM_UP = 2
-"""Publishes that touch their buffers and meet for the first time."""
-COPIES_AT_SENDER, COPIES_AT_RECEIVER = 5, 3
-"""Payload-sized buffers per process: tensors, up to three versions, the primitive's target; live, held, next."""
+TICK_SECONDS = 0.002
+"""Between two looks at the event loop's lag."""
+WARM_UP_PUBLISHES = 2
+"""They touch buffers and meet for the first time."""
+MAX_SENDER_COPIES, MAX_RECEIVER_COPIES, MAX_STORE_COPIES = 5, 4, 4
+"""Payload-sized buffers per process and in Ray's store, the raw primitive's among them."""
+KILL_MEGABYTES, KILL_RECEIVERS = 50.0, 3
 
 
-@dataclass
 class Rig:
-    """A publisher here and receivers in other processes. `lost` are those given up."""
+    """A sending actor, receiving actors, and a delivery between them whose controller is this process."""
 
-    transport: str
-    megabytes: float
-    receivers: int
-    processes: list[Process] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    acks: list[tuple[str, int, float]] = field(default_factory=list)
-    """Name, version, when: by time.perf_counter."""
-
-    async def open(self) -> None:
-        self.tensors = tensors_of(self.megabytes)
-        self.publisher = Publisher(self.tensors, retain=1)
-        self.sender = ProcessSender(self.publisher, member=member_for(self.transport))
-        broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=self.transport)
+    def __init__(self, transport: str, megabytes: float, receivers: int) -> None:
+        self.transport = transport
+        self.sender = SenderEnd(Sending, "sender", transport, megabytes)
+        self.receivers = [ReceiverEnd(Receiving, f"r{i}", transport, megabytes) for i in range(receivers)]
+        self.ends = [self.sender, *self.receivers]
+        broadcast = None if transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=transport)
         options = DeliveryOptions(retain=1)
         self.delivery = Delivery(self.sender, replace=self._replace, options=options, broadcast=broadcast)
-        self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version, time.perf_counter())))
-        self.processes += [Process(f"r{i}", self.transport, self.megabytes) for i in range(self.receivers)]
-        await asyncio.to_thread(ask, self.processes, "copy")
-        for process in self.processes:
-            await self.delivery.join(process.end)
 
-    def newest(self) -> Tensor:
-        """The bytes of the version delivered last, uint8 [nbytes], where they left from."""
-        return torch.from_numpy(self.publisher.payload(self.publisher.retained()[-1])[1])
+    async def open(self) -> None:
+        await self.ask(self.ends, "pid")
+        for receiver in self.receivers:
+            await self.delivery.join(receiver)
+        if self.transport != OBJECT_STORE:
+            address = await self.sender.address()
+            opening = (end.call("open", *address, len(self.ends), rank) for rank, end in enumerate(self.ends, SENDER))
+            await asyncio.gather(*opening)
 
-    async def _replace(self, name: str, error: BaseException) -> None:
-        self.lost.append(name)
+    async def ask(self, ends: list[Any], method: str, *arguments: Any) -> list[Any]:
+        """All ends at once; their answers in order."""
+        return await asyncio.gather(*(end.call(method, *arguments) for end in ends))
+
+    async def primitive(self) -> float:
+        """Seconds until the last receiver has the same bytes, by the raw way of the transport."""
+        began = time.perf_counter()
+        if self.transport == OBJECT_STORE:
+            await self.ask(self.receivers, "get", self.sender.start("put"))
+        else:
+            await self.ask(self.ends, "broadcast")
+        return time.perf_counter() - began
 
     async def close(self) -> None:
         await self.delivery.close()
-        self.sender.close()
-        for process in self.processes:
-            process.close()
+        await asyncio.gather(*(end.close() for end in self.ends))
+
+    async def _replace(self, name: str, error: BaseException) -> None:
+        """A receiver that was killed is not replaced."""
 
 
 @contextlib.asynccontextmanager
@@ -79,86 +82,41 @@ async def rig(transport: str, megabytes: float, receivers: int) -> AsyncIterator
         await made.close()
 
 
-class Primitive:
-    """The raw way of a transport to get the same bytes, from where they are, into the same slots of the same processes.
-
-    A put is a copy into shared memory that is there already, a get a copy out of a mapping that is, as the engine's
-    buffers are: fresh pages and mappings would cost several times as much, and flatter the engine.
-    """
-
-    def __init__(self, made: Rig) -> None:
-        self._made, self._store = made, SharedMemoryStore()
-        self._target = self._store.allocate(made.publisher.layout.nbytes)
-        self._target.fill(0)
-        self._bare: Bare | None = None
-        if made.transport == OBJECT_STORE:
-            return
-        self._server = TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
-        world = len(made.processes) + 1
-        for rank, process in enumerate(made.processes, start=1):
-            process.order("open", self._server.port, rank, world)
-        self._bare = Bare(self._server.port, 0, world, self._server)
-        for process in made.processes:
-            process.answer()
-
-    def copy(self) -> float:
-        """Seconds of one copy of the payload within this process."""
-        return memcpy(torch.from_numpy(self._target), self._made.newest())
-
-    def run(self) -> float:
-        """Seconds until the last receiver has its bytes."""
-        source = self._made.newest()
-        began = time.perf_counter()
-        if self._bare is None:
-            self.copy()
-            ask(self._made.processes, "get", self._store.reference(self._target))
-            return time.perf_counter() - began
-        for process in self._made.processes:
-            process.order("broadcast")
-        self._bare.broadcast(source)
-        for process in self._made.processes:
-            process.answer()
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self._store.close()
-
-
 async def measure(transport: str, megabytes: float, receivers: int, *, repeats: int) -> dict[str, Any]:
     """One cell: medians over `repeats` publishes, each paired with the raw primitive and a copy right after it."""
     async with rig(transport, megabytes, receivers) as made:
-        primitive = await asyncio.to_thread(Primitive, made)
         rows, lags = [], []
-        for version in range(WARM_UP + repeats):
+        for version in range(WARM_UP_PUBLISHES + repeats):
             row, lag = await _publish(made, version)
             async with _watched([]):  # what measures the loop's lag costs both the same
-                row["primitive_seconds"] = await asyncio.to_thread(primitive.run)
-            row["memcpy_seconds"] = primitive.copy()
-            activations = await asyncio.to_thread(ask, made.processes, "activate", version)
-            copies = await asyncio.to_thread(ask, made.processes, "copy")
+                row["primitive_seconds"] = await made.primitive()
+            row["memcpy_seconds"] = await made.sender.call("copy")
+            activations = await made.ask(made.receivers, "activate", version)
+            copies = await made.ask(made.receivers, "copy")
             row["activate_seconds"] = max(activations)
             row["fraction_of_primitive"] = row["primitive_seconds"] / row["delivery_seconds"]
             row["trainer_stall_memcpys"] = row["stall_seconds"] / row["memcpy_seconds"]
             row["worker_stall_memcpys"] = median(map(truediv, activations, copies))
             rows.append(row)
             lags.append(lag)
-        primitive.close()
-        measured, seen = rows[WARM_UP:], sorted(lag for each in lags[WARM_UP:] for lag in each)
+        stats = made.delivery.stats
+        if stats.fallbacks:
+            raise RuntimeError(f"{stats.fallbacks} of {stats.publishes} publishes went by the object store instead")
+        measured, ticks = rows[WARM_UP_PUBLISHES:], sorted(lag for each in lags[WARM_UP_PUBLISHES:] for lag in each)
         return {
             "transport": transport,
             "megabytes": megabytes,
             "receivers": receivers,
             **{key: median(row[key] for row in measured) for key in measured[0]},
-            "loop_lag_p99_seconds": seen[int(0.99 * (len(seen) - 1))],
-            "loop_lag_seconds": seen[-1],
-            "stats": asdict(made.delivery.stats),
+            "loop_lag_p99_seconds": ticks[int(0.99 * (len(ticks) - 1))],
+            "loop_lag_seconds": ticks[-1],
+            "stats": asdict(stats),
         }
 
 
 async def _publish(made: Rig, version: int) -> tuple[dict[str, float], list[float]]:
     """Seconds of the stall (`publish`) and of the delivery after it; how late the loop was meanwhile, tick by tick."""
-    for tensor in made.tensors.values():
-        tensor.fill_(float(version))
+    await made.sender.call("train", version)
     lags: list[float] = []
     async with _watched(lags):
         began = time.perf_counter()
@@ -166,7 +124,7 @@ async def _publish(made: Rig, version: int) -> tuple[dict[str, float], list[floa
         staged = time.perf_counter()
         await made.delivery.drain()
         done = time.perf_counter()
-        await asyncio.sleep(TICK)
+        await asyncio.sleep(TICK_SECONDS)
     return {"stall_seconds": staged - began, "delivery_seconds": done - staged}, lags
 
 
@@ -182,28 +140,41 @@ async def _watched(lags: list[float]) -> AsyncIterator[None]:
 
 async def _watch(lags: list[float]) -> None:
     while True:
-        expected = time.perf_counter() + TICK
-        await asyncio.sleep(TICK)
+        expected = time.perf_counter() + TICK_SECONDS
+        await asyncio.sleep(TICK_SECONDS)
         lags.append(time.perf_counter() - expected)
 
 
-async def after_kill(transport: str, *, megabytes: float = 50.0, receivers: int = 3) -> dict[str, Any]:
+async def after_kill(transport: str) -> dict[str, Any]:
     """Seconds from a SIGKILL in the middle of a delivery until the last survivor acknowledged that version."""
-    async with rig(transport, megabytes, receivers) as made:
+    async with rig(transport, KILL_MEGABYTES, KILL_RECEIVERS) as made:
+        served: dict[str, float] = {}
+        victim, *survivors = made.receivers
+        pid = await victim.call("pid")
         for version in range(2):
             await made.delivery.publish(version)
             await made.delivery.drain()
+        made.delivery.on_ack(lambda name, ack: served.update({name: time.perf_counter()}))
         await made.delivery.publish(2)
-        made.processes[0].kill()
+        os.kill(pid, signal.SIGKILL)
         killed = time.perf_counter()
         await made.delivery.drain()
-        served = {name: when for name, version, when in made.acks if version == 2 and name != "r0"}
-        if len(served) != receivers - 1:
-            raise RuntimeError(f"{receivers - 1} survivors were to be served, {sorted(served)} were")
-        seconds = max(served.values()) - killed
-        return {"transport": transport, "megabytes": megabytes, "survivors": receivers - 1, "seconds": seconds}
+        if not all(end.name in served for end in survivors):
+            raise RuntimeError(f"{len(survivors)} survivors were to be served, {sorted(served)} were")
+        seconds = max(served[end.name] for end in survivors) - killed
+        return {"transport": transport, "megabytes": KILL_MEGABYTES, "survivors": len(survivors), "seconds": seconds}
+
+
+def obstacle(transport: str, megabytes: float, receivers: int) -> str | None:
+    """Why a cell can't be measured here: too little memory, or fewer GPUs than members."""
+    name = f"{transport} {megabytes:g} MB to {receivers}"
+    if transport == NCCL and torch.cuda.device_count() <= receivers:
+        return f"{name}: needs {receivers + 1} GPUs, {torch.cuda.device_count()} are here"
+    needed, free = memory_needed(megabytes, receivers), psutil.virtual_memory().available / 1e9
+    return f"{name}: may take {needed:.0f} GB, {free:.0f} GB are free" if needed > free else None
 
 
 def memory_needed(megabytes: float, receivers: int) -> float:
-    """Gigabytes that a cell may take, all processes together."""
-    return megabytes * (COPIES_AT_SENDER + COPIES_AT_RECEIVER * receivers) / 1000 + 0.3 * receivers
+    """Gigabytes that a cell may take, all processes and Ray's store together."""
+    copies = MAX_SENDER_COPIES + MAX_RECEIVER_COPIES * receivers + MAX_STORE_COPIES
+    return megabytes * copies / 1000 + 0.4 * (receivers + 1)

@@ -1,4 +1,4 @@
-"""Two processes: one changes a tensor and publishes it, the other samples from whatever version is newest.
+"""Example of two processes: one changes a tensor and publishes it, the other samples from whatever version is newest.
 
 python examples/checkpoint_engine/publish_and_sample.py
 """
@@ -6,21 +6,20 @@ python examples/checkpoint_engine/publish_and_sample.py
 import asyncio
 import multiprocessing
 import time
-from multiprocessing.connection import Connection
 
 import torch
 
 from checkpoint_engine import Delivery, Publisher, Receiver
-from examples.checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, serve
 
 
-def sample(connection: Connection) -> None:
+def sample(connections: Channel) -> None:
     """The sampling process: between two pieces of work it may change to another version, never within one."""
     weights, used = {"mean": torch.zeros(1000)}, -1
     receiver = Receiver(weights)
-    with serve(connection, receiver) as service:
+    with serve(connections, receiver) as ended:
         while True:
-            over, held = not service.connected, receiver.held()
+            over, held = ended.is_set(), receiver.held()
             if held and held[-1][1] != used:
                 used = held[-1][1]
                 digest = receiver.activate("policy", used)
@@ -30,7 +29,7 @@ def sample(connection: Connection) -> None:
             time.sleep(0.01)
 
 
-async def publish(connection: Connection) -> None:
+async def publish(connections: Channel) -> None:
     """The publishing process: `publish` returns once the tensor may change; delivery goes on beside it."""
 
     async def replace(name: str, error: BaseException) -> None:
@@ -38,7 +37,7 @@ async def publish(connection: Connection) -> None:
 
     mean = torch.zeros(1000)
     delivery = Delivery(ProcessSender(Publisher({"mean": mean})), replace=replace)
-    sampler = ProcessReceiver(connection, "sampler")
+    sampler = ProcessReceiver(connections, "sampler")
     await delivery.join(sampler)
     for version in range(5):
         mean.fill_(float(version))
@@ -50,9 +49,10 @@ async def publish(connection: Connection) -> None:
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = channel(context)
     process = context.Process(target=sample, args=(theirs,))
     process.start()
-    theirs.close()
+    for connection in theirs:
+        connection.close()
     asyncio.run(publish(ours))
     process.join()

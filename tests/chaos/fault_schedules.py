@@ -20,7 +20,7 @@ from async_flowrl.tickets.table import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_pool import ListObserver, Timing, VirtualGroup
+from tests.support.toy_pool import ListObserver, Timing, ToyPool
 from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_order, check_watermarks
 
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
@@ -86,13 +86,13 @@ class Schedule:
             self.hits.append(hit)
         return hit[1] if hit else None
 
-    async def disturb(self, ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+    async def disturb(self, ctx: Context, groups: Mapping[str, ToyPool]) -> None:
         for when, place in sorted(self.timed):
             await asyncio.sleep(max(0.0, when - ctx.observer.now()))
             while not self.apply(place, ctx, groups["rollout"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
-    def apply(self, place: str, ctx: Context, rollout: VirtualGroup) -> bool:
+    def apply(self, place: str, ctx: Context, rollout: ToyPool) -> bool:
         """Does it if it can be done now."""
         if place == "rollout:all":
             for worker in rollout.workers:

@@ -1,4 +1,4 @@
-"""Deaths that end a life: trainer ranks, controllers, checkpoints that cannot be written or read. From seeds.
+"""Deaths that end an attempt: trainer ranks, controllers, checkpoints that cannot be written or read. From seeds.
 
 `python -m tests.chaos.recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """
@@ -57,7 +57,7 @@ def fatal(place: str, fault: str) -> bool:
 
 
 @dataclass
-class LifeSchedule:
+class RecoverySchedule:
     """What happens to a run until it ends: faults in calls, and the ends of its controllers, one after the other."""
 
     seed: int
@@ -122,7 +122,7 @@ class LifeSchedule:
         self.hits.append(("newest checkpoint", self.damage))
 
 
-def schedule(seed: int) -> LifeSchedule:
+def schedule(seed: int) -> RecoverySchedule:
     """A random configuration with one fault of the cell that it is this seed's turn to hit, and perhaps others."""
     rng = random.Random(f"life {seed}")
     place, fault = PAIRS[seed % len(PAIRS)]
@@ -146,14 +146,14 @@ def schedule(seed: int) -> LifeSchedule:
         update=rng.choice([0.2, 1.0, 2.0]),
         transfer=rng.choice([0.05, 1.0]),
     )
-    made = LifeSchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
+    made = RecoverySchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
     place_fault(made, place, fault, rng)
     for _ in range(rng.choice([0, 1, 2])):
         place_worker_fault(made, rng)
     return made
 
 
-def place_fault(made: LifeSchedule, place: str, fault: str, rng: random.Random) -> None:
+def place_fault(made: RecoverySchedule, place: str, fault: str, rng: random.Random) -> None:
     saves = 2 + (STEPS - 1) // made.config.save.every
     update = rng.choice(UPDATE)
     if place == "trainer: update":
@@ -170,7 +170,7 @@ def place_fault(made: LifeSchedule, place: str, fault: str, rng: random.Random) 
     elif place in ("trainer: comes back", "rollout: forgets"):
         made.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
         again = {"trainer: comes back": [("trainer:load", 2), ("trainer:restore", 1)]}
-        made.calls[rng.choice(again.get(place, [("rollout:reset", 1), ("rollout:reset", 2)]))] = (place, fault)
+        made.calls[rng.choice(again.get(place, [("rollout:clear", 1), ("rollout:clear", 2)]))] = (place, fault)
     elif fault == "torn":
         made.calls["trainer:save", rng.randint(1, saves)] = (place, fault)
     elif place == "controller":
@@ -183,7 +183,7 @@ def place_fault(made: LifeSchedule, place: str, fault: str, rng: random.Random) 
         made.calls["trainer:save", rng.randint(3, STEPS + 1)] = ("controller", "kill")
 
 
-def place_worker_fault(made: LifeSchedule, rng: random.Random) -> None:
+def place_worker_fault(made: RecoverySchedule, rng: random.Random) -> None:
     place, fault = rng.choice(BESIDE)
     if place in ("rollout:idle", "rollout:all"):
         made.timed.append((rng.uniform(0.5, 12.0), place))
@@ -217,7 +217,7 @@ def undisturbed(k: int) -> Left:
         return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
 
 
-def run_schedule(made: LifeSchedule, root: Path) -> Path:
+def run_schedule(made: RecoverySchedule, root: Path) -> Path:
     """Controllers one after the other until one ends by itself; returns the folder of the last."""
     for turn in range(6):
         made.config.rollout.num_workers = made.workers[turn % 3]
@@ -256,7 +256,7 @@ def outcome(seed: int) -> Ended:
     return Ended(seed, how, tuple(made.hits), 0.0, wrong)
 
 
-def check(root: Path, made: LifeSchedule) -> None:
+def check(root: Path, made: RecoverySchedule) -> None:
     """The same weights, logged rewards and tickets, each once; evaluations, as far as their weights are there."""
     expected = undisturbed(made.config.max_staleness)
     assert [row for row in verify(root) if not row[1]] == []

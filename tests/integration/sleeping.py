@@ -10,18 +10,15 @@ from omegaconf import OmegaConf
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.plan.laws import Law
-from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import TicketTable
-from async_flowrl.tickets.ticket import record
 from async_flowrl.types import Prompt, RolloutRequest, Scores
 from separation.cluster import cluster
 from separation.group import PoolSpec
@@ -99,10 +96,7 @@ async def _run(directory: Path, config: Config) -> None:
             ("reward", "SleepingReward", config.reward.num_workers, ()),
         )
     ]
-    algorithm = build_algorithm(
-        config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over=config.hand_over,
-        num_inference_steps=2,
-    )  # fmt: skip
+    algorithm = build_algorithm(config)
     prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
     offset = time.time() - time.monotonic()
     async with cluster(pools, start_deadline=300.0) as groups:
@@ -110,18 +104,6 @@ async def _run(directory: Path, config: Config) -> None:
         log = EventLog(directory / "events.jsonl", lambda: clock() + offset, ledger=PoolLedger(clock))
         with log:
             trainers = TrainerGroup(groups["trainer"], algorithm)
-            weights = PublishedWeights(trainers)
-            table = TicketTable(
-                shape(config),
-                on_change=lambda t: log.event("ticket", **record(t)),
-            )
-            ctx = Context(
-                config=config, requests=RequestBuilder(config, prompts, prompts[:2]), table=table,
-                rollout=groups["rollout"],
-                reward=groups["reward"], trainer=trainers, weights=weights, observer=log,
-                steps=MetricsOnly(MetricsLog(directory / "metrics.jsonl")), base_digest="toy",
-            )  # fmt: skip
-            weights.ctx = ctx
-            for worker in groups["rollout"].workers:
-                table.join(worker.name)
-            await run(ctx)
+            requests = RequestBuilder(config, prompts, prompts[:2])
+            steps = MetricsOnly(MetricsLog(directory / "metrics.jsonl"))
+            await run(build_context(requests, groups, trainers, log, steps, base_digest="toy"))

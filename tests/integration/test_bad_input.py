@@ -70,6 +70,12 @@ ONE_LINE = {
     "no steps": (["total_steps=0"], ["total_steps must be at least 1, got 0"]),
     "no time": (["time_limit=0"], ["time_limit must be above 0, got 0"]),
     "no learning": (["trainer.learning_rate=-1"], ["trainer.learning_rate must be above 0"]),
+    "no number": (["trainer.learning_rate=nan"], ["trainer.learning_rate must be a finite number, got nan"]),
+    "a share above 1": (
+        ["algorithm.timestep_fraction=2"],
+        ["algorithm.timestep_fraction must be above 0 and at most 1"],
+    ),
+    "no end of weights": (["reward.terms.color.weight=inf"], ["reward.terms.color.weight must be a finite number"]),
     "three ranks for sixteen images": (["trainer.num_workers=3"], ["must divide group_size=16", "2 or 4"]),
     "micro-batches that do not divide": (["trainer.micro_batch_size=3"], ["must divide", "2 or 4"]),
     "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),

@@ -1,13 +1,18 @@
 """Real processes, really killed: a rollout worker, a trainer rank, the driver. The weights do not notice."""
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
 from async_flowrl.prove import digest, events, finish, killed, running_worker, start, undisturbed, wait_for
-from separation.processes import Identity, descendants
+from async_flowrl.verify import verify
+from separation.processes import alive, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -25,6 +30,33 @@ def pid_of(folder: Path, worker: str, default: int | None = None) -> int:
 
 def test_a_killed_rollout_worker_and_a_killed_driver(expected: str, tmp_path: Path) -> None:
     assert killed(tmp_path / "run", []) == expected
+
+
+def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) -> None:
+    """Every score is a random number: the trained ones are those of the first time only if they were kept."""
+    folder = tmp_path / "run"
+    dice = ["~reward.terms.color", "+reward.terms={dice: {name: 'tests.integration.dice:Dice'}}"]
+
+    def scored() -> list[dict[str, Any]]:
+        lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    run = start(folder, [*dice, "debug.delays.update=0.3"])
+    wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
+    wait_for(run, folder, lambda: max(line["step"] for line in scored()) >= 5, "a group of step 5 is scored")
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    known = scored()
+    finish(start(folder, [*dice, "resume=auto"]), folder)
+    (back,) = [event["step"] for event in events(folder, "rollback")]
+    assert [line for line in known if line["step"] >= back], "nothing was there to reuse"
+    assert scored()[: len(known)] == known
+    totals = {(line["step"], line["group"]): line["total"] for line in scored()}
+    assert len(totals) == len(scored()), "a group was scored twice"
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        own = [total for (step, _), total in totals.items() if step == line["step"]]
+        assert line["reward/mean"] == pytest.approx(np.mean(own), rel=1e-12)
+    assert [row for row in verify(folder) if not row[1]] == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -52,17 +84,18 @@ def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> No
     assert digest(folder) == expected
 
 
-def test_a_hung_rollout_worker_is_killed_before_its_place_is_used_again(expected: str, tmp_path: Path) -> None:
+def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected: str, tmp_path: Path) -> None:
     """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
     folder = tmp_path / "run"
     slow = ["rollout.num_workers=2", "debug.delays.generate=0.5", "debug.delays.constant=true"]
     run = start(folder, [*slow, "deadlines.generate=10"])
     hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
     name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
+    process = psutil.Process(hung)
     os.kill(hung, signal.SIGSTOP)
-    place = name.split(".")[0]
-    wait_for(run, folder, lambda: pid_of(folder, f"{place}.1", default=0), "its place is used again")
-    assert Identity.of(hung) is None, "the hung process still lives"
+    slot = name.split(".")[0]
+    wait_for(run, folder, lambda: pid_of(folder, f"{slot}.1", default=0), "its slot is used again")
+    assert not alive(process), "the hung process still lives"
     finish(run, folder)
     (fault,) = events(folder, "fault")
     assert (fault["worker"], fault["kind"]) == (name, "DeadlineExceeded")
@@ -78,4 +111,4 @@ def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
     _, errors = run.communicate(timeout=300)
     assert run.returncode == 1
     assert b"was not done within its deadline" in errors
-    assert not [process for process in everything if process.alive()], "something is left running"
+    assert not [process for process in everything if alive(process)], "something is left running"

@@ -1,13 +1,15 @@
 """Every key, file and event of a real run stands on the page that explains it, and every key on the page is written."""
 
+import ast
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_flowrl.observability.ledger import STATES
 from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -81,12 +83,29 @@ def test_every_file_is_explained(runs: list[Run]) -> None:
             assert f"`{entry.name}" in DIRECTORY or f"`{entry.name}/" in DIRECTORY, entry.name
 
 
-def test_every_event_and_its_fields_are_explained(runs: list[Run]) -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DIRECTORY, flags=re.MULTILINE))
+def event_calls() -> Iterator[tuple[str, dict[str, ast.expr]]]:
+    """(event, its fields by name) of every `.event("...", field=value)` in the package."""
+    for path in (ROOT / "async_flowrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}: which event is that?"
+                yield node.args[0].value, {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+
+
+def test_every_event_is_explained_with_its_fields_and_every_explained_one_is_recorded(runs: list[Run]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (`\w+`.*) \| .* \|$", DIRECTORY, flags=re.MULTILINE)
+    explained = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+    recorded: dict[str, set[str]] = {}
+    for event, fields in event_calls():
+        recorded.setdefault(event, set()).update(fields)
     for run in runs:
-        for event in run.events:
-            fields = set(event) - {"time", "event"}
-            assert fields <= set(re.findall(r"\w+", rows[event["event"]])), event
+        for record in run.events:
+            recorded[record["event"]] |= set(record) - {"time", "event"}
+    assert recorded == explained
+    states = dict(re.findall(r"^\| `(\w+)` .*`state` \(([\w, ]+)\)", DIRECTORY, flags=re.MULTILINE))
+    written = {ast.literal_eval(fields["state"]) for event, fields in event_calls() if event == "version"}
+    assert set(states["version"].split(", ")) == written
+    assert tuple(states["state"].split(", ")) == STATES
 
 
 def test_the_timeline_can_be_made_again(runs: list[Run], tmp_path: Path) -> None:

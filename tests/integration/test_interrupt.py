@@ -5,11 +5,12 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
-from separation.processes import Identity, descendants
+from separation.processes import alive, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
 SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
@@ -19,11 +20,11 @@ SOON = 120.0
 """Seconds, for a machine that is busy with other things; a quiet one needs about three."""
 
 
-def ended(processes: list[Identity]) -> bool:
+def ended(processes: list[psutil.Process]) -> bool:
     deadline = time.monotonic() + SOON
-    while any(process.alive() for process in processes) and time.monotonic() < deadline:
+    while any(alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not any(process.alive() for process in processes)
+    return not any(alive(process) for process in processes)
 
 
 def quiet(err: str) -> bool:

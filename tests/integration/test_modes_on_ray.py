@@ -1,4 +1,4 @@
-"""The same promises with the workers as processes, and a gang of trainer ranks."""
+"""The same promises with the workers as processes, and several trainer ranks."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_colocated_processes(tmp_path: Path) -> None:
 
 
 def test_two_trainer_ranks_twice_and_one(threads: Run, tmp_path: Path) -> None:
-    """The gang adds gradients in another order than one rank does; beyond that nothing differs."""
+    """Two ranks add gradients in another order than one rank; beyond that nothing differs."""
     ranks = ["trainer.num_workers=2", "trainer.micro_batch_size=2"]
     once = train_here_on_ray(tmp_path / "once", "one_step_off", *ranks)
     again = overtaking(train_here_on_ray, tmp_path / "again", "one_step_off", *ranks, *DELAYS)

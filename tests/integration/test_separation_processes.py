@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, WorkerDied
 from separation.placement import ResourcesMissing
-from separation.processes import Identity, descendants
+from separation.processes import alive, descendants, kill
 from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, raises
@@ -47,14 +48,13 @@ def test_sigkill_in_a_call_is_noticed_and_the_others_go_on(rays: Bench) -> None:
 def test_a_stopped_process_is_killed_before_its_place_is_reused(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         hung = await bench.toys.replace(1)
-        identity = Identity.of(hung.pid)
-        assert identity is not None
+        process = psutil.Process(hung.pid)
         os.kill(hung.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded):
             async with deadline(0.5, "a call to a stopped process"):
                 await hung.call("hello")
         successor = await bench.toys.replace(1)
-        assert not identity.alive()
+        assert not alive(process)
         assert successor.pid != hung.pid
         assert await successor.call("hello")
 
@@ -76,7 +76,7 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
 
 
 @contextmanager
-def second_node(resources: str) -> Iterator[list[Identity]]:
+def second_node(resources: str) -> Iterator[list[psutil.Process]]:
     """Another Ray node on this machine; yields its processes."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
@@ -89,7 +89,7 @@ def second_node(resources: str) -> Iterator[list[Identity]]:
         yield descendants(start.pid)
     finally:
         for process in descendants(start.pid):
-            process.kill()
+            kill(process)
         start.kill()
         start.wait()
 
@@ -104,7 +104,7 @@ def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
                 call = asyncio.create_task(away.call("sleep", 600.0))
                 await asyncio.sleep(0.2)
                 for process in node:
-                    process.kill()
+                    kill(process)
                 await raises(WorkerDied, call)
                 await raises(RefLost, groups["away"].fetch(large))
                 await raises(RefLost, home.call("total", large))
@@ -173,16 +173,9 @@ asyncio.run(main())
 
 def marked_processes(mark: str) -> list[str]:
     """Command lines of the processes that inherited the mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if mark.encode() in (entry / "environ").read_bytes() and Identity.of(int(entry.name)) is not None:
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+    processes = psutil.process_iter(["environ", "cmdline"])
+    marked = [process for process in processes if mark in (process.info["environ"] or {}).values() and alive(process)]
+    return [" ".join(process.info["cmdline"] or ()) for process in marked]
 
 
 @pytest.mark.parametrize("ending", ["interrupt", "raise", "kill"])

@@ -1,73 +1,92 @@
-"""Plants a fault in the package's own source, for as long as a test runs."""
+"""Planted faults: a function, method or constant behaves otherwise for as long as a test runs."""
 
 import importlib
 import inspect
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
 from typing import Any
+from unittest import mock
 
-
-@dataclass(frozen=True)
-class Patch:
-    """In the source of `target` ("package.module:Class.method"), `old`, which is there exactly once, becomes `new`."""
-
-    target: str
-    old: str
-    new: str
+Fault = Callable[[Any], Any]
+"""From what is there to what takes its place: usually from a function to one that calls it, but not quite rightly."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A planted fault and the test that must fail because of it.
 
-    `raises`: names of the exceptions by which it may fail. Anything else (a NameError, say) is a fault of the mutant.
+    `faults` by target: "package.module:Class.method", or the name of a module's function or constant.
+    `raises`: names of the exceptions by which the test may fail. Anything else (a TypeError, say) is a fault of the
+    mutant.
     """
 
     name: str
-    patches: tuple[Patch, ...]
+    faults: Mapping[str, Fault]
     caught_by: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     raises: tuple[str, ...] = ("AssertionError",)
 
 
+def nothing(original: Any) -> Callable[..., None]:
+    """The function does nothing: what it checks is never refused, what it removes stays."""
+    return lambda *args, **options: None
+
+
+def nothing_awaited(original: Any) -> Any:
+    """The same for a coroutine function."""
+    return mock.AsyncMock(return_value=None)
+
+
+def before(first: Callable[..., Any]) -> Fault:
+    """Does `first`, with the function's own arguments, before the function."""
+
+    def fault(original: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            first(*args, **options)
+            return original(*args, **options)
+
+        return wrapper
+
+    return fault
+
+
+def after(then: Callable[..., Any]) -> Fault:
+    """Does `then`, with the function's own arguments, after the function; awaits it after a coroutine function."""
+
+    def fault(original: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            then(*args, **options)
+            return result
+
+        async def awaited(*args: Any, **options: Any) -> Any:
+            result = await original(*args, **options)
+            await then(*args, **options)
+            return result
+
+        return awaited if inspect.iscoroutinefunction(original) else wrapper
+
+    return fault
+
+
+def no_limit(original: int) -> int:
+    return 10**9
+
+
 @contextmanager
-def planted(patches: tuple[Patch, ...]) -> Iterator[None]:
+def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
     with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(_planted(patch))
+        for target, fault in faults.items():
+            module_name, _, path = target.partition(":")
+            *outer, name = path.split(".")
+            owner: Any = importlib.import_module(module_name)
+            for part in outer:
+                owner = getattr(owner, part)
+            stack.enter_context(mock.patch.object(owner, name, fault(inspect.getattr_static(owner, name))))
         yield
-
-
-@contextmanager
-def _planted(patch: Patch) -> Iterator[None]:
-    module_name, _, path = patch.target.partition(":")
-    *outer, name = path.split(".")
-    owner: Any = importlib.import_module(module_name)
-    for part in outer:
-        owner = getattr(owner, part)
-    original = inspect.getattr_static(owner, name)
-    setattr(owner, name, rewritten(original, patch))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def rewritten(original: Any, patch: Patch) -> Any:
-    """The function with its source changed, in the same globals."""
-    function = original.fget if isinstance(original, property) else original
-    assert isinstance(function, FunctionType), f"{patch.target} is no plain function"
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    assert source.count(patch.old) == 1, f"{patch.target} has {source.count(patch.old)} times {patch.old!r}"
-    code = compile(source.replace(patch.old, patch.new), f"<mutant of {patch.target}>", "exec")
-    space: dict[str, Any] = {}
-    exec(code, function.__globals__, space)
-    return space[function.__name__]
 
 
 def find_test(path: str) -> Any:

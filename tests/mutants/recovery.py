@@ -1,118 +1,206 @@
-"""Planted faults in what ends a life and begins the next, and at the trainer's door; as in table.py."""
+"""Planted faults in replacing workers and in what ends an attempt of a run and begins the next."""
 
-from tests.mutants.table import TABLE, TICKETS, one
+import asyncio
+import math
+from typing import Any
+from unittest import mock
 
-LIVES_OF, SAVING, BOOKKEEPING = (
+from async_flowrl.training.checkpoint import written
+from tests.mutants.mutation import Mutant, after, before, no_limit, nothing
+from tests.mutants.tickets import DISPATCH, FAULTS, HANGS, TICKETS, TRAINER
+
+LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
+RUN_RECOVERY, CHECKPOINTS, AFTER_STEP = (
     "async_flowrl.run.recovery",
     "async_flowrl.controller.checkpoints",
-    "async_flowrl.controller.after_step",
+    "async_flowrl.controller.after_step:AfterStep",
 )
-TEST = "tests.unit.test_recovery"
+TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
+RECOVERY = "tests.unit.test_recovery"
 
-LIVES = (
-    one(
-        "nobody asks at the trainer's door what a ticket was made with",
-        f"{TICKETS}:TicketTable.hand_over",
-        "ticket.digest != self.published.get(ticket.version)",
-        "False",
-        f"{TABLE}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
-        arguments={"published": "of another life"},
+
+def forgotten(lost_worker: Any) -> Any:
+    def fault(table: Any, worker: str) -> list[Any]:
+        table.held.pop(worker, None)
+        return []
+
+    return fault
+
+
+def replaced_alive(replace_rollout: Any) -> Any:
+    async def fault(ctx: Any, index: int, death: BaseException, *, pause: float) -> Any:
+        with mock.patch.object(ctx.rollout.workers[index], "kill"):
+            return await replace_rollout(ctx, index, death, pause=pause)
+
+    return fault
+
+
+def goes_on_alive(clean_rollout: Any) -> Any:
+    async def fault(worker: Any, *, seconds: float) -> None:
+        with mock.patch.object(worker, "kill"):
+            await clean_rollout(worker, seconds=seconds)
+
+    return fault
+
+
+def never_seen(death_of: Any) -> Any:
+    async def fault(ctx: Any, worker: Any) -> None:
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def skip_failures(ctx: Any, *args: Any) -> None:
+    ctx.config.reward.on_error = "skip"
+
+
+WORKER_FAULTS = (
+    Mutant(
+        "a dead worker's ticket is never given out again",
+        {f"{TICKETS}:TicketTable.lost_worker": forgotten},
+        LOST,
+        arguments={"what": "kill", "k": 1},
+        raises=HANGS,
+    ),
+    Mutant(
+        "a hung worker is not killed",
+        {f"{DISPATCH}:replace_rollout": replaced_alive},
+        LOST,
+        arguments={"what": "hang", "k": 1},
+    ),
+    Mutant(
+        "nobody notices that a worker hangs",
+        {f"{DISPATCH}:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
+        LOST,
+        arguments={"what": "hang", "k": 1},
+        raises=HANGS,
+    ),
+    Mutant(
+        "nobody notices that a waiting worker dies",
+        {f"{DISPATCH}:death_of": never_seen},
+        f"{FAULTS}:test_a_worker_that_dies_while_it_waits_is_replaced_at_once",
+    ),
+    Mutant(
+        "a lost payload is not made again",
+        {f"{TRAINER}:make_again": nothing},
+        f"{FAULTS}:test_a_lost_payload_is_made_again",
+        arguments={"what": "lose-trajectory", "state": "HANDED", "k": 1, "hand_over": "batch"},
+        raises=HANGS,
+    ),
+    Mutant(
+        "a worker that dies over and over is replaced for ever",
+        {f"{DISPATCH}:MAX_LOSSES_PER_SLOT": no_limit},
+        f"{FAULTS}:test_a_slot_that_loses_every_worker_ends_the_run_by_name",
+        arguments={"method": "load", "what": "kill"},
+        raises=(*HANGS, "AssertionError", "OverflowError"),
+    ),
+    Mutant(
+        "a ticket that kills its workers is tried for ever",
+        {f"{DISPATCH}:MAX_TICKET_ATTEMPTS": no_limit},
+        f"{FAULTS}:test_a_ticket_that_kills_every_worker_ends_the_run_by_name",
+        raises=(*HANGS, "DeadlineExceeded"),
+    ),
+    Mutant(
+        "a failing reward is skipped whatever the policy",
+        {f"{DISPATCH}:score": before(skip_failures)},
+        f"{FAULTS}:test_a_reward_that_always_fails_ends_the_run_by_name",
+        arguments={"what": "nan", "error": Exception, "text": "RewardError"},
         raises=("Failed",),
     ),
-    one(
-        "nobody asks at the trainer's door how old a ticket is",
-        f"{TICKETS}:TicketTable.hand_over",
-        "not 0 <= step - ticket.version <= self.shape.max_staleness",
-        "False",
-        f"{TABLE}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
-        raises=("AssertionError", "Failed"),
+    Mutant(
+        "NaN is a reward",
+        {"tests.support.toy_models:checked": lambda checked: lambda name, prompt, result, count: tuple(result)},
+        f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",
+        arguments={"what": "nan"},
+        raises=("ValueError",),
     ),
-    one(
+)
+
+
+async def count_as_saved(checkpoints: Any, version: int, controller: Any) -> None:
+    if version not in checkpoints.saved:
+        checkpoints.saved.append(version)
+
+
+def but_rollbacks(event: Any) -> Any:
+    return lambda log, what, **fields: None if what == "rollback" else event(log, what, **fields)
+
+
+def only_before_training(unevaluated: Any) -> Any:
+    return lambda steps, ctx: unevaluated(steps, ctx) if ctx.table.step == 0 else []
+
+
+ATTEMPT_FAULTS = (
+    Mutant(
         "metrics are not cut back when a trainer has died",
-        f"{LIVES_OF}:recover",
-        "run.ledgers.metrics.truncate(resume.version)",
-        "pass",
-        f"{TEST}:test_a_dead_trainer_goes_on_from_the_last_checkpoint",
+        {TRUNCATE: nothing},
+        f"{RECOVERY}:test_a_dead_trainer_goes_on_from_the_last_checkpoint",
         arguments={"method": "train_last_4"},
     ),
-    one(
+    Mutant(
         "metrics are not cut back when a run is resumed",
-        "tests.support.toy_recovery:open_ledgers",
-        "metrics.truncate(resume.version)",
-        "pass",
-        f"{TEST}:test_a_killed_controller_and_resume",
+        {TRUNCATE: nothing},
+        f"{RECOVERY}:test_a_killed_controller_and_resume",
         arguments={"seconds": 17.0, "workers": 1},
     ),
-    one(
+    Mutant(
         "a return to a checkpoint is not recorded",
-        f"{LIVES_OF}:recover",
-        'run.ledgers.events.event("rollback", step=resume.version)',
-        "pass",
-        f"{TEST}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
+        {"async_flowrl.observability.events:EventLog.event": but_rollbacks},
+        f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
     ),
-    one(
-        "a worker without a model goes on into the next life",
-        f"{LIVES_OF}:clean_rollout",
-        "worker.kill()",
-        "pass",
-        f"{TEST}:test_a_rollout_worker_that_cannot_forget_is_replaced",
+    Mutant(
+        "a worker without a model goes on into the next attempt",
+        {f"{RUN_RECOVERY}:clean_rollout": goes_on_alive},
+        f"{RECOVERY}:test_a_rollout_worker_that_cannot_forget_is_replaced",
         arguments={"what": "unloaded"},
         raises=("WorkerFailed",),
     ),
-    one(
-        "a hung worker goes on into the next life",
-        f"{LIVES_OF}:clean_rollout",
-        "DeadlineExceeded",
-        "ZeroDivisionError",
-        f"{TEST}:test_a_rollout_worker_that_cannot_forget_is_replaced",
+    Mutant(
+        "a hung worker goes on into the next attempt",
+        {f"{RUN_RECOVERY}:DeadlineExceeded": lambda error: ZeroDivisionError},
+        f"{RECOVERY}:test_a_rollout_worker_that_cannot_forget_is_replaced",
         arguments={"what": "hang"},
         raises=("ExceptionGroup",),
     ),
-    one(
+    Mutant(
         "a damaged checkpoint is taken",
-        f"{SAVING}:find_checkpoint",
-        "verify_checkpoint(path)",
-        "pass",
-        f"{TEST}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
+        {f"{CHECKPOINTS}:find_checkpoint": lambda find: lambda directory: next(iter(written(directory)), None)},
+        f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
         raises=("DamagedCheckpoint", "WorkerFailed"),
     ),
-    one(
+    Mutant(
         "checkpoints of a history that has ended stay",
-        f"{LIVES_OF}:drop_newer",
-        "checkpoint_step(path) > step",
-        "False",
-        f"{TEST}:test_an_older_checkpoint_on_purpose",
+        {f"{RUN_RECOVERY}:drop_newer": nothing},
+        f"{RECOVERY}:test_an_older_checkpoint_on_purpose",
     ),
-    one(
+    Mutant(
         "a checkpoint that could not be written counts as saved",
-        f"{SAVING}:Checkpoints._write",
-        "        return\n    self.misses = 0",
-        "        pass\n    self.misses = 0",
-        f"{TEST}:test_the_last_checkpoint_is_insisted_on",
+        {f"{CHECKPOINTS}:Checkpoints._write": after(count_as_saved)},
+        f"{RECOVERY}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 1},
     ),
-    one(
+    Mutant(
         "missed checkpoints are never an error",
-        f"{SAVING}:Checkpoints._write",
-        "self.misses >= MAX_MISSED_CHECKPOINTS",
-        "False",
-        f"{TEST}:test_a_disk_that_stays_full_ends_the_run_by_name",
+        {f"{CHECKPOINTS}:MAX_MISSED_CHECKPOINTS": no_limit},
+        f"{RECOVERY}:test_a_disk_that_stays_full_ends_the_run_by_name",
         raises=("Failed",),
     ),
-    one(
+    Mutant(
         "the last checkpoint may be missing",
-        f"{BOOKKEEPING}:AfterStep.drain",
-        "self.checkpoints.insist(",
-        "self.checkpoints.save(",
-        f"{TEST}:test_the_last_checkpoint_is_insisted_on",
+        {f"{CHECKPOINTS}:Checkpoints.insist": lambda insist: lambda checkpoints, *args: checkpoints.save(*args)},
+        f"{RECOVERY}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 2},
     ),
-    one(
-        "an evaluation ends with its life",
-        f"{BOOKKEEPING}:AfterStep._unevaluated",
-        "return [version for version in due if version >= now - kept]",
-        "return [0] if now == 0 else []",
-        f"{TEST}:test_an_evaluation_that_its_life_did_not_finish_is_made_by_the_next",
+    Mutant(
+        "a reward that is not deterministic is asked again after a resume",
+        {"async_flowrl.controller.score_log:ScoreLog.__contains__": lambda contains: lambda log, group: False},
+        f"{RECOVERY}:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
+        arguments={"killed": "controller"},
+    ),
+    Mutant(
+        "an evaluation ends with its attempt",
+        {f"{AFTER_STEP}._unevaluated": only_before_training},
+        f"{RECOVERY}:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
         arguments={"k": 0, "number": 3},
     ),
 )

@@ -6,15 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.mutants.deliveries import DELIVERIES
 from tests.mutants.mutation import Mutant, find_test, planted
-from tests.mutants.recovery import LIVES
-from tests.mutants.table import MUTANTS as OTHERS
+from tests.mutants.recovery import ATTEMPT_FAULTS, WORKER_FAULTS
+from tests.mutants.tickets import TICKET_FAULTS
+from tests.mutants.weights import TENSOR_FAULTS, WEIGHT_FAULTS
 
-torch.set_num_threads(1)
-MUTANTS = (*OTHERS, *LIVES, *DELIVERIES)
+MUTANTS = (*TICKET_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS, *ATTEMPT_FAULTS)
 
 
 def call(mutant: Mutant) -> None:
@@ -40,7 +38,7 @@ def failure(mutant: Mutant) -> BaseException | None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_named_test_catches_the_mutant(mutant: Mutant) -> None:
     call(mutant)
-    with planted(mutant.patches):
+    with planted(mutant.faults):
         error = failure(mutant)
     assert error is not None, f"{mutant.caught_by} does not notice"
     assert type(error).__name__ in mutant.raises, f"fails by {error!r} instead of {mutant.raises}"
@@ -49,4 +47,4 @@ def test_the_named_test_catches_the_mutant(mutant: Mutant) -> None:
 
 def test_the_table_is_long_enough_and_has_no_name_twice() -> None:
     names = [mutant.name for mutant in MUTANTS]
-    assert len(names) == len(set(names)) >= 15
+    assert len(names) == len(set(names)) >= 55

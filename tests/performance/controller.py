@@ -1,7 +1,7 @@
 """python -m tests.performance.controller: what the controller costs per ticket, with up to 1,000 workers.
 
-The real loop, dispatch, tickets, trainer group, publisher, delivery and event log, in virtual time; only what
-runs in other processes is replaced by workers that answer at once. So the CPU time is the controller's own, without the
+The real loop, dispatch, tickets, trainer group, publisher, delivery and event log run in virtual time; only what
+runs in other processes is replaced by objects that answer at once. So the CPU time is the controller's own, without the
 cost of Ray's calls.
 """
 
@@ -13,39 +13,41 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
+import numpy as np
 import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm
+from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import FOREVER
-from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
-from async_flowrl.tickets.ticket import record
 from async_flowrl.training.messages import Part, UpdateStats
-from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores
-from checkpoint_engine import CANARY_VERSION, Ack, Header, Publisher
-from separation.group import PoolSpec, WorkerGroup
+from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
+from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
+from tests.support.toy_models import ToySender, toy_lora, toy_tensors
 
 WORKERS = (10, 30, 100, 300, 1000)
-STEPS, WARM_UP = 6, 2
+STEPS, WARM_UP_STEPS = 6, 2
 WARM_UP_WORKERS = 50
 """Of a measurement thrown away: imports and caches."""
 SECONDS = {"generate": 10.0, "score": 0.5, "train": 0.01, "receive": 0.1}
 """Virtual seconds per call of a worker; what is not named takes none."""
-APART = 1e-3
-"""Relative difference between the paces of neighbours: no two results arrive in the same instant."""
+PACE_DIFFERENCE = 1e-3
+"""Relative, between neighbours in a pool: no two results arrive in the same instant."""
 MODES = ((0, "batch"), (1, "stream"))
 """(max_staleness, hand_over): all workers wait at the gate together, and none does."""
 
@@ -66,92 +68,69 @@ class Cost:
     """Memory of a ticket waiting in the table."""
 
 
-class Rollouts:
-    """What a rollout worker answers; it holds whatever it is sent."""
+class AnsweringRollout:
+    """A rollout worker that answers at once and computes nothing; it holds whatever it is sent."""
 
-    def __init__(self) -> None:
-        self.digests: dict[int, str] = {}
+    trajectory = Trajectory(np.zeros((4, 8), np.float32), (0, 1), (0,), np.zeros((4, 1)), np.zeros(2), {})
 
-    def receive(self, header: Header, payload: Any, slot: str) -> Ack:
-        self.digests[header.version] = header.digest
+    def __init__(self, **of_its_pool: Any) -> None:
+        self.receiver = self
+        self.digests: dict[tuple[int, str], str] = {}
+
+    def load(self) -> dict[str, str]:
+        return {"base_digest": "toy"}
+
+    def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        self.digests[header.version, slot] = header.digest
+        self.header, self.payload = header, payload
         return Ack(header.stream, header.version, header.digest, slot)
 
-    def relay(self, header: Header, slot: str) -> tuple[None, None]:
-        return None, None
+    def export(self, stream: str, version: int, slot: str) -> tuple[Header, Any]:
+        return self.header, self.payload
 
     def prove(self, version: int) -> dict[str, torch.Tensor]:
-        return {}
+        return canary_proof(self.header.layout)
 
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, None, None]:
-        digest = self.digests[request.version]
-        return RolloutReport(request.ordinal, request.version, digest, len(request.images), ()), None, None
+    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory]:
+        count, digest = len(request.images), self.digests[request.version, RING]
+        return RolloutReport(request.ordinal, request.version, digest, count, ()), blank_images(count), self.trajectory
 
 
-class Rewards:
+@lru_cache
+def canary_proof(layout: Layout) -> dict[str, torch.Tensor]:
+    return binding_probe(toy_lora(canary_tensors(layout, 1)))
+
+
+@lru_cache
+def blank_images(count: int) -> Any:
+    """uint8 [count, 1, 1, 8], black but for the first pixel of each, so that rewards differ."""
+    images = np.zeros((count, 1, 1, 8), np.uint8)
+    images[:, 0, 0, 0] = range(count)
+    return images
+
+
+class AnsweringReward:
     def score(self, prompt: Prompt, *images: Any) -> Scores:
         values = (0.0, 1.0)
         return Scores(values, {"color": values})
 
 
-class Ranks:
-    """The trainer: real staging and sealing of a very small adapter, no training."""
+class AnsweringTrainer:
+    """Real staging and sealing of a very small adapter, no training."""
 
     def __init__(self, config: Config) -> None:
-        self.tensors = {"layer.lora_A.weight": torch.zeros(1, 8), "layer.lora_B.weight": torch.zeros(8, 1)}
-        self.publisher = Publisher(self.tensors, alpha=1.0, rank=1, retain=config.max_staleness + 1)
+        tensors = toy_tensors()
+        self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), config.live_versions)
+        self.update = self
 
     def train(self, part: Part, *trajectories: Any) -> UpdateStats | None:
         """Nothing is trained."""
         return UpdateStats(part.step, 0, False, {"loss": 0.0}) if part.finishes else None
 
-    def canary(self) -> dict[str, torch.Tensor]:
-        self.publisher.stage(CANARY_VERSION, self.tensors)
-        return {}
 
-    def stage(self, version: int, stream: str) -> None:
-        self.publisher.stage(version, self.tensors)
-
-    def seal(self, version: int, stream: str) -> Header:
-        return self.publisher.seal(version)
-
-    def payload(self, version: int, stream: str) -> Any:
-        return self.publisher.payload(version)
-
-    def hold(self, version: int, stream: str) -> None:
-        self.publisher.hold(version)
-
-    def release(self, version: int, stream: str) -> None:
-        self.publisher.release(version)
-
-
-class AnsweringWorker:
-    """Runs a method of its target after its virtual seconds have passed."""
-
-    pid, node = 0, "virtual"
-
-    def __init__(self, pool: str, index: int, target: Any) -> None:
-        self.pool, self.index, self.name, self.target = pool, index, f"{pool}-{index}", target
-
-    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        await asyncio.sleep(SECONDS.get(method, 0.0) * (1.0 + APART * self.index))
-        return getattr(self.target, method)(*args)
-
-    async def call_split(self, method: str, *args: Any, returns: int, lane: str = "main") -> tuple[Any, Any]:
-        first, *rest = await self.call(method, *args)
-        return first, tuple(rest)
-
-    async def watch(self) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets that event")
-
-    def kill(self) -> None:
-        """There is no process."""
-
-
-@dataclass
-class AnsweringGroup:
-    spec: PoolSpec
-    workers: list[AnsweringWorker]
+class TimedWorker(VirtualWorker):
+    def duration(self, method: str, args: tuple[Any, ...]) -> float:
+        return SECONDS.get(method.rpartition(".")[2], 0.0) * (1.0 + PACE_DIFFERENCE * self.index)
 
 
 @dataclass
@@ -178,8 +157,8 @@ def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream") -> 
     config = _config(workers, max_staleness, hand_over)
     with tempfile.TemporaryDirectory() as directory:
         clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=FOREVER)
-    tickets = workers * (STEPS - WARM_UP)
-    cpu = (clocked.ends[-1] - clocked.ends[WARM_UP - 1]) / tickets
+    tickets = workers * (STEPS - WARM_UP_STEPS)
+    cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
     return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
 
 
@@ -195,45 +174,23 @@ def bytes_per_ticket(workers: int) -> float:
 
 
 async def _run(config: Config, events: Path) -> Clocked:
-    ranks = Ranks(config)
-    pools: dict[str, list[Any]] = {
-        "trainer": [ranks],
-        "rollout": [Rollouts() for _ in range(config.rollout.num_workers)],
-        "reward": [Rewards() for _ in range(config.reward.num_workers)],
+    targets = {
+        "trainer": [AnsweringTrainer(config)],
+        "rollout": [AnsweringRollout() for _ in range(config.rollout.num_workers)],
+        "reward": [AnsweringReward() for _ in range(config.reward.num_workers)],
     }
-    groups = {
-        pool: AnsweringGroup(PoolSpec(pool, "", len(found)), [AnsweringWorker(pool, i, t) for i, t in enumerate(found)])
-        for pool, found in pools.items()
+    pools = {
+        name: VirtualPool(name, [TimedWorker(name, index, target) for index, target in enumerate(of_pool)])
+        for name, of_pool in targets.items()
     }
-    algorithm = build_algorithm(
-        config.algorithm,
-        max_staleness=config.max_staleness,
-        updates_per_batch=1,
-        hand_over=config.hand_over,
-        num_inference_steps=config.rollout.num_inference_steps,
+    prompts = [Prompt(index, f"prompt {index}") for index in range(100)]
+    requests, trainers = (
+        RequestBuilder(config, prompts, prompts[:1]),
+        TrainerGroup(pools["trainer"], build_algorithm(config)),
     )
-    clock = asyncio.get_running_loop().time
-    with EventLog(events, clock, ledger=PoolLedger(clock)) as log:
-        trainers = TrainerGroup(cast("WorkerGroup", groups["trainer"]), algorithm)
-        weights, clocked = PublishedWeights(trainers), Clocked()
-        table = TicketTable(shape(config), on_change=lambda ticket: log.event("ticket", **record(ticket)))
-        prompts = [Prompt(index, f"prompt {index}") for index in range(100)]
-        ctx = Context(
-            config=config,
-            requests=RequestBuilder(config, prompts, prompts[:1]),
-            table=table,
-            rollout=cast("WorkerGroup", groups["rollout"]),
-            reward=cast("WorkerGroup", groups["reward"]),
-            trainer=trainers,
-            weights=weights,
-            observer=log,
-            steps=clocked,
-            base_digest="",
-        )
-        weights.ctx = ctx
-        for worker in groups["rollout"].workers:
-            table.join(worker.name)
-        await run(ctx)
+    clock, clocked = asyncio.get_running_loop().time, Clocked()
+    with closing(EventLog(events, clock, ledger=PoolLedger(clock))) as log:
+        await run(build_context(requests, pools, trainers, log, clocked, base_digest="toy"))
     return clocked
 
 

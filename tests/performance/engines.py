@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from async_flowrl.benchmark.bare import Bare
+from async_flowrl.benchmark.table import markdown_table
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import lora_modules
@@ -27,7 +28,7 @@ from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, StepPlan
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
 
@@ -65,9 +66,9 @@ class Workers:
         self.activating: list[float] = []
 
     def deliver(self, version: int) -> None:
-        self.trainer.stage(version, STREAM)
-        self.trainer.seal(version, STREAM)
-        self.rollout.receive(*self.trainer.payload(version, STREAM))
+        self.trainer.sender.stage(version, STREAM)
+        self.trainer.sender.seal(version, STREAM)
+        self.rollout.receiver.receive(*self.trainer.sender.payload(version, STREAM))
 
     def tickets(self, step: int) -> list[Ticket]:
         groups = self.config.prompts_per_step
@@ -86,18 +87,18 @@ class Workers:
         """Trains on the images just made."""
         config, trainer = self.config, self.trainer
         rows = config.prompts_per_step * config.group_size * trained_steps(config)
-        trainer.begin(self.step, StepPlan(rows=rows))
+        trainer.update.begin(self.step, StepPlan(rows=rows))
         for ticket, trajectory in zip(self.tickets(self.step), self.batches.pop(self.step), strict=True):
-            trainer.accumulate([self.meta(ticket)], trajectory)
-        trainer.finish()
+            trainer.update.accumulate([self.meta(ticket)], trajectory)
+        trainer.train(Part(self.step, (), finishes=True))
 
     def publish(self) -> None:
         """The next version; only staging holds the trainer up."""
         began = time.perf_counter()
-        self.trainer.stage(self.step + 1, STREAM)
+        self.trainer.sender.stage(self.step + 1, STREAM)
         self.staging.append(time.perf_counter() - began)
-        self.trainer.seal(self.step + 1, STREAM)
-        self.rollout.receive(*self.trainer.payload(self.step + 1, STREAM))
+        self.trainer.sender.seal(self.step + 1, STREAM)
+        self.rollout.receiver.receive(*self.trainer.sender.payload(self.step + 1, STREAM))
         self.step += 1
 
     def meta(self, ticket: Ticket) -> GroupMeta:
@@ -190,18 +191,18 @@ def ratio(taken: Sequence[dict[str, tuple[float, float]]], above: str, below: st
 
 
 def markdown(found: Ratios) -> str:
-    lines = ["| rate | wall clock | CPU seconds |", "|---|---|---|"]
     pairs = (
         ("rollout worker ÷ bare loop", found.rollout_to_bare),
         ("bare loop ÷ pipe(...)", found.bare_to_pipeline),
         ("trainer rank ÷ bare loop", found.update_to_bare),
     )
-    lines += [f"| {name} | {wall:.3f} | {cpu:.3f} |" for name, (wall, cpu) in pairs]
+    rows = [(name, f"{wall:.3f}", f"{cpu:.3f}") for name, (wall, cpu) in pairs]
+    table = markdown_table(("rate", "wall clock", "CPU seconds"), rows)
     stalls = (
         f"A publish holds the trainer up for {found.stage_to_update:.2%} of an update, activations a rollout worker "
         f"for {found.activate_to_generate:.2%} of its generation."
     )
-    return "\n".join([*lines, "", stalls]) + "\n"
+    return f"{table}\n\n{stalls}\n"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.table import TRAIN, Ticket
 
-OVERHEAD = 4096
+OVERHEAD_BYTES = 4096
 WINDOW = ("algorithm.window=random", "algorithm.sde_window_size=2", "rollout.num_inference_steps=10")
 
 
@@ -43,5 +43,5 @@ def measure(resolution: int = 512, images: int = 2, overrides: Sequence[str] = W
     latent = 4 * int(np.prod(made.trajectory.latents.shape[2:]))
     image = 3 * resolution * resolution
     embeddings = sum(array.nbytes for array in made.trajectory.conditioning.values())
-    allowed = (len(made.trajectory.train_steps) + 1) * latent + embeddings / images + image + OVERHEAD
+    allowed = (len(made.trajectory.train_steps) + 1) * latent + embeddings / images + image + OVERHEAD_BYTES
     return Payload(stored / images, allowed, latent, image, embeddings)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from async_flowrl.benchmark.describe import machine_description
-from async_flowrl.benchmark.table import grid, said
+from async_flowrl.benchmark.table import markdown_table, said
 from async_flowrl.run.prepare import Prepared
 from tests.performance.engines import Workers, command_line
 
@@ -78,7 +78,7 @@ def profile(prepared: Prepared, rounds: int) -> dict[str, dict[str, float]]:
     workers, parts = Workers(prepared), Parts()
     rollout, trainer = workers.rollout.engine, workers.trainer
     policy: Any = getattr(rollout, "policy")  # noqa: B009
-    passes = trainer._update._passes
+    passes = trainer.update._passes
     wrapped = (
         (policy, "velocity", "transformer"),
         (policy, "decode", "VAE decode"),
@@ -118,7 +118,7 @@ def rows(found: dict[str, dict[str, float]]) -> list[list[str]]:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The command, the machine, and the table."""
-    return f"    {found['command']}\n\n{said(found['description'])}\n\n{grid(HEAD, rows(found['pools']))}\n"
+    return f"    {found['command']}\n\n{said(found['description'])}\n\n{markdown_table(HEAD, rows(found['pools']))}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

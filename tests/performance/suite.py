@@ -22,8 +22,8 @@ import numpy as np
 from async_flowrl.benchmark import loops
 from async_flowrl.benchmark.compare import compare, composed, parser
 from async_flowrl.benchmark.describe import machine_description
-from async_flowrl.benchmark.table import as_json, grid, said
-from async_flowrl.benchmark.targets import TICKETS_PER_WORKER, Results, Target, targets
+from async_flowrl.benchmark.table import as_json, markdown_table, said
+from async_flowrl.benchmark.targets import MIN_STREAM_TICKETS, Results, Target, targets
 from async_flowrl.benchmark.variants import Machine
 from async_flowrl.run.prepare import prepare
 from tests.performance import engines, payload
@@ -35,10 +35,10 @@ PROGRAM = ("python", "-m", "tests.performance.suite")
 HEAD = ("what", "target", "measured", "met", "case")
 PROBED_STEPS = (6, 10, 16, 26)
 """Denoising steps at which both loops are measured; their times are straight lines in between and a little beyond."""
-MOST_STEPS = 40
+MAX_STEPS = 40
 TICKET = ("group_size=32",)
 """A quarter of a second on the tiny model: what a ticket costs beside its images counts as little as it does in use."""
-LEAST_SECONDS = 2.0
+MIN_STEP_SECONDS = 2.0
 """Of a step, as bare loops: what a step costs once, whatever its size, counts a little more than it does in use."""
 
 
@@ -73,7 +73,7 @@ CASES = (
         "balanced",
         "--only 'sync separate' --only stream --only one_step_off",
         ratio=1.0,
-        least_prompts=TICKETS_PER_WORKER,
+        least_prompts=MIN_STREAM_TICKETS,
         rows={
             **STEP,
             "speed_up": "{what}",
@@ -161,13 +161,13 @@ class Pace:
 
     def steps_for(self, ratio: float) -> int:
         """Denoising steps at which generation ÷ update comes closest to `ratio`."""
-        return min(range(4, MOST_STEPS + 1), key=lambda n: abs(math.log(self.at(n)[0] / self.at(n)[1] / ratio)))
+        return min(range(4, MAX_STEPS + 1), key=lambda n: abs(math.log(self.at(n)[0] / self.at(n)[1] / ratio)))
 
     def load(self, case: Case) -> tuple[str, ...]:
         """Overrides that give the case its ratio and steps of a second."""
         assert case.ratio is not None
         steps = self.steps_for(case.ratio)
-        prompts = max(case.least_prompts, math.ceil(LEAST_SECONDS / max(self.at(steps))))
+        prompts = max(case.least_prompts, math.ceil(MIN_STEP_SECONDS / max(self.at(steps))))
         return f"prompts_per_step={prompts}", f"rollout.num_inference_steps={steps}"
 
 
@@ -202,7 +202,7 @@ def markdown(found: Suite) -> str:
     """The table, and below it what repeats each case."""
     rows = [[*target.cells(), case] for target, case in found.rows]
     commands = "\n".join(f"    # {name}\n    {command}" for name, command in found.commands.items())
-    return f"{said(found.description)}\n\n{grid(HEAD, rows)}\n\n{commands}\n"
+    return f"{said(found.description)}\n\n{markdown_table(HEAD, rows)}\n\n{commands}\n"
 
 
 def write(found: Suite, out: Path) -> None:

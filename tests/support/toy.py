@@ -8,24 +8,22 @@ mean equal runs.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
+from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.loop import run
-from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import Ticket, TicketTable
-from async_flowrl.tickets.ticket import record
+from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
-from separation.group import PoolSpec
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
-from tests.support.toy_pool import Fault, ListObserver, Timing, VirtualGroup, World, no_fault
-from tests.support.virtual import run_virtual
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 
 
 class ToySteps:
@@ -68,7 +66,7 @@ class ToyRun:
     trained: list[tuple[int, int, int]]
     table: TicketTable
     evaluated: list[EvaluationResult]
-    groups: Mapping[str, VirtualGroup]
+    groups: Mapping[str, ToyPool]
     seconds: float
     sync: Mapping[str, Any]
 
@@ -99,7 +97,7 @@ def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **change
     return config
 
 
-Disturbance = Callable[[Context, Mapping[str, VirtualGroup]], Awaitable[None]]
+Disturbance = Callable[[Context, Mapping[str, ToyPool]], Awaitable[None]]
 """Runs beside the loop and may do to the pools whatever it likes."""
 
 
@@ -111,7 +109,7 @@ async def toy_run(
     disturb: Disturbance | None = None,
     observer: ListObserver | None = None,
 ) -> ToyRun:
-    """Builds the context as build.py does, with virtual groups, and runs the real loop."""
+    """Builds the context as a run does, with virtual groups, and runs the real loop."""
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
     for worker in groups["rollout"].workers:
@@ -140,50 +138,20 @@ async def toy_run(
     )
 
 
-def toy_groups(config: Config, world: World) -> dict[str, VirtualGroup]:
+def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     pools: tuple[tuple[str, int, Any], ...] = (
         ("trainer", config.trainer.num_workers, ToyTrainer),
         ("rollout", config.rollout.num_workers, ToyRollout),
         ("reward", config.reward.num_workers, ToyReward),
     )
-    return {
-        name: VirtualGroup(PoolSpec(name, "", count, arguments={"config": config}), factory, world)
-        for name, count, factory in pools
-    }
+    return {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
 
 
-def toy_context(config: Config, groups: Mapping[str, VirtualGroup], observer: ListObserver, steps: ToySteps) -> Context:
-    algorithm = build_algorithm(
-        config.algorithm,
-        max_staleness=config.max_staleness,
-        updates_per_batch=config.trainer.updates_per_batch,
-        hand_over=config.hand_over,
-        num_inference_steps=2,
-    )
+def toy_context(config: Config, groups: Mapping[str, ToyPool], observer: ListObserver, steps: ToySteps) -> Context:
+    algorithm = build_algorithm(config)
     prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
-    table = TicketTable(shape(config), on_change=lambda ticket: note(observer, ticket))
-    trainers = TrainerGroup(groups["trainer"], algorithm)
-    weights = PublishedWeights(trainers)
-    ctx = Context(
-        config=config,
-        requests=RequestBuilder(config, prompts, prompts[:2]),
-        table=table,
-        rollout=groups["rollout"],
-        reward=groups["reward"],
-        trainer=trainers,
-        weights=weights,
-        observer=observer,
-        steps=steps,
-        base_digest="toy",
-    )
-    weights.ctx = ctx
-    for worker in groups["rollout"].workers:
-        table.join(worker.name)
-    return ctx
-
-
-def note(observer: ListObserver, ticket: Ticket) -> None:
-    observer.event("ticket", **record(ticket), group=ticket.group)
+    requests, trainers = RequestBuilder(config, prompts, prompts[:2]), TrainerGroup(groups["trainer"], algorithm)
+    return build_context(requests, groups, trainers, observer, steps, base_digest="toy")
 
 
 def virtual(

@@ -21,7 +21,6 @@ from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest
 from checkpoint_engine import (
     CANARY_VERSION,
     RING,
-    Ack,
     Header,
     LoraModule,
     Publisher,
@@ -93,15 +92,6 @@ class ToyRollout:
         self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=4.0, rank=2)
         return {"base_digest": "toy"}
 
-    def reset(self) -> None:
-        self.receiver.clear()
-
-    def receive(self, header: Header, buffer: Any, slot: str = RING) -> Ack:
-        return self.receiver.receive(header, buffer, slot)
-
-    def relay(self, header: Header, slot: str) -> tuple[None, Any]:
-        return None, self.receiver.export(header.stream, header.version, slot=slot)[1]
-
     def prove(self, version: int) -> Any:
         self.receiver.activate("policy", version)
         return binding_probe(toy_lora(self.tensors))
@@ -133,6 +123,33 @@ class ToyReward:
         return Scores(total, {"color": total})
 
 
+class ToySender:
+    """The policy's stream of a toy trainer, as `training.publishing.PublishedStreams` has it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], retained: Mapping[int, Any], live_versions: int) -> None:
+        self.publisher, self.retained = Publisher(tensors, alpha=4.0, rank=2, retain=live_versions), retained
+
+    def canary(self) -> dict[str, torch.Tensor]:
+        tensors = canary_tensors(self.publisher.layout, 1)
+        self.publisher.stage(CANARY_VERSION, tensors)
+        return binding_probe(toy_lora(tensors))
+
+    def stage(self, version: int, stream: str) -> None:
+        self.publisher.stage(version, self.retained[version])
+
+    def seal(self, version: int, stream: str) -> Header:
+        return self.publisher.seal(version)
+
+    def payload(self, version: int, stream: str) -> tuple[Header, Any]:
+        return self.publisher.payload(version)
+
+    def hold(self, version: int, stream: str) -> None:
+        self.publisher.hold(version)
+
+    def release(self, version: int, stream: str) -> None:
+        self.publisher.release(version)
+
+
 class ToyTrainer:
     """Steps with momentum on a made-up loss in which every trajectory and advantage counts; real checkpoints."""
 
@@ -145,8 +162,10 @@ class ToyTrainer:
         self.spoil: str | None = None
         """"torn" or "full": what goes wrong with the next checkpoint, somewhere inside its writing."""
         self._snapshot: Checkpoint | None = None
-        self.publisher = Publisher(self.tensors, alpha=4.0, rank=2, retain=config.max_staleness + 1)
         self.retained = {0: self._copy()}
+        self.sender = ToySender(self.tensors, self.retained, config.live_versions)
+        self.update = self
+        """It has the real worker's parts in one object."""
         self.trained: list[tuple[int, int, int]] = []
         """(step, group, version) of every group trained, in order."""
 
@@ -187,26 +206,6 @@ class ToyTrainer:
                 del self.retained[old]
         return UpdateStats(self.step, self.plan.update, self.count == 0, {"loss": 0.0})
 
-    def canary(self) -> dict[str, torch.Tensor]:
-        tensors = canary_tensors(self.publisher.layout, 1)
-        self.publisher.stage(CANARY_VERSION, tensors)
-        return binding_probe(toy_lora(tensors))
-
-    def stage(self, version: int, stream: str) -> None:
-        self.publisher.stage(version, self.retained[version])
-
-    def seal(self, version: int, stream: str) -> Header:
-        return self.publisher.seal(version)
-
-    def payload(self, version: int, stream: str) -> tuple[Header, Any]:
-        return self.publisher.payload(version)
-
-    def hold(self, version: int, stream: str) -> None:
-        self.publisher.hold(version)
-
-    def release(self, version: int, stream: str) -> None:
-        self.publisher.release(version)
-
     def snapshot(self) -> int:
         version = max(self.retained)
         retained = {f"{v}/{name}": t for v, tensors in self.retained.items() for name, t in tensors.items()}
@@ -227,11 +226,11 @@ class ToyTrainer:
         found = read_checkpoint(Path(path))
         self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
         self.momentum = found.tensors["optimizer"]["momentum"].clone()
-        self.retained = {}
+        self.retained.clear()
         for key, tensor in found.tensors["retained"].items():
             version, name = key.split("/")
             self.retained.setdefault(int(version), {})[name] = tensor.clone()
-        self.publisher.clear()
+        self.sender.publisher.clear()
         return int(found.trainer["version"])
 
     def _copy(self) -> dict[str, torch.Tensor]:

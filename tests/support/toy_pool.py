@@ -1,22 +1,23 @@
 """Pools of toy workers in virtual time: lanes, deaths, hangs, lost values and spoilt bytes, all of them on demand."""
 
 import asyncio
-import importlib
 import random
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from traceback import format_exception
 from typing import Any, NoReturn
 
 import numpy as np
 
+from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.types import EVALUATION
-from separation.group import PoolSpec, RefLost, WorkerDied, WorkerFailed
+from separation.group import RefLost, WorkerDied, WorkerFailed
 from tests.support.toy_models import Torn
 
-SLOW = 100.0
-REBUILD = 2.0
-"""Virtual seconds until a replacement is there, before it loads."""
+SLOW_FACTOR = 100.0
+"""How many times as long a call with the fault "slow" takes."""
+REBUILD_SECONDS = 2.0
+"""Virtual, until a replacement is there, before it loads."""
 
 
 @dataclass
@@ -59,9 +60,10 @@ count; for `save` torn (it dies inside the writing), full (no space left).
 
 def name_of(method: str, args: tuple[Any, ...]) -> str:
     """What a Fault knows the call by."""
-    if method == "generate" and args[0].kind == EVALUATION:
+    name = method.rpartition(".")[2]
+    if name == "generate" and args[0].kind == EVALUATION:
         return "generate/evaluation"
-    return "train_last" if method == "train" and args[0].finishes else method
+    return "train_last" if name == "train" and args[0].finishes else name
 
 
 def no_fault(worker: str, method: str, number: int) -> str | None:
@@ -108,41 +110,27 @@ class World:
     observer: ListObserver
 
 
-class VirtualWorker:
-    """Hosts one toy object; lanes are locks. As with real workers, a call that nobody awaits any more goes on."""
+LOST_VALUES = {"lose-images": 1, "lose-trajectory": 2}
+"""Fault → which value of a split result is gone."""
 
-    def __init__(self, pool: str, index: int, name: str, *, target: Any, world: World) -> None:
-        self.pool, self.index, self.name, self.target, self.world = pool, index, name, target, world
-        self.pid, self.node = 0, "virtual"
+
+class ToyWorker(VirtualWorker):
+    """A VirtualWorker that dies, hangs, fails, and loses or spoils values on demand.
+
+    As with real workers, a call that nobody awaits any more goes on.
+    """
+
+    def __init__(self, pool: str, index: int, target: Any, *, incarnation: int, world: World) -> None:
+        super().__init__(pool, index, target, incarnation=incarnation)
+        self.world = world
         self.calls: dict[str, int] = {}
         self.dead = asyncio.Event()
-        self.lanes: dict[str, asyncio.Lock] = {}
         self.running: set[asyncio.Task[Any]] = set()
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        return (await self._await(method, args, lane))[0]
-
-    async def call_split(
-        self, method: str, *args: Any, returns: int, lane: str = "main"
-    ) -> tuple[Any, tuple[Any, ...]]:
-        result, fault = await self._await(method, args, lane)
-        assert len(result) == returns
-        lost = {"lose-images": 0, "lose-trajectory": 1}.get(fault or "")
-        return result[0], tuple(ToyRef(value, lost=index == lost) for index, value in enumerate(result[1:]))
-
-    async def watch(self) -> NoReturn:
-        await self.dead.wait()
-        raise WorkerDied(self.name, "killed")
-
-    def kill(self) -> None:
-        self.dead.set()
-        for task in self.running:
-            task.cancel()
-
-    async def _await(self, method: str, args: tuple[Any, ...], lane: str) -> tuple[Any, str | None]:
         if self.dead.is_set():
             raise WorkerDied(self.name, "dead already")
-        task = asyncio.create_task(self._run(method, args, lane), name=f"{self.name}.{method}")
+        task = asyncio.create_task(super().call(method, *args, lane=lane), name=f"{self.name}.{method}")
         self.running.add(task)
         task.add_done_callback(self._forget)
         death = asyncio.create_task(self.dead.wait(), name=f"death of {self.name}")
@@ -154,44 +142,56 @@ class VirtualWorker:
         finally:
             death.cancel()
 
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Any, ...]]:
+        first, others = await super().call_split(method, *args, returns=returns, lane=lane)
+        assert len(others) == returns - 1
+        return first, tuple(value if isinstance(value, ToyRef) else ToyRef(value) for value in others)
+
+    async def watch(self) -> NoReturn:
+        await self.dead.wait()
+        raise WorkerDied(self.name, "killed")
+
+    def kill(self) -> None:
+        self.dead.set()
+        for task in self.running:
+            task.cancel()
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.running.discard(task)
         if not task.cancelled():
             task.exception()
 
-    async def _run(self, method: str, args: tuple[Any, ...], lane: str) -> tuple[Any, str | None]:
-        async with self.lanes.setdefault(lane, asyncio.Lock()):
-            called = name_of(method, args)
-            counted = called if method == "train" else method
-            number = self.calls[counted] = self.calls.get(counted, 0) + 1
-            fault = self.world.fault(self.name, called, number)
-            if fault is not None:
-                self.world.observer.event("injected", worker=self.name, method=called, fault=fault)
-            seconds = self.world.timing.duration(self.name, method, number, args)
-            await asyncio.sleep(seconds * (SLOW if fault == "slow" else 0.5 if fault == "kill" else 1.0))
-            if fault == "kill":
-                self.kill()
-            if fault in ("kill", "hang"):
-                await asyncio.Event().wait()
-            # A method that is to raise does so even if an argument is lost too.
-            values = [] if fault == "raise" else [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
-            try:
-                return self._method(method, self._spoilt(fault, values), fault), fault
-            except Torn:
-                self.kill()
-                raise
-
-    def _method(self, method: str, values: list[Any], fault: str | None) -> Any:
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        called, name = name_of(method, args), method.rpartition(".")[2]
+        counted = called if name == "train" else name
+        number = self.calls[counted] = self.calls.get(counted, 0) + 1
+        fault = self.world.fault(self.name, called, number)
+        if fault is not None:
+            self.world.observer.event("injected", worker=self.name, method=called, fault=fault)
+        seconds = self.world.timing.duration(self.name, name, number, args)
+        await asyncio.sleep(seconds * (SLOW_FACTOR if fault == "slow" else 0.5 if fault == "kill" else 1.0))
+        if fault == "kill":
+            self.kill()
+        if fault in ("kill", "hang"):
+            await asyncio.Event().wait()
+        if fault == "raise":
+            raise self._failed(method, RuntimeError("injected"))
+        values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
         try:
-            if fault == "raise":
-                raise RuntimeError("injected")
-            if ":" in method:
-                module, name = method.split(":")
-                return getattr(importlib.import_module(module), name)(*values)
-            return getattr(self.target, method)(*values)
+            result = self.run(method, self._spoilt(fault, values))
+        except Torn:
+            self.kill()
+            raise
         except Exception as error:
-            text = traceback.format_exc()
-            raise WorkerFailed(self.name, method, type(error).__name__, str(error), text) from error
+            raise self._failed(method, error) from error
+        if lost := LOST_VALUES.get(fault or ""):
+            return (*result[:lost], ToyRef(None, lost=True), *result[lost + 1 :])
+        return result
+
+    def _failed(self, method: str, error: Exception) -> WorkerFailed:
+        return WorkerFailed(self.name, method, type(error).__name__, str(error), "".join(format_exception(error)))
 
     def _spoilt(self, fault: str | None, values: list[Any]) -> list[Any]:
         if fault == "corrupt":
@@ -204,38 +204,35 @@ class VirtualWorker:
         return values
 
 
-class VirtualGroup:
-    """A pool of VirtualWorkers."""
+class ToyPool(VirtualPool):
+    """A pool of ToyWorkers."""
 
-    def __init__(self, spec: PoolSpec, factory: Callable[..., Any], world: World) -> None:
-        self.spec, self.factory, self.world = spec, factory, world
-        self.generation = [0] * spec.num_workers
-        self.workers: list[Any] = [self._build(index) for index in range(spec.num_workers)]
+    workers: list[Any]
+
+    def __init__(self, name: str, size: int, factory: Callable[..., Any], world: World) -> None:
+        self.factory, self.world = factory, world
+        self.incarnations = [0] * size
+        super().__init__(name, [self._build(name, index) for index in range(size)])
         self.everybody = list(self.workers)
         """Every worker there has ever been."""
         self.replaced = 0
 
-    def _build(self, index: int) -> VirtualWorker:
-        suffix = f".{self.generation[index]}" if self.generation[index] else ""
-        name = f"{self.spec.name}-{index}{suffix}"
-        target = self.factory(index=index, name=name, **self.spec.arguments)
-        return VirtualWorker(self.spec.name, index, name, target=target, world=self.world)
+    def _build(self, pool: str, index: int) -> ToyWorker:
+        worker = ToyWorker(pool, index, None, incarnation=self.incarnations[index], world=self.world)
+        worker.target = self.factory(index=index, name=worker.name)
+        return worker
 
-    async def replace(self, index: int) -> VirtualWorker:
+    async def replace(self, index: int) -> ToyWorker:
         old = self.workers[index]
         self.world.observer.event("replaced", worker=old.name, fenced=old.dead.is_set())
         old.kill()
-        await asyncio.sleep(REBUILD / 2)
-        self.generation[index] += 1
+        await asyncio.sleep(REBUILD_SECONDS / 2)
+        self.incarnations[index] += 1
         self.replaced += 1
-        fresh = self.workers[index] = self._build(index)
+        fresh = self.workers[index] = self._build(old.pool, index)
         self.everybody.append(fresh)
-        await asyncio.sleep(REBUILD / 2)
+        await asyncio.sleep(REBUILD_SECONDS / 2)
         return fresh
 
     async def fetch(self, ref: Any) -> Any:
         return ref.open() if isinstance(ref, ToyRef) else ref
-
-    async def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()

@@ -16,26 +16,26 @@ from unittest import mock
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import find_resume
+from async_flowrl.controller.checkpoints import find_resume, warn_of_other_numerics
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.run.job import open_ledgers
 from async_flowrl.run.launch import load_pools
 from async_flowrl.run.prepare import Prepared
-from async_flowrl.run.recovery import Run, live, restore
+from async_flowrl.run.recovery import Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
 from tests.support.toy import toy_groups
-from tests.support.toy_pool import VirtualGroup, World
-from tests.support.virtual import run_virtual
+from tests.support.toy_pool import ToyPool, World
 
-Groups = Mapping[str, VirtualGroup]
+Groups = Mapping[str, ToyPool]
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]
 UNCOMPARED = ("timing/", "pool/", "images_per_s", "evaluation")
 """Beginnings of metrics' names that may differ between runs that must be equal: times, and what is compared apart."""
@@ -75,7 +75,7 @@ def run_controller(
         except WorkerDied:
             if not outside.stop():
                 raise
-            # build.py's `train` makes this an end with the resumable code.
+            # run/job.py's `train` makes this an end with the resumable code.
             return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
         return None
 
@@ -86,16 +86,10 @@ def run_controller(
 
 
 async def controller(config: Config, root: Path, outside: Outside) -> None:
-    """What build.py's `train` does, with toy pools in place of a cluster."""
+    """What run/job.py's `train` does, with toy pools in place of a cluster."""
     directory = RunDirectory(root)
     directory.create(config)
-    algorithm = build_algorithm(
-        config.algorithm,
-        max_staleness=config.max_staleness,
-        updates_per_batch=config.trainer.updates_per_batch,
-        hand_over=config.hand_over,
-        num_inference_steps=2,
-    )
+    algorithm = build_algorithm(config)
     prepared = Prepared(
         config,
         ResolvedModel("toy", "toy", None),
@@ -106,17 +100,19 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     resume = find_resume(config, directory)
     groups = toy_groups(config, outside.world)
     trainers = TrainerGroup(groups["trainer"], algorithm)
-    await load_pools(config, groups, trainers)
+    info = await load_pools(config, groups, trainers)
+    warn_of_other_numerics(config, resume, info["device"])
     await restore(trainers, directory, resume)
     with opened(prepared, directory, resume) as ledgers:
-        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, "toy", OBJECT_STORE, {})
+        digest, device = info["base_digest"], info["device"]
+        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, device, OBJECT_STORE, {})
         beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
         try:
-            ctx = await live(run, resume)
+            ctx = await train_with_recovery(run, resume)
         finally:
             if beside is not None:
                 beside.cancel()
-        digest = await trainers.workers.workers[0].call("weights_digest")
+        digest = await trainers.first.call("weights_digest")
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, StartError, TicketLost
@@ -17,12 +16,10 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import ToyReward, ToyRollout
-from tests.support.toy_pool import Fault, ListObserver, Timing, VirtualGroup
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool
 from tests.unit.test_loop import check_bound, check_evaluation, check_order, check_watermarks
 
-torch.set_num_threads(1)
-
-Kill = Callable[[Context, Mapping[str, VirtualGroup]], Any]
+Kill = Callable[[Context, Mapping[str, ToyPool]], Any]
 STEPS = 6
 
 
@@ -65,7 +62,7 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert fault["kind"] == ("WorkerDied" if what == "kill" else "DeadlineExceeded")
     assert any(e["worker"] == "rollout-0.1" for e in found.tickets("RUNNING")), "the replacement serves"
     (replaced,) = found.observer.of("replaced")
-    assert replaced["fenced"], "a worker declared dead is killed before its place is reused"
+    assert replaced["fenced"], "a worker declared dead is killed before its slot is reused"
 
 
 @pytest.mark.parametrize("what", ["kill", "hang"])
@@ -98,7 +95,7 @@ def test_a_worker_that_always_receives_damage_is_replaced_and_then_named() -> No
 def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
     when: dict[str, float] = {}
 
-    async def kill_waiting(ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+    async def kill_waiting(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
         worker = groups["rollout"].workers[1]
         await ctx.ready.until(lambda: ctx.table.step == 2 and all(ctx.table.ready(2, group) for group in range(4)))
         await asyncio.sleep(5.0)
@@ -115,7 +112,7 @@ def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_all_rollout_workers_die_at_once(k: int) -> None:
-    async def kill_all(ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+    async def kill_all(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
         await asyncio.sleep(7.3)
         for worker in groups["rollout"].workers:
             worker.kill()
@@ -141,7 +138,7 @@ def test_a_replacement_that_is_lost_while_it_joins_is_replaced_itself(method: st
 
 
 @pytest.mark.parametrize(("method", "what"), [("load", "kill"), ("prove", "hang"), ("receive", "kill")])
-def test_a_place_that_loses_every_worker_ends_the_run_by_name(method: str, what: str) -> None:
+def test_a_slot_that_loses_every_worker_ends_the_run_by_name(method: str, what: str) -> None:
     def fault(worker: str, called: str, number: int) -> str | None:
         if (worker, called, number) == ("rollout-0", "generate", 2):
             return "kill"
@@ -150,7 +147,7 @@ def test_a_place_that_loses_every_worker_ends_the_run_by_name(method: str, what:
     with pytest.raises((WorkerDied, DeadlineExceeded), match=r"rollout-0\.4") as error:
         disturbed(fault, rollout__num_workers=1)
     assert (
-        f"place 0 of the rollout pool lost {MAX_LOSSES_PER_SLOT + 1} workers without a finished ticket"
+        f"slot 0 of the rollout pool lost {MAX_LOSSES_PER_SLOT + 1} workers without a finished ticket"
         in error.value.__notes__
     )
 
@@ -280,7 +277,7 @@ def test_a_payload_lost_while_it_waits_for_the_trainer_is_made_again() -> None:
     """One ticket of two in its group; the other comes again with it."""
     hit: list[int] = []
 
-    async def lose(ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+    async def lose(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
         while not hit:
             await asyncio.sleep(0.05)
             for ticket in ctx.table.live():
@@ -314,7 +311,7 @@ def test_a_trajectory_lost_before_the_anchors_are_taken_is_made_again(k: int, ra
     assert found.digest == calm(k, trainer__updates_per_batch=2).digest != calm(k).digest
 
 
-def test_a_gang_of_trainer_ranks_begins_only_with_what_all_of_them_have() -> None:
+def test_trainer_ranks_begin_only_with_what_all_of_them_have() -> None:
     found = disturbed(once("rollout-0", "generate", 3, "lose-trajectory"), trainer__num_workers=2)
     check_recovered(found)
     first, second = (worker.target.trained for worker in found.groups["trainer"].workers)
@@ -337,13 +334,13 @@ def test_lost_images_of_an_evaluation_are_made_again() -> None:
 @pytest.mark.parametrize("what", ["kill", "hang", "raise"])
 @pytest.mark.parametrize("method", ["train", "train_last", "stage", "seal", "payload", "canary"])
 def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> None:
-    """(The next life begins elsewhere: at the last checkpoint.)"""
+    """(Recovery is tested elsewhere: the next attempt begins at the last checkpoint.)"""
     number = 1 if method in ("canary", "train") else 3
     with pytest.raises((WorkerDied, WorkerFailed, TimeoutError)) as error:
         disturbed(once("trainer-0", method, number, what), hand_over="stream", deadlines__update=15.0)
     named = {
         "kill": "trainer-0 died",
-        "raise": f"trainer-0.{method.removesuffix('_last')} raised RuntimeError: injected",
+        "raise": f"{method.removesuffix('_last')} raised RuntimeError: injected",
         "hang": "deadline",
     }
     assert named[what] in str(error.value)

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_pool import Timing, VirtualGroup
-
-torch.set_num_threads(1)
+from tests.support.toy_pool import Timing, ToyPool
 
 MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
 MODE = pytest.mark.parametrize("mode", MODES)
@@ -273,7 +270,7 @@ def test_tickets_smaller_than_a_group_make_the_same_weights(mode: str) -> None:
 
 
 def test_a_run_can_be_asked_to_stop_after_a_step() -> None:
-    async def stop(ctx: Context, groups: Mapping[str, VirtualGroup]) -> None:
+    async def stop(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
         await asyncio.sleep(9.0)
         ctx.stop_requested = lambda: True
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
@@ -16,17 +15,12 @@ from tests.support.toy import toy_config, virtual
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Timing
 
-torch.set_num_threads(1)
-
 
 def plain_loop(config: Config) -> str:
     """Step after step, group after group: sample from the version K steps back, score, train."""
     recipe = RequestBuilder(config, [Prompt(index, f"prompt {index}") for index in range(5)], [])
     trainer, reward = ToyTrainer(config, 0, "trainer"), ToyReward(config, 0, "reward")
-    algorithm = build_algorithm(
-        config.algorithm, max_staleness=config.max_staleness, updates_per_batch=1, hand_over="batch",
-        num_inference_steps=2,
-    )  # fmt: skip
+    algorithm = build_algorithm(config)
     for step in range(config.total_steps):
         version = max(0, step - config.max_staleness)
         rollout = ToyRollout(config, 0, "rollout")
@@ -36,7 +30,7 @@ def plain_loop(config: Config) -> str:
         for name, view in layout.views(data).items():
             view.copy_(trainer.retained[version][name])
         header = Header.seal(layout, data.numpy(), stream="policy", version=version, alpha=4.0, rank=2)
-        rollout.receive(header, data.numpy())
+        rollout.receiver.receive(header, data.numpy())
         rows = config.prompts_per_step * config.group_size * (config.rollout.num_inference_steps - 1)
         trainer.begin(step, StepPlan(rows=rows))
         for group in range(config.prompts_per_step):

@@ -1,28 +1,29 @@
-"""What ends a life and how the next one begins: dead trainer ranks, killed controllers, checkpoints that fail."""
+"""The end of an attempt and the beginning of the next: dead trainer ranks, killed controllers, failing checkpoints."""
 
 import asyncio
+import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
 from async_flowrl.run.recovery import MAX_RECOVERIES
 from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
-from async_flowrl.types import EVALUATION, RolloutRequest
+from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Scores
 from async_flowrl.verify import verify
-from checkpoint_engine import RING, Ack, Header, WeightsMismatch
+from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import WorkerDied
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
-from tests.support.toy_models import ToyRollout, ToyTrainer
+from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import (
     Groups,
@@ -35,8 +36,9 @@ from tests.support.toy_recovery import (
     summary,
 )
 
-torch.set_num_threads(1)
 Disturb = Callable[[Outside, Groups], Any]
+JUDGED = {"reward__terms": {"color": RewardTerm(name="tests.unit.rewards.own_rewards:Judge")}}
+"""A reward that says that it is not deterministic (the toy pool scores in its place)."""
 
 
 def config(k: int = 1, **changes: Any) -> Config:
@@ -63,7 +65,8 @@ def kill_after(seconds: float) -> Disturb:
 
 
 def check_equal(found: Path, k: int = 1) -> None:
-    """Weights, logged rewards and trained tickets are those of the undisturbed run."""
+    """Weights, logged rewards and trained tickets are those of the undisturbed run, whose reward is deterministic."""
+    assert not (found / "scores.jsonl").exists()
     assert summary(found)["weights_digest"] == undisturbed(k).digest
     assert logged(found) == undisturbed(k).lines
     assert [row for row in verify(found) if not row[1]] == []
@@ -111,7 +114,7 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     def fault(worker: str, method: str, number: int) -> str | None:
         if (worker, method, number) == ("trainer-0", "train_last", 2):
             return "kill"
-        return what if (worker, method, number) == ("rollout-1", "reset", 1) else None
+        return what if (worker, method, number) == ("rollout-1", "clear", 1) else None
 
     async def kill_before(outside: Outside, groups: Groups) -> None:
         """A replacement is there after one second, without a model for another; the trainer dies in between."""
@@ -273,8 +276,90 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     assert summary(root)["weights_digest"] == undisturbed(1).digest
 
 
+def moody(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """How often each group of images was scored. Only the first time the score is what the images deserve.
+
+    One prompt of five gets none the first time, and one later.
+    """
+    asked: Counter[bytes] = Counter()
+    score = ToyReward.score
+
+    def spoilt(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
+        asked[key := b"".join(image.tobytes() for image in images)] += 1
+        if prompt.index == 2 and asked[key] == 1:
+            raise ConnectionError("the judge is away")
+        total = tuple(x + 40.0 * i * (asked[key] - 1) for i, x in enumerate(score(self, prompt, *images).total))
+        return Scores(total, {"color": total})
+
+    monkeypatch.setattr(ToyReward, "score", spoilt)
+    return asked
+
+
+def scored(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "scores.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("killed", ["controller", "trainer", "both"])
+def test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = JUDGED | {"reward__on_error": "skip", "reward__retries": 0, "save__every": 4}
+    asked = moody(monkeypatch)
+    assert go(tmp_path / "calm", **settings) is None
+    asked.clear()
+    root = tmp_path / "run"
+    dead_trainer = at(train_last_3="kill") if killed != "controller" else no_fault
+    known: list[dict[str, Any]] = []
+
+    async def kill_in_step_3(outside: Outside, groups: Groups) -> None:
+        while not (root / "scores.jsonl").exists() or scored(root)[-1]["step"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.37)
+        outside.kill()
+
+    if killed != "trainer":
+        left = go(root, dead_trainer, disturb=kill_in_step_3, **settings)
+        assert left is not None
+        root, known = left, scored(left)
+        with (root / "scores.jsonl").open("a") as file:
+            file.write('{"step": 5, "gro')
+    assert go(root, no_fault if known else dead_trainer, **settings) is None
+    assert summary(root)["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
+    assert logged(root) == logged(tmp_path / "calm")
+    lines = scored(root)
+    assert lines[: len(known)] == known
+    assert Counter(line["step"] for line in lines) == dict.fromkeys(range(STEPS), 4)
+    assert {line["total"] is None for line in lines} == {True, False}
+    assert len(rollbacks(root)) == (2 if killed == "both" else 1)
+    assert not known or [line for line in known if line["step"] >= rollbacks(root)[-1]], "nothing was there to reuse"
+    assert set(asked.values()) == {1}
+    assert [row for row in verify(root) if not row[1]] == []
+
+
+def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = moody(monkeypatch)
+    settings = JUDGED | {"reward__on_error": "skip", "save__keep": 9}
+    assert go(tmp_path / "other", **settings) is None
+    asked.clear()
+    assert go(tmp_path / "run", resume=str(tmp_path / "other" / "checkpoints" / "step_4"), **settings) is None
+    assert Counter(line["step"] for line in scored(tmp_path / "run")) == {4: 4, 5: 4}
+    assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"
+
+
+@pytest.mark.parametrize(("device", "warned"), [("cuda:1", False), ("cpu", True)])
+def test_a_resume_on_another_type_of_device_is_said(
+    device: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ToyTrainer, "load", lambda trainer: {"base_digest": "toy", "device": "cuda:0"})
+    left = go(tmp_path / "run", disturb=kill_after(12.2))
+    assert left is not None and "will differ" not in caplog.text
+    monkeypatch.setattr(ToyTrainer, "load", lambda trainer: {"base_digest": "toy", "device": device})
+    assert go(left) is None
+    said = "resuming, but device was cuda and is cpu: the last bits of the weights will differ" in caplog.text
+    assert (said, "will differ" in caplog.text) == (warned, warned)
+
+
 @pytest.mark.parametrize(("k", "number"), [(0, 1), (0, 3), (1, 5), (3, 8)])
-def test_an_evaluation_that_its_life_did_not_finish_is_made_by_the_next(k: int, number: int, tmp_path: Path) -> None:
+def test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next(k: int, number: int, tmp_path: Path) -> None:
     settings = {"evaluate__every": 2, "evaluate__before_training": True, "save__every": 1, "k": k}
     assert go(tmp_path / "calm", **settings) is None
     begun = 0
@@ -312,14 +397,14 @@ def test_an_evaluation_whose_weights_are_gone_is_said_to_be_missing(
     assert 2 not in evaluations(left)
     assert run_controller(settings, left, World(Timing(), no_fault, ListObserver())) is None
     assert rollbacks(left)[0] > 2
-    assert "versions [2] were being evaluated when their life ended; their weights are gone" in caplog.text
+    assert "versions [2] were being evaluated when their attempt ended; their weights are gone" in caplog.text
     assert sorted(evaluations(left)) == [4, 6]
 
 
 @pytest.mark.parametrize("door", ["acknowledges", "generates"])
-def test_weights_of_an_earlier_life_are_refused(door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next life's versions have other bytes (as on another GPU); a worker goes on with those of the life before."""
-    restore, receive, generate = ToyTrainer.restore, ToyRollout.receive, ToyRollout.generate
+def test_weights_of_an_earlier_attempt_are_refused(door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt has versions with other bytes (as on another GPU); a worker goes on with the earlier ones."""
+    restore, receive, generate = ToyTrainer.restore, Receiver.receive, ToyRollout.generate
     known: dict[int, str] = {}
 
     def elsewhere(self: ToyTrainer, path: str) -> int:
@@ -328,7 +413,7 @@ def test_weights_of_an_earlier_life_are_refused(door: str, tmp_path: Path, monke
             tensors["layer.lora_B.weight"] += 1e-3
         return version
 
-    def acknowledges(self: ToyRollout, header: Header, buffer: Any, slot: str = RING) -> Ack:
+    def acknowledges(self: Receiver, header: Header, buffer: Any, slot: str = RING) -> Ack:
         ack = receive(self, header, buffer, slot)
         return replace(ack, digest=known.setdefault(ack.version, ack.digest))
 
@@ -338,7 +423,7 @@ def test_weights_of_an_earlier_life_are_refused(door: str, tmp_path: Path, monke
 
     monkeypatch.setattr(ToyTrainer, "restore", elsewhere)
     if door == "acknowledges":
-        monkeypatch.setattr(ToyRollout, "receive", acknowledges)
+        monkeypatch.setattr(Receiver, "receive", acknowledges)
     else:
         monkeypatch.setattr(ToyRollout, "generate", generates)
     sentence = {

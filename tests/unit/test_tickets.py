@@ -114,11 +114,11 @@ def test_a_result_made_with_other_weights_is_refused() -> None:
     ticket = t.next_for("w")
     assert ticket is not None
     t.start(ticket, "w")
-    with pytest.raises(Refused, match="was made with weights earlier-life"):
-        t.generated(ticket, version=0, digest="earlier-life", payload=None)
+    with pytest.raises(Refused, match="was made with weights earlier-attempt"):
+        t.generated(ticket, version=0, digest="earlier-attempt", payload=None)
 
 
-@pytest.mark.parametrize("published", ["of another life", None])
+@pytest.mark.parametrize("published", ["of another attempt", None])
 def test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door(published: str | None) -> None:
     """It was accepted, and then its version turned out to be another one."""
     t = table()
@@ -153,8 +153,8 @@ def test_an_evaluation_made_with_other_weights_is_refused() -> None:
     t.acknowledge("w", 0, digest(0), evaluation=True)
     (ticket,) = t.issue_evaluation(version=0, step=0, groups=1)
     t.start(ticket, "w")
-    with pytest.raises(Refused, match="was made with weights earlier-life"):
-        t.generated(ticket, version=0, digest="earlier-life", payload=None)
+    with pytest.raises(Refused, match="was made with weights earlier-attempt"):
+        t.generated(ticket, version=0, digest="earlier-attempt", payload=None)
 
 
 def test_an_acknowledgement_of_other_bytes_is_refused() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
@@ -14,8 +13,6 @@ from async_flowrl.verify import main, verify
 from checkpoint_engine import weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.unit.test_faults import once
-
-torch.set_num_threads(1)
 
 STEPS = 5
 Record = dict[str, Any]

@@ -59,7 +59,7 @@ class Rig:
 
     def deliver(self, version: int) -> Ack:
         """As checkpoint_engine does, into the worker's receiver; it stays out of the engine until a ticket names it."""
-        return self.worker.receive(*self.payload(version))
+        return self.worker.receiver.receive(*self.payload(version))
 
     def activation(self, header: Header) -> Activation:
         return Activation(header.stream, header.version, header.digest)

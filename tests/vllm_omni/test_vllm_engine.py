@@ -17,11 +17,11 @@ from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenIma
 
 from async_flowrl.algorithms import sde
 from async_flowrl.policies.lora import lora_layers, lora_modules, reference_mode
-from async_flowrl.rollout.vllm_omni import adapters, names
-from async_flowrl.rollout.vllm_omni.adapters import Adapters
+from async_flowrl.rollout.vllm_omni import extension, names
+from async_flowrl.rollout.vllm_omni.engine import VllmOmniError
+from async_flowrl.rollout.vllm_omni.extension import Adapters
 from async_flowrl.rollout.vllm_omni.pipeline import whole_ticket
-from async_flowrl.rollout.vllm_omni.replies import VllmOmniError
-from async_flowrl.rollout.vllm_omni.requests import REQUEST
+from async_flowrl.rollout.vllm_omni.settings import REQUEST
 from async_flowrl.types import EVALUATION, Prompt
 from checkpoint_engine import Activation, LoraModule, base_digest, binding_probe, check_binding
 from separation import rendezvous
@@ -177,14 +177,14 @@ def test_the_binding_proof_holds_and_sees_a_foreign_tensor(rig: Rig) -> None:
 
 
 def live_layer(name: str) -> Any:
-    (found,) = [kept for kept in gc.get_objects() if isinstance(kept, Adapters)]
-    return found._manager._lora_modules[f"transformer.{name}"]
+    (adapters,) = [kept for kept in gc.get_objects() if isinstance(kept, Adapters)]
+    return adapters._manager._lora_modules[f"transformer.{name}"]
 
 
 def test_without_the_name_map_the_delivery_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers' `attn.to_out.0` is `attn.to_out` there; unmapped it would be left out of every image."""
     monkeypatch.setattr(names, "engine_name", lambda name: name)
-    monkeypatch.setattr(adapters, "engine_name", lambda name: name)
+    monkeypatch.setattr(extension, "engine_name", lambda name: name)
     with pytest.raises(VllmOmniError, match=r"binding is incomplete.*to_out\.0"):
         rig.made(request(2), 41)
     monkeypatch.undo()

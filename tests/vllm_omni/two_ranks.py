@@ -1,6 +1,7 @@
-"""A rollout worker whose engine spreads its network over two ranks; prints what it finds as JSON, then waits."""
+"""A rollout worker whose engine spreads its network over two ranks; prints its findings as JSON, then waits."""
 
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -9,14 +10,25 @@ from unittest.mock import patch
 import torch
 
 from async_flowrl.policies.lora import lora_layers, lora_modules
+from async_flowrl.rollout.vllm_omni import settings
+from async_flowrl.rollout.vllm_omni.extension import RolloutWorkerExtension
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
 from tests.support.tiny import request, sampling, tiny_policy
 from tests.vllm_omni.rig import Rig, gap, same
 
 
+class BusyRank(RolloutWorkerExtension):
+    """A rank that handles no SIGTERM, like one inside a collective."""
+
+    def init_device(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        super().init_device()
+
+
 def findings() -> dict[str, Any]:
     # As on a machine with two devices; the ranks themselves speak gloo.
-    with patch.object(torch.cuda, "device_count", lambda: 2):
+    extension = "tests.vllm_omni.two_ranks.BusyRank"
+    with patch.object(torch.cuda, "device_count", lambda: 2), patch.object(settings, "EXTENSION", extension):
         rig = Rig(gpus_per_worker=2.0)
     bare = dict(tiny_policy(parts="transformer").transformer.named_parameters())
     found: dict[str, Any] = {"same_base": rig.base_digest == base_digest(bare)}

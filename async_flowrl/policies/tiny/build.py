@@ -1,4 +1,4 @@
-"""Builds a tiny random pipeline offline: a family's real architecture and file layout, 4 MB, made in a second.
+"""Tiny random pipelines, built offline: a family's real architecture and file layout, 4 MB, made in a second.
 
 The folder loads with the stock pipeline's `from_pretrained`; whatever runs on it runs on the real model unchanged.
 """
@@ -9,10 +9,11 @@ import os
 import shutil
 import tempfile
 from dataclasses import asdict
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 
+from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
@@ -25,7 +26,7 @@ TINY = {
 }
 """`model.tiny.family` to what makes the pipeline; one of your own is named `pkg.module:attr`."""
 _RECIPE = 1
-"""Part of the cache key; raise it when the built bytes change."""
+"""Part of the cache key, to be raised when the built bytes change."""
 
 
 def cache_dir() -> Path:
@@ -37,17 +38,17 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
     """The folder of the tiny pipeline for `config`, built on first use: the same bytes in every process, every time.
 
     Several processes may call it at once: each builds in its own temporary folder and the first rename wins.
-    The global random state is left as it was. Raises ValueError on sizes that make no model.
+    The global random state is left as it was. Raises ValueError for an unknown family and for sizes that make no model.
     """
-    _check(config)
+    if config.family not in TINY and ":" not in config.family:
+        raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
+    check_fields(config, "model.tiny.")
     target = (cache or cache_dir()) / f"tiny-{_key(config)}"
     if (target / "model_index.json").is_file():
         return target
     from async_flowrl.policies.loading import quiet
 
-    module, _, attribute = TINY.get(config.family, config.family).partition(":")
-    tiny_pipeline = getattr(import_module(module), attribute)
-
+    tiny_pipeline = resolve_name(TINY.get(config.family, config.family))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -62,16 +63,6 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def _check(config: TinyConfig) -> None:
-    if config.family not in TINY and ":" not in config.family:
-        raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
-    for name, least in (("layers", 1), ("heads", 1), ("seed", 0)):
-        if getattr(config, name) < least:
-            raise ValueError(f"model.tiny.{name} must be at least {least}, got {getattr(config, name)}")
-    if not config.contrast > 0:
-        raise ValueError(f"model.tiny.contrast must be positive, got {config.contrast}")
 
 
 def _key(config: TinyConfig) -> str:

@@ -1,4 +1,4 @@
-"""Parts that several tiny pipelines are made of: CLIP and T5 text encoders with their tokenizers, an image VAE."""
+"""Parts of several tiny pipelines: CLIP and T5 text encoders with their tokenizers, an image VAE."""
 
 import string
 from typing import Any

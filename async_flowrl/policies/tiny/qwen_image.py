@@ -1,4 +1,4 @@
-"""What the tiny pipeline is made of. Imported only where one must be built: it brings diffusers and transformers."""
+"""A tiny random Qwen-Image: a tokenizer that knows the prompt template, a text encoder, a network and a video VAE."""
 
 import json
 from typing import Any

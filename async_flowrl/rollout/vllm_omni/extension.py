@@ -1,23 +1,36 @@
-"""What vllm-omni's workers can do beside generating: our remote calls, mixed into its worker class."""
+"""vllm-omni's workers, extended: the remote calls beside generating, and the adapters that they deliver and prove."""
 
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, init_process_group  # type: ignore[attr-defined]
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.lora.request import LoRARequest
+from vllm_omni.platforms import current_omni_platform
 
-from async_flowrl.rollout.vllm_omni.adapters import Adapters
-from async_flowrl.rollout.vllm_omni.names import unpacked
-from async_flowrl.rollout.vllm_omni.requests import Opening
+from async_flowrl.config.schema import Config, LoraConfig
+from async_flowrl.rollout.vllm_omni.names import NetworkShapes, Shape, adapter_key, engine_name, engine_slice, unpacked
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT
-from async_flowrl.types import Conditioning, Wording
-from checkpoint_engine import Activation, Header, base_digest, binding_probe
+from async_flowrl.types import EMA, POLICY, Conditioning, Wording
+from checkpoint_engine import (
+    EVALUATION,
+    Activation,
+    Header,
+    LoraModule,
+    Receiver,
+    WeightsMismatch,
+    base_digest,
+    binding_probe,
+)
 from checkpoint_engine.digest import ByteArray
 
 
@@ -30,29 +43,24 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         The ranks meet at a store that the rollout worker holds open.
         """
         end_with_parent()
-        from vllm_omni.platforms import current_omni_platform
-
         port, world = self.od_config.custom_pipeline_args[STORE_PORT], self.od_config.num_gpus
-        store = TCPStore("localhost", port, world, is_master=False)
-        init_process_group(
-            current_omni_platform.dist_backend,
-            store=PrefixStore("engine", store),
-            rank=self.rank,
-            world_size=world,
-        )
+        store = PrefixStore("engine", TCPStore("localhost", port, world, is_master=False))
+        init_process_group(current_omni_platform.dist_backend, store=store, rank=self.rank, world_size=world)
         super().init_device()
 
-    def rollout_open(self, opening: Opening) -> str:
-        """Prepares the pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
-        network = self.model_runner.pipeline.transformer
+    def rollout_open(self, config: Config, shapes: NetworkShapes, max_sequence_length: int | None) -> str:
+        """Prepares the loaded pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
+        pipeline = self.model_runner.pipeline
+        network = pipeline.transformer
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        digest = base_digest(unpacked(live, opening.base, network.packed_modules_mapping, _gather))
-        self._rollout_adapters = Adapters(self.lora_manager, opening.adapter)
-        self.model_runner.pipeline.open_rollout(self._rollout_adapters, opening)
+        packed = network.packed_modules_mapping
+        digest = base_digest(unpacked(live, shapes.base, packed, tensor_model_parallel_all_gather))
+        self._rollout_adapters = Adapters(self.lora_manager, shapes.adapter, config.lora)
+        pipeline.open_rollout(self._rollout_adapters, config, max_sequence_length)
         return digest
 
     def rollout_holds(self, adapter: int) -> bool:
-        return self._rollout_adapters.holds(adapter)
+        return adapter in self.lora_manager.list_adapters()
 
     def rollout_receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
         return self._rollout_adapters.receive(header, buffer, adapter)
@@ -61,25 +69,120 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         return binding_probe(self._rollout_adapters.layers(adapter))
 
     def rollout_encode(self, texts: list[Wording]) -> dict[int, Conditioning]:
-        """By place: vllm-omni would take a list for one answer per rank."""
+        """By position: vllm-omni would take a list for one answer per rank."""
         return dict(enumerate(self.model_runner.pipeline.engine.encode(texts)))
 
 
 def end_with_parent() -> None:
-    """A tensor-parallel rank is a process of its own, which outlives a rollout worker that is killed; so it watches."""
+    """Kills this process, if it is a rank of its own, when its rollout worker is gone, however that one ended.
+
+    vllm-omni asks for a SIGTERM then, which a rank inside a collective does not get to handle.
+    """
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_outlive, args=(parent,), name="end-with-parent", daemon=True).start()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
-def _outlive(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+class Adapters:
+    """The engine adapters of a rank: one per delivered version, verified bytes to bound layers.
+
+    Knows of every adapter which (stream, version, digest) it is. `manager` is vllm-omni's own table of adapters; the
+    receiver here holds what came last, whatever its version, in its evaluation slot.
+    """
+
+    def __init__(self, manager: Any, shapes: Mapping[str, Shape], lora: LoraConfig) -> None:
+        self._manager, self._lora = manager, lora
+        self._tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._receiver = Receiver(self._tensors, (POLICY, EMA), capacity=1, alpha=lora.alpha, rank=lora.rank)
+        names = {name.rsplit(".lora_", 1)[0] for name in shapes}
+        self._layers = {name: self._layer(name) for name in sorted(names)}
+        self._known: dict[int, Activation] = {}
+
+    def receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
+        """Verifies a version, makes it engine adapter number `adapter` and binds it to the layers.
+
+        Raises what checkpoint_engine's receiver raises, and ValueError where a tensor finds no layer.
+        """
+        self._receiver.receive(header, buffer, slot=EVALUATION)
+        digest = self._receiver.activate(header.stream, header.version, slot=EVALUATION)
+        self._manager.remove_adapter(adapter)
+        active = self._known[adapter] = Activation(header.stream, header.version, digest)
+        try:
+            self._manager.set_active_adapter(lora_request(active, adapter), 1.0)
+        except BaseException:
+            # The manager keeps an adapter whose binding failed, and would answer that it holds it.
+            self._manager.remove_adapter(adapter)
+            del self._known[adapter]
+            raise
+        return active
+
+    def load(self, adapter: int, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The engine's question for an adapter it does not hold: vllm's LoRA model and its description.
+
+        Only what was received last can be answered with. Raises WeightsMismatch for anything else.
+        """
+        if adapter not in self._known or self._receiver.active != self._known[adapter]:
+            raise WeightsMismatch(f"adapter {adapter} was not delivered to this worker, or is gone")
+        helper = PEFTHelper(
+            r=self._lora.rank, lora_alpha=self._lora.alpha, target_modules=[engine_name(name) for name in self._layers]
+        )
+        tensors = {adapter_key(name): tensor.clone() for name, tensor in self._tensors.items()}
+        model = LoRAModel.from_lora_tensors(adapter, tensors, helper, device="cpu", dtype=dtype)
+        return model, helper
+
+    def active(self) -> Activation:
+        """What the layers compute with now. Raises WeightsMismatch while that is no delivered version."""
+        active = self._known.get(self._manager._active_adapter_id)
+        if active is None:
+            raise WeightsMismatch("vllm-omni's network carries no delivered version")
+        return active
+
+    def layers(self, adapter: int) -> Mapping[str, LoraModule]:
+        """The adapter received last as the live layers hold it, for the binding proof.
+
+        The engine stores scaling * B, rounded, and each rank its part. So every live buffer is compared bit for bit
+        with what the layer itself would store of the received tensors. Raises WeightsMismatch, naming the layer.
+        """
+        if not self.active() == self._known.get(adapter) == self._receiver.active:
+            raise WeightsMismatch(f"adapter {adapter} is not the one that was received last")
+        for name, layer in self._layers.items():
+            self._check_live(name, layer)
+        return self._layers
+
+    def _layer(self, name: str) -> LoraModule:
+        a, b = (self._tensors[f"{name}.lora_{side}.weight"] for side in "AB")
+        return LoraModule(a, b, self._lora.alpha / self._lora.rank)
+
+    def _check_live(self, name: str, layer: LoraModule) -> None:
+        module, index = engine_slice(name, self._manager._packed_modules_mapping)
+        live = self._manager._lora_modules.get(f"transformer.{module}")
+        if live is None or not live._diffusion_lora_active_slices[index]:
+            raise WeightsMismatch(f"{name} is not adapted in vllm-omni's network")
+        a: Any = layer.a
+        # As vllm's LoRA loader does: rounded to the network's dtype, then scaled in it.
+        b: Any = layer.b.to(live.lora_b_stacked[index].dtype) * layer.scaling
+        if live.n_slices > 1:
+            a = live.slice_lora_a([a if i == index else None for i in range(live.n_slices)])[index]
+            b = live.slice_lora_b([b if i == index else None for i in range(live.n_slices)])[index]
+        else:
+            a, b = live.slice_lora_a(a), live.slice_lora_b(b)
+        if not (_same(live.lora_a_stacked[index], a) and _same(live.lora_b_stacked[index], b)):
+            raise WeightsMismatch(f"{name} in vllm-omni's network does not hold the tensors that were delivered for it")
 
 
-def _gather(tensor: Tensor, dimension: int) -> Tensor:
-    from vllm.distributed import tensor_model_parallel_all_gather
+def lora_request(active: Activation, adapter: int) -> Any:
+    """A request for engine adapter `adapter`. vllm-omni wants a folder: an absolute one that is never opened keeps it
+    from asking a hub."""
+    return LoRARequest(f"{active.stream}-{active.version}", adapter, f"/async_flowrl/adapter-{adapter}")
 
-    gathered: Any = tensor_model_parallel_all_gather(tensor, dimension)
-    whole: torch.Tensor = gathered
-    return whole
+
+def _same(stacked: Tensor, tensor: Tensor) -> bool:
+    """stacked [1, 1, rows, columns], rank padded to the engine's next size, against tensor [rows, columns]."""
+    rows, columns = tensor.shape
+    return torch.equal(stacked[0, 0, :rows, :columns].cpu(), tensor.to(stacked.dtype))

@@ -1,83 +1,106 @@
-"""Layer names here (diffusers') and inside vllm-omni, which has `attn.to_out.0` as `attn.to_out` and packs projections.
+"""Names and shapes of a network's parameters, as diffusers and as vllm-omni have them.
 
-Pure functions over names and tensors, so that they are tested where vllm is not installed.
+vllm-omni calls `attn.to_out.0` `attn.to_out`, packs projections into one parameter and shards parameters over ranks.
+Nothing here needs vllm, so it is tested where vllm is not installed.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.lora import attach_lora, lora_parameters
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 
 _OUTPUT = re.compile(r"\.to_out\.0(?=\.|$)")
 
+Shape = tuple[int, ...]
 Gather = Callable[[Tensor, int], Tensor]
 """All ranks' shards of a tensor, put together along a dimension."""
 
 
+@dataclass(frozen=True)
+class NetworkShapes:
+    """Shapes by diffusers' names: of the adapter's tensors and of the base weights."""
+
+    adapter: dict[str, Shape]
+    base: dict[str, Shape]
+
+
+def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
+    """From the model's configuration files, without weights.
+
+    Raises ValueError where `lora.targets` names no layer of the network.
+    """
+    policy = load_family(model.family).load(
+        model.path,
+        dtype=DTYPES[config.model.dtype],
+        device=torch.device("cpu"),
+        parts="structure",
+        revision=model.revision,
+    )
+    base = _shapes(policy.transformer.named_parameters())
+    attach_lora(policy.transformer, config.lora, policy)
+    return NetworkShapes(_shapes(lora_parameters(policy.transformer).items()), base)
+
+
+def _shapes(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
 def engine_name(name: str) -> str:
-    """The engine's name of a module or parameter."""
+    """The engine's name of a module or parameter that it does not pack."""
     return _OUTPUT.sub(".to_out", name)
 
 
-def packed_place(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
-    """(the engine's packed module, index of the slice) that holds module `name`; None where it is not packed.
+def adapter_key(name: str) -> str:
+    """The key under which vllm's LoRA loader reads an adapter's tensor."""
+    return f"base_model.model.transformer.{engine_name(name)}"
+
+
+def engine_slice(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int]:
+    """(the engine's module, index of the slice) that holds module `name`; the slice is 0 where it is not packed.
 
     `packed` is the network's own table, such as {"to_qkv": ["to_q", "to_k", "to_v"]}.
     """
-    prefix, _, leaf = engine_name(name).rpartition(".")
+    prefix, _, leaf = name.rpartition(".")
     for whole, parts in packed.items():
         if leaf in parts:
             return f"{prefix}.{whole}", list(parts).index(leaf)
-    return None
-
-
-def adapter_tensors(layers: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """An adapter (A, B by module name) under the keys that vllm's LoRA loader reads."""
-    found = {}
-    for name, (a, b) in layers.items():
-        prefix = f"base_model.model.transformer.{engine_name(name)}"
-        found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = a, b
-    return found
+    return engine_name(name), 0
 
 
 def unpacked(
-    live: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    packed: Mapping[str, Sequence[str]],
-    gather: Gather,
+    live: Mapping[str, Tensor], shapes: Mapping[str, Shape], packed: Mapping[str, Sequence[str]], gather: Gather
 ) -> dict[str, Tensor]:
     """The network's parameters under diffusers' names and in its shapes, from the engine's packed and sharded ones.
 
     `gather` puts tensor-parallel shards together. Raises ValueError, naming it, for a parameter that is not there.
     """
-    found = {}
-    for name, shape in shapes.items():
-        tensor = live.get(engine_name(name))
-        if tensor is None:
-            tensor = _slice(name, live, shapes, packed)
-        found[name] = _whole(name, tensor, shape, gather)
-    return found
+    shards = {part: shard for name, tensor in live.items() for part, shard in _parts(name, tensor, shapes, packed)}
+    return {name: _whole(name, shards.get(engine_name(name)), shape, gather) for name, shape in shapes.items()}
 
 
-def _slice(
-    name: str,
-    live: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    packed: Mapping[str, Sequence[str]],
-) -> Tensor:
+def _parts(
+    name: str, tensor: Tensor, shapes: Mapping[str, Shape], packed: Mapping[str, Sequence[str]]
+) -> Iterable[tuple[str, Tensor]]:
+    """The engine's parameter cut into what it packs; each part's rows are sharded alike."""
     module, _, leaf = name.rpartition(".")
-    place = packed_place(module, packed)
-    whole = None if place is None else live.get(f"{place[0]}.{leaf}")
-    if place is None or whole is None:
+    prefix, _, whole = module.rpartition(".")
+    if whole not in packed:
+        return [(name, tensor)]
+    parts = [f"{prefix}.{part}.{leaf}" for part in packed[whole]]
+    rows = [shapes[part][0] for part in parts]
+    ranks = sum(rows) // len(tensor)
+    return zip(parts, tensor.split_with_sizes([count // ranks for count in rows]), strict=True)
+
+
+def _whole(name: str, tensor: Tensor | None, shape: Shape, gather: Gather) -> Tensor:
+    if tensor is None:
         raise ValueError(f"vllm-omni's network has no parameter for {name}")
-    prefix, _, kind = place[0].rpartition(".")
-    rows = [shapes[f"{prefix}.{part}.{leaf}"][0] for part in packed[kind]]
-    shard = sum(rows) // whole.shape[0]
-    start = sum(rows[: place[1]]) // shard
-    return whole[start : start + rows[place[1]] // shard]
-
-
-def _whole(name: str, tensor: Tensor, shape: tuple[int, ...], gather: Gather) -> Tensor:
     for dimension, (have, want) in enumerate(zip(tensor.shape, shape, strict=True)):
         if have != want:
             tensor = gather(tensor.contiguous(), dimension)

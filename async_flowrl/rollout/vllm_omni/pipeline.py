@@ -1,17 +1,40 @@
-"""The pipeline that vllm-omni runs for us: a whole ticket per request, through the reference engine's own loop."""
+"""The pipeline that vllm-omni runs: a whole ticket per request, through the reference engine's own loop."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor, nn
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.loading import settle
+from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.vllm_omni.adapters import Adapters
-from async_flowrl.rollout.vllm_omni.policy import policy_around
-from async_flowrl.rollout.vllm_omni.requests import REQUEST, ROLLOUT, Opening
+from async_flowrl.rollout.vllm_omni.extension import Adapters
+from async_flowrl.rollout.vllm_omni.settings import REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
+
+
+class VllmNetwork(nn.Module):
+    """vllm-omni's network with the signature and the `config` of the diffusers one."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.config = SimpleNamespace(
+            guidance_embeds=network.guidance_embeds,
+            num_layers=len(network.transformer_blocks),
+            in_channels=network.in_channels,
+        )
+
+    def forward(self, *, encoder_hidden_states: Tensor, **inputs: Any) -> Any:
+        """vllm-omni's rotary embedding wants each row's padded text length named."""
+        rows, length = encoder_hidden_states.shape[:2]
+        return self.network(encoder_hidden_states=encoder_hidden_states, txt_seq_lens=[length] * rows, **inputs)
 
 
 class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
@@ -23,10 +46,21 @@ class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
         self.text_encoder.to(od_config.dtype)
         self.vae.to(od_config.dtype)
 
-    def open_rollout(self, adapters: Adapters, opening: Opening) -> None:
+    def open_rollout(self, adapters: Adapters, config: Config, max_sequence_length: int | None) -> None:
+        """Schedule, guidance, prompt template and decoding are the reference's; the network and its ranks vllm's."""
         self.adapters = adapters
-        policy = policy_around(self, DTYPES[opening.dtype], opening.max_sequence_length)
-        self.engine = DiffusersEngine(policy, batch_size=opening.batch_size, device=self.device)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=2 * self.vae_scale_factor)
+        for module in (self.text_encoder, self.vae):
+            settle(module, self.device)
+        policy = QwenImagePolicy(
+            VllmNetwork(self.transformer),
+            self.scheduler,
+            side=2 * self.vae_scale_factor,
+            dtype=DTYPES[config.model.dtype],
+            pipeline=self,
+            max_sequence_length=max_sequence_length,
+        )
+        self.engine = DiffusersEngine(policy, batch_size=config.rollout.batch_size, device=self.device)
 
     def encode_prompt(self, *prompt: Any, device: Any = None, **options: Any) -> Any:
         """As the diffusers pipeline's, which is told the device; here the text encoder's is known."""
@@ -38,8 +72,7 @@ class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
         Raises ValueError for any other composition of a batch: the trajectory would not be the ticket's.
         """
         if req.is_dummy_run():
-            outputs: list[Any] = super().forward(req)
-            return outputs
+            return cast("list[Any]", super().forward(req))
         request = whole_ticket(req)
         rollout = self.engine.generate(request)
         # The images are bytes already and travel beside the trajectory; nothing is left for vllm-omni to convert.

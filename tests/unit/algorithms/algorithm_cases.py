@@ -7,19 +7,20 @@ from torch import Tensor, nn
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.check import check
+from async_flowrl.config.schema import Config
 
 SIGMAS = (1.0, 0.9, 0.75, 0.55, 0.3, 0.0)
 
 
 def build(*, max_staleness: int = 1, hand_over: str = "batch", updates_per_batch: int = 1, **fields: Any) -> Algorithm:
-    return build_algorithm(
-        AlgorithmConfig(**fields),
-        max_staleness=max_staleness,
-        updates_per_batch=updates_per_batch,
-        hand_over=hand_over,
-        num_inference_steps=len(SIGMAS) - 1,
-    )
+    """The algorithm, refused as a run would refuse it."""
+    config = Config(max_staleness=max_staleness, hand_over=hand_over, algorithm=AlgorithmConfig(**fields))
+    config.trainer.updates_per_batch = updates_per_batch
+    config.rollout.num_inference_steps = len(SIGMAS) - 1
+    check(config)
+    return build_algorithm(config)
 
 
 def policy_gradient(**fields: Any) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
-from async_flowrl.config.schema import AlgorithmConfig, LoraConfig, ModelConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
@@ -72,13 +73,9 @@ def main() -> None:
         return policy.velocity(x, sigma, conditioning, None, sampling)
 
     for name in sorted(BUILT_IN):
-        algorithm = build_algorithm(
-            AlgorithmConfig(name=name, **FIELDS.get(name, {})),
-            max_staleness=1,
-            updates_per_batch=1,
-            hand_over="batch",
-            num_inference_steps=STEPS,
-        )
+        config = Config(algorithm=AlgorithmConfig(name=name, **FIELDS.get(name, {})))
+        config.rollout.num_inference_steps = STEPS
+        algorithm = build_algorithm(config)
         batch = rows(policy, algorithm)
         whole, own = seconds(algorithm, batch, network), seconds(algorithm, batch, lambda x, sigma: weight * x)
         print(f"{name:14s} update {1e3 * whole:7.2f} ms, algorithm {1e3 * own:6.3f} ms, {100 * own / whole:5.2f} %")

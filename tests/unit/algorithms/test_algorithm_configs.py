@@ -7,7 +7,9 @@ from omegaconf import OmegaConf
 
 from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.check import check
+from async_flowrl.config.schema import Config, RolloutConfig
 
 FILES = sorted((Path(__file__).parents[3] / "configs" / "algorithm").glob("*.yaml"))
 MODES = [(0, "batch"), (0, "stream"), (1, "stream"), (2, "stream")]
@@ -24,11 +26,11 @@ def load(path: Path) -> AlgorithmConfig:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_builds_in_every_mode(path: Path, steps: int) -> None:
     config = load(path)
+    rollout = RolloutConfig(num_inference_steps=steps)
     for staleness, hand_over in MODES:
-        algorithm = build_algorithm(
-            config, max_staleness=staleness, updates_per_batch=1, hand_over=hand_over, num_inference_steps=steps
-        )
-        assert algorithm.name == config.name
+        run = Config(max_staleness=staleness, hand_over=hand_over, algorithm=config, rollout=rollout)
+        check(run)
+        assert build_algorithm(run).name == config.name
     window = draw_window(config, num_inference_steps=steps, seed=0, step=0, group=0)
     assert window.train_steps and max(window.train_steps) < steps
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.forward import draw
 
-torch.set_num_threads(1)
-
 
 def nft_reference(batch: MicroBatch, nets: dict[str, Network], settings: dict[str, Any]) -> Tensor:
     """Sum over rows, float64, from the draws and the paper's formulas."""

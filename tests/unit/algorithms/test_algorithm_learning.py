@@ -3,19 +3,15 @@
 Right way, wrong way when the reward is negated, nowhere when the advantages are permuted.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from algorithm_cases import policy_gradient
 from algorithm_referee import GOAL, SIGMAS, STEPS, Weights, coefficients, micro_batch, sample
 from torch import Tensor
 
-from async_flowrl.algorithms.policy_gradient import PolicyGradient
-from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.schema import AlgorithmConfig
-
-torch.set_num_threads(1)
 START = Weights(0.3, (0.2, -0.1, 0.3, -0.2))
 GROUPS, SIZE, UPDATES = 4, 16, 60
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -44,16 +40,7 @@ def expected_reward(weights: Weights, sde_type: str, noise_level: float) -> floa
 def train(name: str, **falsifier: bool) -> float:
     """Rise of the exact expected reward over 60 updates, each in two optimizer steps, on samples one version old."""
     fields = ALGORITHMS[name] | falsifier
-    algorithm = cast(
-        "PolicyGradient",
-        build_algorithm(
-            AlgorithmConfig(name=name.split("-")[0], **fields),
-            max_staleness=1,
-            updates_per_batch=2,
-            hand_over="batch",
-            num_inference_steps=len(SIGMAS) - 1,
-        ),
-    )
+    algorithm = policy_gradient(name=name.split("-")[0], updates_per_batch=2, **fields)
     config = algorithm.config
     a = torch.tensor(START.a, requires_grad=True)
     b = torch.tensor(START.b, requires_grad=True)

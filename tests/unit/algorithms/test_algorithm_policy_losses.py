@@ -12,7 +12,6 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch, Prediction
 from async_flowrl.algorithms.correction import effective_sample_size, gradient_kept
 
-torch.set_num_threads(1)
 STEPS = [0, 1, 2, 3, 0, 1, 2, 3]
 ADVANTAGES = [1.0, -1.0, 0.4, -0.3, -2.0, 7.0, 0.0, 0.9]
 D = 12

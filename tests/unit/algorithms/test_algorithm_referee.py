@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from algorithm_cases import policy_gradient
 from algorithm_referee import (
     BEHAVIOUR,
     CURRENT,
@@ -24,10 +25,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.policy_gradient import PolicyGradient
-from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.schema import AlgorithmConfig
 
-torch.set_num_threads(1)
 LAND, MISS = 4.0, 15.0
 SDE = {"sde_type": "sde", "noise_level": 0.7}
 DANCE = {"sde_type": "dance_sde", "noise_level": 0.5}
@@ -40,11 +38,8 @@ MEAN_OVER_D = torch.full((4,), float(D), dtype=torch.float64)
 
 def unclipped(**fields: Any) -> PolicyGradient:
     """An algorithm whose clips and caps never bind, with advantages that are only centred."""
-    config = AlgorithmConfig(**{"normalise": "none", "adv_clip_max": 1e6, "clip_range": 1e6, "tis_cap": 1e9} | fields)
-    built = build_algorithm(
-        config, max_staleness=1, updates_per_batch=1, hand_over="batch", num_inference_steps=len(SIGMAS) - 1
-    )
-    return cast("PolicyGradient", built)
+    wide = {"normalise": "none", "adv_clip_max": 1e6, "clip_range": 1e6, "tis_cap": 1e9}
+    return cast("PolicyGradient", policy_gradient(**{**wide, **fields}))
 
 
 @pytest.mark.parametrize(

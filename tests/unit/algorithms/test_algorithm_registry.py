@@ -9,11 +9,13 @@ import pytest
 import torch
 from algorithm_cases import build
 
-from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
+from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
+from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.settings import settings
 
 GOOD: dict[str, dict[str, Any]] = {
     "flow_grpo": {},
@@ -69,13 +71,15 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"sde_type": "ode"}, "needs noisy steps"),
         ({"noise_level": 0.0}, "needs noisy steps"),
         ({"sde_type": "cps", "noise_level": 1.2}, r"\[0, 1\] for cps"),
+        ({"noise_level": -0.1}, "noise_level must be at least 0"),
+        ({"noise_level": float("nan")}, "noise_level must be a finite number"),
         ({"sde_type": "cpss"}, "did you mean 'cps'"),
         ({"clip_unit": "nat"}, "did you mean 'nats'"),
         ({"kl_form": "exakt"}, "did you mean 'exact'"),
         ({"correction": "masks"}, "did you mean 'mask'"),
-        ({"clip_range": 0.0}, "clip_range must be a positive number, got 0.0"),
-        ({"clip_range": float("nan")}, "clip_range must be a positive number"),
-        ({"kl_coef": -0.1}, "kl_coef must be a number >= 0"),
+        ({"clip_range": 0.0}, r"^algorithm\.clip_range must be above 0, got 0\.0$"),
+        ({"clip_range": float("nan")}, r"^algorithm\.clip_range must be a finite number, got nan$"),
+        ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
         ({"tis_cap": -1.0}, "tis_cap"),
         ({"correction_threshold": 0.0}, "correction_threshold"),
         ({"beta": 0.0, "name": "dpo"}, "beta"),
@@ -85,18 +89,33 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, half, late"),
         ({"name": "diffusion_nft", "advantage_mode": "binari"}, "did you mean 'binary'"),
         ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
-        ({"updates_per_batch": 2, "hand_over": "stream"}, "updates_per_batch must be 1 with hand_over=stream"),
         ({"window": "random"}, "sde_window_size"),
         ({"options": {"strength": 1}}, "options are for algorithms of your own, got {'strength': 1} for flow_grpo"),
         ({"kl_coef": 0.1, "kl_form": "proximal"}, "needs trainer.updates_per_batch of at least 2, got 1"),
         ({"name": "dpo", "kl_coef": 0.1, "kl_form": "proximal"}, "dpo has no log-probs"),
         ({"normalise": "mean"}, "normalise must be one of none, std"),
+        ({"combine": "sums"}, "did you mean 'sum'"),
+        ({"adv_clip_max": 0.0}, "adv_clip_max must be above 0"),
+        ({"adv_clip_max": float("nan")}, "adv_clip_max must be above 0, got nan"),
+        ({"window": "slidng"}, "did you mean 'sliding'"),
+        ({"window_per": "batch"}, "window_per must be one of group, step"),
+        ({"window_decay": "linearr"}, "did you mean 'linear'"),
+        ({"window_decay_rate": -0.1}, "decay_rate must be at least 0"),
+        ({"window_interval": 0}, "window_interval must be at least 1"),
+        ({"window_interval_min": 0}, "interval_min must be at least 1"),
+        ({"timestep_fraction": 0.0}, "timestep_fraction must be above 0 and at most 1, got 0"),
     ],
 )
 def test_refusals(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         build(**fields)
     assert "\n" not in str(caught.value)
+
+
+def test_every_choice_of_a_formula_has_one() -> None:
+    choices = {key: set(rule.choices) for key, _, rule in settings(AlgorithmConfig())}
+    assert choices["advantage_mode"] == set(ADVANTAGE_MODES)
+    assert choices["old_policy_decay"] == set(OLD_POLICY_DECAYS)
 
 
 def test_streaming_works_with_group_statistics() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.algorithms.window import Window, check_window, draw_window, rows_per_image, trained_steps
-from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 T = 10
 
@@ -167,8 +167,6 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"window": "slidng"}, "did you mean 'sliding'"),
-        ({"window_per": "batch"}, "window_per must be one of group, step"),
         ({"window": "random"}, r"sde_window_size must be in 1\.\.9 .* got None"),
         ({"window": "sliding", "sde_window_size": 10}, r"1\.\.9"),
         ({"window": "random", "sde_window_size": 3, "sde_window_range": (0, 2)}, r"1\.\.2"),
@@ -178,19 +176,9 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
         ({"window": "list", "window_list": [1, 9]}, r"0\.\.8"),
         ({"window": "list", "window_list": [1, 1]}, "different"),
         ({"window": "list", "window_list": [1, 2], "sde_window_size": 3}, r"1\.\.2"),
-        ({"window": "fraction", "timestep_fraction": 0.0}, r"in \(0, 1\]"),
-        ({"window": "sliding", "sde_window_size": 2, "window_interval": 0}, "at least 1"),
-        ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 0}, "interval_min must be at least 1"),
         ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 26}, "at most window_interval=25, got 26"),
-        ({"window": "sliding", "sde_window_size": 2, "window_decay": "linearr"}, "did you mean 'linear'"),
-        ({"window": "sliding", "sde_window_size": 2, "window_decay_rate": -0.1}, "decay_rate must be a number >= 0"),
     ],
 )
 def test_bad_windows_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_window(AlgorithmConfig(**fields), T)  # type: ignore[arg-type]
-
-
-def test_one_inference_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        check_window(AlgorithmConfig(), 1)

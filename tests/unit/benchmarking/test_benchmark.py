@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from async_flowrl.benchmark import __main__ as benchmark
 from async_flowrl.benchmark import compare, loops, measure
@@ -121,7 +120,7 @@ def test_every_variant_composes() -> None:
     )
     overrides = compare.load_overrides(given, 0.2)
     for variant in variants(MACHINE, Config()):
-        composed = compose_config(variant.mode, [*measure.PURE, *overrides, *variant.overrides])
+        composed = compose_config(variant.mode, [*measure.NOTHING_BUT_TRAINING, *overrides, *variant.overrides])
         assert composed.reward.terms["latency"].options == {"seconds": 0.2, "cv": 2.0}
         assert composed.debug.delays.slow_worker == 3.0
         assert (composed.rollout.resolution, composed.algorithm.sde_window_size) == (48, 2)
@@ -243,7 +242,7 @@ def test_latency_takes_its_time_and_no_side(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_controller_serves_every_ticket() -> None:
     for mode in controller.MODES:
         found = controller.measure(6, *mode)
-        assert found.tickets == 6 * (controller.STEPS - controller.WARM_UP)
+        assert found.tickets == 6 * (controller.STEPS - controller.WARM_UP_STEPS)
         assert found.cpu_per_ticket > 0
     assert 100 < controller.bytes_per_ticket(100) < 1000
 
@@ -274,7 +273,6 @@ def tiny(*overrides: str) -> Config:
 
 
 def test_single_workers_beside_bare_loops() -> None:
-    torch.set_num_threads(1)
     found = engines.compare(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
     assert min(found.seconds.values()) > 0
     assert "rollout worker ÷ bare loop" in engines.markdown(found)
@@ -283,7 +281,6 @@ def test_single_workers_beside_bare_loops() -> None:
 @pytest.mark.parametrize("role", loops.ROLES)
 def test_the_bare_loops_take_the_demos_model(role: str) -> None:
     """Its latents are a quarter of the picture, not an eighth."""
-    torch.set_num_threads(1)
     small = ("experiment=glyphs", "prompts_per_step=1", "rollout.num_inference_steps=2", "output_dir=nowhere")
     loops.step_of(tiny(*small), role)()
 

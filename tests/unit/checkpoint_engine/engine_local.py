@@ -5,34 +5,37 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import torch
 from engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 from torch import Tensor
 
-from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver
+from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective import CollectiveReceiver, Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.object_store import LocalReceiver
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
-from examples.checkpoint_engine.processes import ProcessSender
+from examples.checkpoint_engine.processes import ProcessSender, read
 
 
 def gloo() -> TorchLink:
     return TorchLink("gloo")
 
 
-class Local(LocalReceiver):
+class Local:
     """A receiver of this process that can join groups."""
+
+    node = "local"
 
     def __init__(
         self, receiver: Receiver, name: str, link: Callable[[], TorchLink] = lambda: TorchLink("gloo")
     ) -> None:
-        super().__init__(receiver, name)
+        self.receiver, self.name = receiver, name
         self.group = CollectiveReceiver(receiver, Member(link))
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        return await super().receive(header, payload._data, slot)
+        return await asyncio.to_thread(self.receiver.receive, header, read(payload.reference), slot)
+
+    async def relay(self, header: Header, slot: str = RING) -> Any:
+        raise TransferFailed("nothing is passed on here")
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await asyncio.to_thread(self.group.open, epoch, rank)
@@ -105,7 +108,6 @@ class LinkedRig:
 
 @contextlib.asynccontextmanager
 async def linked(*, link: Callable[[], TorchLink] | None = None, width: int = 512) -> AsyncIterator[LinkedRig]:
-    torch.set_num_threads(1)
     made = LinkedRig(lora(width=width), link=link)
     try:
         async with asyncio.timeout(240.0):

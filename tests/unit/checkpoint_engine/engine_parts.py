@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,17 @@ def flipped(data: np.ndarray[Any, np.dtype[np.uint8]], at: int, bit: int = 0) ->
     copy = data.copy()
     copy[at] ^= 1 << bit
     return copy
+
+
+def freeze(publisher: Publisher, version: int) -> None:
+    """From now on the publisher stages the bytes of a retained version instead of its tensors."""
+    stale = list(publisher.layout.views(torch.from_numpy(publisher.payload(version)[1].copy())).values())
+    copy = publisher._copy
+
+    def frozen(slot: int, sources: list[Tensor]) -> Any:
+        return replace(copy(slot, stale), sample=publisher._sample(sources))
+
+    publisher._copy = frozen  # type: ignore[method-assign]
 
 
 class Gone(ConnectionError):

@@ -21,8 +21,7 @@ from checkpoint_engine import process_group as links_module
 from checkpoint_engine.collective import Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
-from checkpoint_engine.transports import member_for
-from examples.checkpoint_engine.processes import ProcessReceiver, ProcessSender, serve
+from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, member_for, serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])
@@ -66,7 +65,7 @@ class FaultyLink(TorchLink):
 
 
 def receiving(
-    connection: Connection, results: Connection, transport: str, shape: dict[str, Any], *, fault: str, capacity: int
+    connections: Channel, results: Connection, transport: str, shape: dict[str, Any], *, fault: str, capacity: int
 ) -> None:
     """A receiving process: answers deliveries, and questions on `results` as `Child.ask` puts them."""
     torch.set_num_threads(1)
@@ -74,7 +73,7 @@ def receiving(
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
     receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
     member = Member(lambda: FaultyLink(fault)) if fault else member_for(transport)
-    with serve(connection, receiver, member=member), contextlib.suppress(EOFError):
+    with serve(connections, receiver, member=member), contextlib.suppress(EOFError):
         while True:
             results.send(_answer(receiver, *results.recv()))
 
@@ -125,7 +124,7 @@ class Child:
     """One receiving process and its endpoint."""
 
     def __init__(self, name: str, transport: str, shape: dict[str, Any], *, fault: str = "", capacity: int = 2) -> None:
-        ours, theirs = CONTEXT.Pipe()
+        ours, theirs = channel(CONTEXT)
         self._results, results = CONTEXT.Pipe()
         self.process: BaseProcess = CONTEXT.Process(
             target=receiving,
@@ -134,8 +133,8 @@ class Child:
             daemon=True,
         )
         self.process.start()
-        theirs.close()
-        results.close()
+        for connection in (*theirs, results):
+            connection.close()
         self.end = ProcessReceiver(ours, name)
 
     def ask(self, question: str, *arguments: Any) -> Any:
@@ -143,8 +142,8 @@ class Child:
         return self._results.recv()
 
     async def weights(self, version: int) -> tuple[dict[str, Tensor], str]:
-        found: tuple[dict[str, Tensor], str] = await asyncio.to_thread(self.ask, "weights", version)
-        return found
+        weights: tuple[dict[str, Tensor], str] = await asyncio.to_thread(self.ask, "weights", version)
+        return weights
 
     def kill(self) -> None:
         self.process.kill()

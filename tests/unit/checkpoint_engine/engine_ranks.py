@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.transports import make_member
 
 STEPS = 20

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, on payloads small enough for a test."""
+"""The benchmark measures what it says, between Ray actors, on payloads small enough for a test."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    options = ["--megabytes", "1", "--receivers", "2", "--repeats", "1", "--kills", "1", "--page", str(page), "--out"]
+    options = ["--megabytes", "1", "--receivers", "1", "--repeats", "1", "--kills", "1", "--page", str(page), "--out"]
     done = subprocess.run(
         [sys.executable, "-m", "checkpoint_engine.benchmark", *options, str(out)],
         capture_output=True,
@@ -35,10 +35,10 @@ def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path) -> None:
     for cell in result["cells"]:
         assert cell["fraction_of_primitive"] == cell["primitive_seconds"] / cell["delivery_seconds"]
         assert 0.0 <= cell["loop_lag_p99_seconds"] <= cell["loop_lag_seconds"]
-        assert cell["stats"]["publishes"] == 3 and cell["stats"]["acknowledged"] == 6
+        assert cell["stats"]["publishes"] == cell["stats"]["acknowledged"] == 3 and cell["stats"]["fallbacks"] == 0
         assert cell["stall_seconds"] > 0.0 and cell["activate_seconds"] > 0.0
     assert [kill["survivors"] for kill in result["after_kill"]] == [2, 2]
-    assert result["skipped"] == [] and "| gloo | 1 | 2 |" in done.stdout
+    assert result["skipped"] == [] and "| gloo | 1 | 1 |" in done.stdout
     written = page.read_text()
     assert written == f"before\n{BEGIN}\n\n{done.stdout}\n{END}\nafter\n" and "old" not in written
     page.write_text("no markers")
@@ -63,5 +63,5 @@ def test_rows_that_miss_a_target_are_named_and_small_payloads_have_none() -> Non
 
 
 def test_what_does_not_fit_is_estimated_for_all_processes_together() -> None:
-    assert 20.0 > memory_needed(850.0, 4) > memory_needed(850.0, 1) > 5.0
-    assert memory_needed(5.0, 4) < 2.0
+    assert 24.0 > memory_needed(850.0, 4) > memory_needed(850.0, 1) > 5.0
+    assert memory_needed(5.0, 4) < 3.0

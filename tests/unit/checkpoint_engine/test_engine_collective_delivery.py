@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from engine_parts import ALPHA, RANK, ends, lora
 
+from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Ack, Publisher
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
-from tests.support.virtual import run_virtual
 
 
 class Ends:

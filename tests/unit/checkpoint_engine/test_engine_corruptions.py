@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora, resealed
+from engine_parts import ALPHA, RANK, End, Sender, blank, flipped, freeze, lora, resealed
 from torch import Tensor
 
+from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Publisher, Receiver, WeightsMismatch
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Entry
-from tests.support.virtual import run_virtual
 
 FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"
 Sent = tuple[Header, ByteArray]
@@ -208,7 +208,7 @@ def test_old_bytes_under_a_new_version_are_found_when_sealed_and_pass_without_th
         )
         publisher.stage(0)
         publisher.seal(0)
-        publisher.freeze(0)
+        freeze(publisher, 0)
         tensors[VICTIM].mul_(1.01)
         publisher.stage(1)
         publisher.seal(1)

@@ -7,6 +7,7 @@ import pytest
 from engine_parts import ALPHA, RANK, Gone, lora, resealed
 from engine_virtual import Rig, failing, hang
 
+from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import (
     Ack,
     Publisher,
@@ -17,8 +18,7 @@ from checkpoint_engine import (
     WeightsMismatch,
     verdict,
 )
-from checkpoint_engine.receiver_queue import Lane
-from tests.support.virtual import run_virtual
+from checkpoint_engine.receiver_queue import ReceiverQueue
 
 
 def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
@@ -173,7 +173,7 @@ def test_without_the_look_at_acknowledgements_a_wrong_one_counts(monkeypatch: py
         await rig.delivery.drain()
         assert rig.held("liar") == []
 
-    monkeypatch.setattr(Lane, "acknowledge", lambda lane, job, ack: job.settle(True))
+    monkeypatch.setattr(ReceiverQueue, "acknowledge", lambda queue, job, ack: job.settle(True))
     run_virtual(main())
 
 

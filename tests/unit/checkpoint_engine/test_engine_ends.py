@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from engine_parts import ALPHA, RANK, blank, ends, flipped, lora, resealed, sealed
+from engine_parts import ALPHA, RANK, blank, ends, flipped, freeze, lora, resealed, sealed
 
 from checkpoint_engine import (
     EVALUATION,
@@ -56,9 +56,6 @@ def test_addresses_never_change_and_activation_of_older_versions_works() -> None
             tensor.add_(1.0)
     assert receiver.activate("policy", 1) == digests[1]
     assert receiver.activate("policy", 0) == digests[0] == receiver.live_digest()
-    receiver.require("policy", 0, digests[0])
-    with pytest.raises(WeightsMismatch, match="the work names policy 1"):
-        receiver.require("policy", 1, digests[1])
     assert {n: t.data_ptr() for n, t in receiver._tensors.items()} == before
     assert all(ptr % 64 == 0 for ptr in before.values())
 
@@ -68,11 +65,11 @@ def test_ring_keeps_the_newest_and_the_evaluation_slot_its_own() -> None:
     for version in range(5):
         receiver.receive(*sealed(publisher, version))
         if version == 1:
-            receiver.keep("policy", 1)
+            receiver.receive(*publisher.payload(1), EVALUATION)
     assert receiver.held() == (("policy", 1, EVALUATION), ("policy", 3, "ring"), ("policy", 4, "ring"))
     receiver.activate("policy", 1, slot=EVALUATION)
     assert receiver.active is not None and receiver.active.version == 1
-    receiver.keep("policy", 3)
+    receiver.receive(*publisher.payload(3), EVALUATION)
     assert receiver.held() == (("policy", 3, EVALUATION), ("policy", 3, "ring"), ("policy", 4, "ring"))
     with pytest.raises(WeightsMismatch, match=r"policy 1 \(evaluation\) is not held"):
         receiver.activate("policy", 1, slot=EVALUATION)
@@ -167,7 +164,7 @@ def test_frozen_publishing_is_caught_when_sealed() -> None:
     tensors = lora()
     publisher, receiver = ends(tensors)
     receiver.receive(*sealed(publisher, 0))
-    publisher.freeze(0)
+    freeze(publisher, 0)
     publisher.stage(1)
     publisher.seal(1)
     tensors["block.2.lora_B.weight"].mul_(1.01)

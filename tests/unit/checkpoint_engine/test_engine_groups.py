@@ -17,9 +17,9 @@ from engine_processes import CONTEXT, SECONDS
 from engine_ranks import rank_main
 
 from checkpoint_engine import Delivery, Publisher, Receiver, TransferFailed
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Epoch, Member, TorchLink
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.process_group import gloo_group
+from checkpoint_engine.process_group import Epoch, TorchLink, gloo_group
 from checkpoint_engine.transports import make_member, resolve_transport
 from examples.checkpoint_engine.processes import ProcessSender
 

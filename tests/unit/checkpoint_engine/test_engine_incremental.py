@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_local import PAYLOAD, TRAILER, FlippingLink, linked
-from engine_parts import ALPHA, RANK, ends, flipped, lora, sealed
+from engine_parts import ALPHA, RANK, ends, flipped, freeze, lora, sealed
 
 from checkpoint_engine import Publisher, Receiver, TransferCorrupted, TransferFailed, WeightsMismatch
 from checkpoint_engine import process_group as links_module
@@ -60,7 +60,7 @@ def test_bytes_come_into_the_slot_that_is_kept_and_nothing_is_copied_again() -> 
     slot = receiver.layout.empty()
     receiver._spare.append(slot)
     ack = taking(receiver, Handed(data.tobytes(), trailer(header))).accept(publisher.draft(0))
-    assert ack.digest == header.digest and receiver._held["ring", "policy", 0][1] is slot
+    assert ack.digest == header.digest and receiver._retained["ring", "policy", 0][1] is slot
     assert receiver.activate("policy", 0) == receiver.live_digest() == header.digest
 
 
@@ -152,7 +152,7 @@ def test_a_stale_copy_stops_the_run_before_it_leaves_and_names_the_tensor() -> N
         async with linked() as made:
             end = await made.join("a")
             await made.publish(0)
-            made.publisher.freeze(0)
+            freeze(made.publisher, 0)
             made.tensors[VICTIM].mul_(1.01)
             await made.delivery.publish(1)
             with pytest.raises(WeightsMismatch, match=f"version 1 .* {VICTIM} begins"):

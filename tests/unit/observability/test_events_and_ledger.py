@@ -1,6 +1,7 @@
 """What is written down while a run goes on: events, metrics, and where every worker's time went."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_what_a_step_did_is_written_before_its_checkpoint_can_be(tmp_path: Path)
 
 
 def test_recent_events_are_kept_in_memory(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl", Clock(), keep=2) as log:
+    with closing(EventLog(tmp_path / "events.jsonl", Clock(), keep=2)) as log:
         for number in range(5):
             log.event("step", step=number)
         assert [event["step"] for event in log.recent] == [3, 4]
@@ -55,7 +56,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped_and_the_file_goes_on(tmp_path: Pa
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1, "event": "step", "step": 0}\n{"time": 2, "ev')
     assert [event["step"] for event in read_events(path)] == [0]
-    with EventLog(path, Clock()) as log:
+    with closing(EventLog(path, Clock())) as log:
         log.event("step", step=1)
     assert [event["step"] for event in read_events(path)] == [0, 1]
 
@@ -70,7 +71,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_unchanged_states_are_recorded_once(tmp_path: Path) -> None:
     clock = Clock()
     ledger = PoolLedger(clock)
-    with EventLog(tmp_path / "events.jsonl", clock, ledger=ledger) as log:
+    with closing(EventLog(tmp_path / "events.jsonl", clock, ledger=ledger)) as log:
         for state in ("idle", "wait_work", "busy", "busy", "gone"):
             log.state("rollout-0", state)
             clock.now += 2.0

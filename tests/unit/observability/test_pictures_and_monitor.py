@@ -13,7 +13,7 @@ from rich.console import Console
 
 from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.observability.charts import Line, line_chart, timeline
-from async_flowrl.observability.images import CELL, GAP, LINE, write_grid
+from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid
 from async_flowrl.observability.monitor import Display, Monitor
 from async_flowrl.observability.report import better_split, bottleneck, write_report
 from async_flowrl.observability.timeline import tracks
@@ -28,16 +28,16 @@ def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
     images[1, 0, 0] = (255, 0, 0)
     write_grid(tmp_path / "grid.png", ["a prompt"], [images], [[0.5, -1.0]], title="step 3")
     sheet = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB"))
-    top, left = 2 * LINE, GAP + CELL + GAP
+    top, left = 2 * LINE_HEIGHT, GAP + MIN_SIDE + GAP
     assert (sheet[top : top + 3, left : left + 3] == (255, 0, 0)).all()
-    assert (sheet[top + 3 : top + CELL, left : left + CELL] == 0).all()
-    assert (sheet[:LINE] != 255).any()
+    assert (sheet[top + 3 : top + MIN_SIDE, left : left + MIN_SIDE] == 0).all()
+    assert (sheet[:LINE_HEIGHT] != 255).any()
 
 
 @pytest.mark.parametrize(("side", "shown"), [(16, 96), (64, 128), (128, 128), (512, 256)])
 def test_the_size_of_a_cell(tmp_path: Path, side: int, shown: int) -> None:
     write_grid(tmp_path / "grid.png", ["x"] * 3, [group(4, side, 9)] * 3, [[0.0] * 4] * 3)
-    assert Image.open(tmp_path / "grid.png").size == (GAP + 4 * (shown + GAP), 3 * (2 * LINE + shown + GAP))
+    assert Image.open(tmp_path / "grid.png").size == (GAP + 4 * (shown + GAP), 3 * (2 * LINE_HEIGHT + shown + GAP))
 
 
 def test_a_grid_needs_a_reward_for_every_row(tmp_path: Path) -> None:

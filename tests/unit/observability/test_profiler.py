@@ -12,12 +12,11 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, StepPlan
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan
 from async_flowrl.training.worker import TrainerWorker
 
 
 def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     given = ["prompts_per_step=1", "group_size=2", "trainer.micro_batch_size=2", "profile.steps=[1]"]
     prepared = prepare(compose_config("sync", [*given, f"output_dir={tmp_path}"]))
     config = prepared.config
@@ -26,15 +25,14 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
     rollout.load()
     trainer.load()
     for step in (0, 1):
-        trainer.stage(step)
-        trainer.seal(step)
-        rollout.receive(*trainer.payload(step))
+        trainer.sender.stage(step)
+        trainer.sender.seal(step)
+        rollout.receiver.receive(*trainer.sender.payload(step))
         _, _, trajectory = rollout.generate(prepared.requests.request(Ticket(TRAIN, step, step, 0, 0, step)))
         assert trajectory is not None
         meta = GroupMeta(0, 1, step, 0, (1.0, -1.0), (0, 1), (0, 1), " ", sampling(config))
-        trainer.begin(step, StepPlan(rows=2 * len(trajectory.train_steps)))
-        trainer.accumulate([meta], trajectory)
-        trainer.finish()
+        plan = StepPlan(rows=2 * len(trajectory.train_steps))
+        trainer.train(Part(step, (meta,), begins=plan, finishes=True), trajectory)
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == ["rollout-0-step-000001-ticket-000001.json", "trainer-0-step-000001.json"]
     names = {event["name"] for event in json.loads((tmp_path / "profile" / written[1]).read_text())["traceEvents"]}

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
-from async_flowrl.observability.flops import counted
+from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.registry import check_prompts_of, family_of, load_family, resolve_model, shapes_of
@@ -296,13 +296,13 @@ def test_bfloat16_computes_there_and_returns_float32(family: str) -> None:
 
 
 def test_the_flops_counter_sees_what_torch_sees(family: str) -> None:
-    """With attention unfused, as two batched products that torch's own counter counts too."""
+    """With attention unfused, as two batched products that torch's own counter knows too."""
     policy = adapted(family)
     positive, _ = conditioning(policy)
     x, sigma = latents(policy), torch.full((N,), 0.5)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, counted(policy.transformer) as ours:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, FlopCounter() as ours:
         policy.velocity(x, sigma, positive, None, how(family)).square().sum().backward()
-    assert ours.total == pytest.approx(torchs.get_total_flops(), rel=0.02)
+    assert ours.total == torchs.get_total_flops() > 0
 
 
 def test_evaluations_make_images(policy: Policy, family: str) -> None:

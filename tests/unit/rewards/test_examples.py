@@ -9,6 +9,7 @@ import pytest
 
 from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.prompts import load_prompts
+from async_flowrl.rewards.registry import is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt
 
@@ -45,10 +46,11 @@ def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
         "sharp": RewardTerm(name="sharpness:sharpness", options={"scale": 2.0}),
         "judge": RewardTerm(name="sharpness:Judge", weight=0.5),
     }
-    worker = RewardWorker(RewardConfig(terms=terms), index=0, name="reward-0")
+    config = RewardConfig(terms=terms)
+    worker = RewardWorker(config, index=0, name="reward-0")
     flat = np.full((8, 8, 3), 255, dtype=np.uint8)
     stripes = np.tile(np.array([0, 255], dtype=np.uint8)[None, :, None], (8, 4, 3))
     scores = worker.score(Prompt(0, "stripes"), np.stack([flat, stripes]))
     assert scores.parts == {"sharp": (0.0, 1.0), "judge": (1.0, 0.5)}
-    assert not worker.reward.deterministic
+    assert not is_deterministic(config)
     worker.close()

@@ -10,7 +10,7 @@ import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
+from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards, is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 
@@ -94,12 +94,19 @@ def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
 
 
 def test_flags_of_the_sum() -> None:
-    plain, judged = build_reward(terms(a="constant")), build_reward(terms(a="constant", b="Judge"))
-    assert (plain.deterministic, plain.needs_target) == (True, False)
-    assert (judged.deterministic, judged.needs_target) == (False, True)
-    assert check_rewards(terms(a="constant", b="Judge"))
+    plain, judged = terms(a="constant"), terms(a="constant", b="Judge")
+    assert (is_deterministic(plain), build_reward(plain).needs_target) == (True, False)
+    assert (is_deterministic(judged), build_reward(judged).needs_target) == (False, True)
+    assert check_rewards(judged)
     assert check_rewards(RewardConfig(terms={"ocr": RewardTerm()}))
     assert not check_rewards(terms(a="constant"))
+
+
+def test_a_function_with_options_may_say_that_it_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    import own_rewards
+
+    monkeypatch.setattr(own_rewards.constant, "deterministic", False, raising=False)
+    assert not is_deterministic(terms(a=own("constant", value=0.5)))
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))

@@ -18,7 +18,6 @@ from tests.support.tiny import randomise, request
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Timing
 
-torch.set_num_threads(1)
 IMAGES, STEPS = 3, 6
 Made = tuple[RolloutReport, Any, Any]
 
@@ -61,7 +60,7 @@ class Counted:
         return self._decode(latents, resolution)
 
     def receive(self, version: int) -> None:
-        self.worker.receive(*self.publisher.payload(version))
+        self.worker.receiver.receive(*self.publisher.payload(version))
 
     def make(self, version: int, *, arrives_in: int | None = None) -> Made:
         """One ticket; version + 1 arrives in this denoising step of it."""
@@ -77,7 +76,7 @@ def test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none(m
     assert counted.worker.receiver.held()[-1][1] == STEPS, "nothing arrived"
     assert (counted.steps, counted.decoded) == (STEPS * STEPS, STEPS * IMAGES)
     assert sum(report.images for report, _, _ in beside) == STEPS * IMAGES
-    counted.worker.reset()
+    counted.worker.receiver.clear()
     for version, (report, images, trajectory) in enumerate(beside):
         counted.receive(version)
         alone, expected, steps = counted.make(version)

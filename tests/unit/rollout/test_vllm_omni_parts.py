@@ -1,4 +1,4 @@
-"""What the vllm_omni engine does around vllm, tested where vllm is not installed: names, shapes, arguments, replies."""
+"""The vllm_omni engine without vllm: names, shapes, arguments and replies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +13,9 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.vllm_omni import settings
-from async_flowrl.rollout.vllm_omni.names import adapter_tensors, engine_name, packed_place, unpacked
-from async_flowrl.rollout.vllm_omni.network import network_plan
-from async_flowrl.rollout.vllm_omni.replies import VllmOmniError, metadata, reply
+from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, metadata, reply
+from async_flowrl.rollout.vllm_omni.names import adapter_key, engine_name, engine_slice, network_shapes, unpacked
 from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments, tensor_parallel
 from checkpoint_engine import base_digest
 from tests.support.tiny import adapted_policy, tiny_policy
@@ -33,38 +31,30 @@ def test_only_the_output_projection_is_called_differently() -> None:
 
 
 def test_packed_projections_are_found_by_slice() -> None:
-    assert packed_place("b.0.attn.to_k", PACKED) == ("b.0.attn.to_qkv", 1)
-    assert packed_place("b.0.attn.add_v_proj", PACKED) == ("b.0.attn.add_kv_proj", 2)
-    assert packed_place("b.0.attn.to_out.0", PACKED) is None
+    assert engine_slice("b.0.attn.to_k", PACKED) == ("b.0.attn.to_qkv", 1)
+    assert engine_slice("b.0.attn.add_v_proj", PACKED) == ("b.0.attn.add_kv_proj", 2)
+    assert engine_slice("b.0.attn.to_out.0", PACKED) == ("b.0.attn.to_out", 0)
 
 
 def test_adapter_keys_are_those_of_vllms_loader() -> None:
-    a, b = torch.ones(2, 3), torch.ones(4, 2)
-    assert adapter_tensors({"b.0.attn.to_out.0": (a, b)}) == {
-        "base_model.model.transformer.b.0.attn.to_out.lora_A.weight": a,
-        "base_model.model.transformer.b.0.attn.to_out.lora_B.weight": b,
-    }
+    key = adapter_key("b.0.attn.to_out.0.lora_A.weight")
+    assert key == "base_model.model.transformer.b.0.attn.to_out.lora_A.weight"
 
 
 def packed_as_the_engine(tensors: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     """One rank's share: projections packed per rank, output projections split by input, everything else whole."""
     live: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: order(item[0])):
+    for name, tensor in sorted(tensors.items(), key=lambda item: engine_slice(item[0].rpartition(".")[0], PACKED)):
         module, _, leaf = name.rpartition(".")
-        place = packed_place(module, PACKED)
-        if place is not None:
-            parts.setdefault(f"{place[0]}.{leaf}", []).append(tensor.chunk(ranks)[rank])
+        whole, _ = engine_slice(module, PACKED)
+        if whole.rpartition(".")[2] in PACKED:
+            parts.setdefault(f"{whole}.{leaf}", []).append(tensor.chunk(ranks)[rank])
         elif ".to_out.0.weight" in name:
             live[engine_name(name)] = tensor.chunk(ranks, dim=1)[rank]
         else:
             live[engine_name(name)] = tensor
-    return live | {name: torch.cat(found) for name, found in parts.items()}
-
-
-def order(name: str) -> tuple[str, int]:
-    place = packed_place(name.rpartition(".")[0], PACKED)
-    return (name, 0) if place is None else place
+    return live | {name: torch.cat(shards) for name, shards in parts.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -82,8 +72,7 @@ def test_base_weights_come_back_from_packing_and_sharding(ranks: int) -> None:
         return torch.cat(others, dim=dimension)
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = unpacked(shards[0], shapes, PACKED, gather)
-    assert base_digest(found) == base_digest(tensors)
+    assert base_digest(unpacked(shards[0], shapes, PACKED, gather)) == base_digest(tensors)
     assert bool(requested) == (ranks > 1)
 
 
@@ -106,26 +95,25 @@ def test_a_parameter_that_is_missing_or_misshapen_is_named() -> None:
 
 
 @pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
-def test_the_plan_knows_the_adapter_and_the_base_without_weights(targets: list[str] | None) -> None:
+def test_the_adapter_and_the_base_have_known_shapes_without_weights(targets: list[str] | None) -> None:
     config = Config(lora=LoraConfig(rank=4, targets=targets))
-    plan = network_plan(resolve_model(config.model).path, config)
+    shapes = network_shapes(config, resolve_model(config.model))
     adapted = lora_parameters(adapted_policy(config=config.lora, parts="transformer").transformer)
-    assert plan.adapter == {name: tuple(parameter.shape) for name, parameter in adapted.items()}
+    assert shapes.adapter == {name: tuple(parameter.shape) for name, parameter in adapted.items()}
     bare = dict(tiny_policy(parts="transformer").transformer.named_parameters())
-    assert plan.base == {name: tuple(parameter.shape) for name, parameter in bare.items()}
+    assert shapes.base == {name: tuple(parameter.shape) for name, parameter in bare.items()}
 
 
 def test_a_target_that_names_nothing_is_refused_before_the_engine_starts() -> None:
     config = Config(lora=LoraConfig(targets=["attn.to_qq"]))
     with pytest.raises(ValueError, match=r"'attn\.to_qq' names no linear layer"):
-        network_plan(resolve_model(config.model).path, config)
+        network_shapes(config, resolve_model(config.model))
 
 
 def test_every_argument_of_the_engine_is_named() -> None:
     config = Config(max_staleness=2)
     config.model.dtype = "bfloat16"
-    config.rollout.gpus_per_worker = 4.0
-    arguments = engine_arguments(config, folder="/models/qwen", family="qwen_image", devices=4, port=29501)
+    arguments = engine_arguments(config, folder="/models/qwen", family="qwen_image", ranks=4, port=29501)
     expected = {
         "model": "/models/qwen",
         "dtype": "bfloat16",
@@ -140,7 +128,7 @@ def test_every_argument_of_the_engine_is_named() -> None:
     assert pipeline["pipeline_class"].startswith("async_flowrl.rollout.vllm_omni.pipeline.")
     assert pipeline["store_port"] == 29501
     with pytest.raises(ValueError, match="generates with qwen_image, the model is flux"):
-        engine_arguments(config, folder="f", family="flux", devices=1, port=1)
+        engine_arguments(config, folder="f", family="flux", ranks=1, port=1)
 
 
 @pytest.mark.parametrize(("gpus", "devices", "size"), [(1.0, 1, 1), (0.5, 1, 1), (2.0, 2, 2), (8.0, 8, 8), (4.0, 0, 1)])
@@ -152,8 +140,6 @@ def test_a_workers_devices_are_its_tensor_parallel_size(gpus: float, devices: in
 def test_devices_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(ValueError, match="gpus_per_worker=4, but the worker sees 2 devices"):
         tensor_parallel(4.0, 2)
-    with pytest.raises(ValueError, match=r"must be a whole number, got 1\.5"):
-        tensor_parallel(1.5, 2)
 
 
 def engine_config() -> Config:
@@ -197,10 +183,10 @@ def test_a_missing_or_foreign_release_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_engine_that_is_not_known_is_refused() -> None:
-    config = Config()
+    config = engine_config()
     config.rollout.engine = "vllm_omny"
-    with pytest.raises(ValueError, match="vllm_omni"):
-        load_engine(config, resolve_model(config.model), "cpu")
+    with pytest.raises(ConfigError, match=r"^rollout\.engine must be one of .* did you mean 'vllm_omni'"):
+        check(config)
 
 
 @pytest.mark.parametrize("nested", [["x"], [["x"]], "x", (["x"],)])

@@ -51,7 +51,7 @@ def worker_with(k: int) -> tuple[RolloutWorker, Engine, dict[int, str]]:
         header = Header.seal(
             worker.receiver.layout, data.numpy(), stream="policy", version=version, alpha=None, rank=None
         )
-        digests[version] = worker.receive(header, data.numpy(), slot).digest
+        digests[version] = worker.receiver.receive(header, data.numpy(), slot).digest
 
     for version in range(k + 1):
         deliver(version)

@@ -2,16 +2,19 @@
 
 import asyncio
 import os
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from async_flowrl.plan.virtual_time import run_virtual
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.host import resolve, thread_environment
-from separation.processes import Identity, descendants, kill_remaining
-from separation.rendezvous import free_port, rank_environment
-from tests.support.virtual import run_virtual
+from separation.processes import alive, descendants, kill_remaining, machine, process_of
+from separation.rendezvous import rank_environment
 
 TOY = "tests.unit.separation.toy:Toy"
 
@@ -57,24 +60,24 @@ def test_threads_of_every_numeric_library_are_set() -> None:
     assert "OMP_NUM_THREADS" in thread_environment(3)
 
 
-def test_identity_tells_processes_apart_and_kill_remaining_ends_them() -> None:
-    async def main() -> None:
-        child = await asyncio.create_subprocess_exec("sleep", "600")
-        identity = Identity.of(child.pid)
-        assert identity is not None and identity.alive()
-        assert identity in descendants(os.getpid())
-        reused = Identity(identity.pid, identity.started + 1, identity.machine)
-        reused.kill()
-        assert identity.alive(), "a process that reuses the number must not be touched"
-        assert kill_remaining([identity, reused], grace=0.0) == [identity]
-        await child.wait()
-        assert not identity.alive()
-
-    asyncio.run(main())
+def test_kill_remaining_ends_processes_of_this_machine() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    process = process_of(child.pid, machine())
+    assert process is not None and alive(process)
+    assert process in descendants(os.getpid())
+    assert process_of(child.pid, "another machine") is None
+    assert kill_remaining([process], grace=0.0) == [process]
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert not alive(process), "a process whose exit code waits to be collected is gone"
+    assert process not in descendants(os.getpid())
+    child.wait()
+    assert not alive(process) and kill_remaining([process], grace=0.0) == []
+    assert process_of(child.pid, machine()) is None and descendants(child.pid) == []
 
 
 def test_gang_environment_has_torchruns_names() -> None:
-    environment = rank_environment(rank=1, world=2, address="10.0.0.1", port=free_port(), timeout=30)
+    environment = rank_environment(rank=1, world=2, address="10.0.0.1", port=29500, timeout=30)
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1, got 2"):
         rank_environment(rank=2, world=2, address="10.0.0.1", port=1, timeout=30)

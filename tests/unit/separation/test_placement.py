@@ -4,7 +4,7 @@ import pytest
 
 from separation.group import PoolSpec
 from separation.placement import (
-    PROCESSES_PER_CORE,
+    MAX_PROCESSES_PER_CORE,
     Reservation,
     ResourcesMissing,
     StoreTooSmall,
@@ -100,9 +100,9 @@ def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
     cpus, custom = own_cluster([spec("rollout", 3, gpus=1), spec("reward", 2)], cores=2)
     assert cpus == 5
     assert custom == {"rollout": 3.0}
-    own_cluster([spec("rollout", 2 * PROCESSES_PER_CORE)], cores=2)
+    own_cluster([spec("rollout", 2 * MAX_PROCESSES_PER_CORE)], cores=2)
     with pytest.raises(ResourcesMissing, match="2 cores") as caught:
-        own_cluster([spec("rollout", 2 * PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
+        own_cluster([spec("rollout", 2 * MAX_PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
     assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.plan.virtual_time import run_virtual
 from separation.supervise import (
     DeadlineExceeded,
     deadline,
@@ -15,7 +16,6 @@ from separation.supervise import (
     supervised,
     together,
 )
-from tests.support.virtual import run_virtual
 
 
 class Boom(Exception):

@@ -14,15 +14,16 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.base_weights import base_tensors, digest_of_stored, stream_base
 from async_flowrl.training.fsdp import World, shard
-from separation.rendezvous import free_port, join, leave, rank_environment
+from separation.rendezvous import join, leave, rank_environment
 from tests.support.families import model_config
+from tests.support.ports import free_port
 
 
 def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str, str], dict[str, Any]]]:
     """By rank and (family, dtype): the whole tensors, the digest, and the most memory that loading took."""
     for family, _ in cases:
         resolve_model(model_config(family))
-    processes.spawn(_rank, args=(free_port("127.0.0.1"), cases, str(folder)), nprocs=2)
+    processes.spawn(_rank, args=(free_port(), cases, str(folder)), nprocs=2)
     return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(2)]
 
 

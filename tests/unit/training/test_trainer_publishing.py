@@ -1,6 +1,7 @@
 """What the first rank sends is what it trained, bound to the same modules."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,16 +38,21 @@ class Site:
         )
 
     def receive(self, worker: TrainerWorker, version: int) -> None:
-        worker.seal(version)
-        header, data = worker.payload(version)
+        worker.sender.seal(version)
+        header, data = worker.sender.payload(version)
         self.receiver.receive(header, data.copy())
         self.receiver.activate("policy", version)
 
     def probe(self) -> dict[str, torch.Tensor]:
-        return binding_probe({name: LoraModule(*parts) for name, parts in lora_layers(self.layers).items()})
+        return probe_of(self.layers)
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {n: t.detach().numpy().copy() for n, t in lora_parameters(self.sampler.policy.transformer).items()}
+
+
+def probe_of(modules: Any) -> dict[str, torch.Tensor]:
+    """What LoRA modules compute with the weights they hold."""
+    return binding_probe({name: LoraModule(*parts) for name, parts in lora_layers(modules).items()})
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +64,21 @@ def test_the_canary_proves_the_binding_and_trains_nothing() -> None:
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
     before = worker.weights_digest()
-    mine = worker.canary()
+    mine = worker.sender.canary()
     assert worker.weights_digest() == before
     site.receive(worker, CANARY_VERSION)
     check_binding(mine, site.probe())
-    worker.stage(0)
+    worker.sender.stage(0)
     site.receive(worker, 0)
     assert rig.equal(site.tensors(), worker.tensors())
     with pytest.raises(WeightsMismatch, match="binding can't be proven"):
-        check_binding(worker.probe(0), site.probe())
+        check_binding(probe_of(lora_modules(worker.policy.transformer)), site.probe())
 
 
 def test_a_wrong_scale_or_swapped_modules_fail_the_proof() -> None:
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
-    mine = worker.canary()
+    mine = worker.sender.canary()
     site.receive(worker, CANARY_VERSION)
     one, other = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k"))
     site.layers[one], site.layers[other] = site.layers[other], site.layers[one]
@@ -88,16 +94,16 @@ def test_training_on_what_was_delivered_closes_the_loop() -> None:
     """Two versions out, samples back, one step late: the sampler really used what the trainer published."""
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
-    worker.canary()
+    worker.sender.canary()
     site.receive(worker, CANARY_VERSION)
-    worker.stage(0)
+    worker.sender.stage(0)
     site.receive(worker, 0)
     batches = [[site.sampler.group(0, group) for group in (0, 1)]]
     for step in range(3):
         late = [(replace(m, version=max(0, step - 1), age=min(step, 1)), t) for m, t in batches[step]]
         stats = rig.update(worker, step, late)
         assert stats.metrics["behaviour_gap"] < 1e-6
-        worker.stage(step + 1)
+        worker.sender.stage(step + 1)
         # Sampled before version step + 1 arrives: with the version before it.
         batches.append([site.sampler.group(step + 1, group) for group in (0, 1)])
         site.receive(worker, step + 1)
@@ -115,11 +121,11 @@ def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object)
     worker.snapshot()
     path = worker.save(str(tmp_path), {})
     resumed = rig.trainer(config)
-    resumed.stage(0)
-    resumed.seal(0)
+    resumed.sender.stage(0)
+    resumed.sender.seal(0)
     resumed.restore(path)
     for version in (1, 2):
-        resumed.stage(version)
+        resumed.sender.stage(version)
         site.receive(resumed, version)
         assert rig.equal(site.tensors(), versions[version])
     assert rig.equal(resumed.tensors(), versions[2])
@@ -129,10 +135,10 @@ def test_frozen_deliveries_are_refused_by_the_receiver() -> None:
     config = rig.tiny_config()
     config.debug.freeze_publish = True
     site, worker = Site(config), rig.trainer(config)
-    worker.stage(0)
+    worker.sender.stage(0)
     site.receive(worker, 0)
     rig.update(worker, 0, [site.sampler.group(0, 0)])
-    worker.stage(1)
+    worker.sender.stage(1)
     with pytest.raises(TransferCorrupted):
         site.receive(worker, 1)
 
@@ -141,14 +147,14 @@ def test_the_average_has_its_own_stream(site: Site) -> None:
     config = rig.tiny_config(ema_decay=0.9, ema_every=1)
     worker = rig.trainer(config)
     rig.update(worker, 0, [site.sampler.group(0, 0)])
-    worker.stage(1)
-    worker.stage(1, "ema")
-    one, other = worker.seal(1), worker.seal(1, "ema")
+    worker.sender.stage(1)
+    worker.sender.stage(1, "ema")
+    one, other = worker.sender.seal(1), worker.sender.seal(1, "ema")
     assert one.stream == "policy" and other.stream == "ema" and one.digests != other.digests
     with pytest.raises(ValueError, match="only the newest EMA"):
-        worker.stage(0, "ema")
+        worker.sender.stage(0, "ema")
     with pytest.raises(ValueError, match="no stream 'sampling'"):
-        worker.stage(1, "sampling")
+        worker.sender.stage(1, "sampling")
 
 
 def test_a_slowly_moving_sampling_policy_is_what_goes_out(site: Site) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import trainer_rig as rig
-from trainer_ranks import Job, Outcome, run_alone, run_gang
+from trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return dict(zip(jobs, run_gang(2, list(jobs.values()), tmp_path_factory.mktemp("two")), strict=True))
+    return dict(zip(jobs, run_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("two")), strict=True))
 
 
 def agrees(mine: list[dict[str, float]], theirs: list[dict[str, float]], **tolerance: Any) -> None:
@@ -75,14 +75,14 @@ def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outco
     assert two["one at a time"][0]["digest"] == two["plain"][0]["digest"]
 
 
-def test_one_rank_in_a_gang_is_bit_equal_to_none(
+def test_one_rank_in_a_process_group_is_bit_equal_to_none(
     jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    ((found,),) = run_gang(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
+    ((found,),) = run_ranks(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
     assert found["info"]["layout"] == "fsdp2 over 1"
     assert found["digest"] == run_alone(jobs["plain"])["digest"]
 
 
-def test_offloading_needs_a_gang(jobs: dict[str, Job]) -> None:
+def test_offloading_needs_a_process_group(jobs: dict[str, Job]) -> None:
     with pytest.raises(ValueError, match="join a world first"):
         run_alone(jobs["offload"])

@@ -114,9 +114,9 @@ def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], s
     other = rig.trainer(rig.tiny_config(micro_batch_size=samples, timesteps_per_forward=steps))
     gradients = []
     for worker in (one, other):
-        worker.begin(0, StepPlan(rows=rig.rows(handed[0])))
+        worker.update.begin(0, StepPlan(rows=rig.rows(handed[0])))
         for meta, tickets in handed[0]:
-            worker.accumulate([meta], *tickets)
+            worker.update.accumulate([meta], *tickets)
         gradients.append(worker.parameters.gradients.clone())
     assert gradients[0].norm() > 0
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
@@ -136,12 +136,12 @@ def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, h
     config.algorithm.clip_range = 1e9
     worker = rig.trainer(config)
     first, second = handed[0]
-    worker.proximal(Part(0, (second[0],)), *second[1])
+    worker.update.proximal(Part(0, (second[0],)), *second[1])
     rig.update(worker, 0, [first])
     assert worker.versions.newest == 0, "the version advances with the batch, not with the optimizer step"
-    worker.begin(0, StepPlan(rows=rig.rows([second]), update=1))
-    worker.accumulate([second[0]], *second[1])
-    stats = worker.finish()
+    worker.update.begin(0, StepPlan(rows=rig.rows([second]), update=1))
+    worker.update.accumulate([second[0]], *second[1])
+    stats = rig.finish(worker)
     assert worker.versions.newest == 1
     assert stats.metrics["ratio_deviation_squared"] > 1e-9
     assert stats.metrics["log_prob_gap"] < 1e-6, "the proximal policy is the one that sampled"
@@ -155,17 +155,17 @@ def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, h
 def test_a_later_update_without_its_proximal_phase_is_refused(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config(updates_per_batch=2))
     rig.update(worker, 0, handed[0][:1])
-    worker.begin(0, StepPlan(rows=12, update=1))
+    worker.update.begin(0, StepPlan(rows=12, update=1))
     with pytest.raises(ValueError, match="group 1 has no proximal predictions"):
-        worker.accumulate([handed[0][1][0]], *handed[0][1][1])
+        worker.update.accumulate([handed[0][1][0]], *handed[0][1][1])
 
 
 def test_a_step_without_groups_makes_a_version_and_moves_nothing(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config())
     rig.update(worker, 0, handed[0])
     before = worker.weights_digest()
-    worker.begin(1, StepPlan(rows=24))
-    stats = worker.finish()
+    worker.update.begin(1, StepPlan(rows=24))
+    stats = rig.finish(worker)
     assert stats.skipped and worker.weights_digest() == before and worker.versions.newest == 2
     zero = [rig.with_advantages(group, [0.0] * 4) for group in handed[1]]
     rig.update(worker, 2, zero)
@@ -179,9 +179,9 @@ def test_a_skipped_group_keeps_its_place_in_the_denominator(handed: list[list[ri
     gradients = []
     for batch in ([first], [first, rig.with_advantages(second, [0.0] * 4)]):
         worker = rig.trainer(rig.tiny_config())
-        worker.begin(0, StepPlan(rows=24))
+        worker.update.begin(0, StepPlan(rows=24))
         for meta, tickets in batch:
-            worker.accumulate([meta], *tickets)
+            worker.update.accumulate([meta], *tickets)
         gradients.append(worker.parameters.gradients.clone())
     assert torch.equal(gradients[0], gradients[1])
 
@@ -192,10 +192,10 @@ def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]
     bad = handed[0][1][1][0]
     latents = bad.latents.copy()
     latents[2, 1] = np.nan
-    worker.begin(7, StepPlan(rows=24))
-    worker.accumulate([handed[0][0][0]], *handed[0][0][1])
+    worker.update.begin(7, StepPlan(rows=24))
+    worker.update.accumulate([handed[0][0][0]], *handed[0][0][1])
     with pytest.raises(NonFiniteError, match="step 7, group 1: the loss is nan"):
-        worker.accumulate([handed[0][1][0]], replace(bad, latents=latents))
+        worker.update.accumulate([handed[0][1][0]], replace(bad, latents=latents))
     assert worker.weights_digest() == before
 
 
@@ -226,11 +226,11 @@ def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sam
         fresh = rig.update(worker, step, [sampler.group(step, group) for group in (0, 1)])
     assert fresh.metrics["behaviour_divergence"] == 0.0, "at age 0 the behaviour policy is the live one"
     live = worker.weights_digest()
-    worker.begin(2, StepPlan(rows=24))
+    worker.update.begin(2, StepPlan(rows=24))
     for meta, tickets in old:
-        worker.accumulate([meta], *tickets)
+        worker.update.accumulate([meta], *tickets)
     assert worker.weights_digest() == live, "the live weights are back after the behaviour pass"
-    stats = worker.finish()
+    stats = rig.finish(worker)
     assert stats.metrics["behaviour_divergence"] > 0
     # float32 storage of the rollout's log-probs is all that is left between the two engines.
     assert stats.metrics["behaviour_gap"] < 1e-6 < 1e-4 < stats.metrics["log_prob_gap"]
@@ -243,9 +243,9 @@ def test_a_version_no_longer_kept_is_named(sampler: rig.Sampler, handed: list[li
         rig.update(worker, step, batch)
     assert sorted(worker.versions.retained) == [2, 3]
     meta, tickets = handed[0][0]
-    worker.begin(3, StepPlan(rows=12))
+    worker.update.begin(3, StepPlan(rows=12))
     with pytest.raises(KeyError, match="version 0 is not kept"):
-        worker.accumulate([replace(meta, version=0, age=3)], *tickets)
+        worker.update.accumulate([replace(meta, version=0, age=3)], *tickets)
 
 
 def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
@@ -264,12 +264,12 @@ def test_guidance_replays_with_the_negative_prompt_of_the_rollout() -> None:
     guided = rig.Sampler(config)
     worker = rig.trainer(config)
     group = guided.group(0, 0)
-    worker.begin(0, StepPlan(rows=12))
+    worker.update.begin(0, StepPlan(rows=12))
     with pytest.raises(ValueError, match="negative prompt ' ' was not set"):
-        worker.accumulate([group[0]], *group[1])
-    worker.set_negatives(guided.negatives())
+        worker.update.accumulate([group[0]], *group[1])
+    worker.update.set_negatives(guided.negatives())
     assert rig.update(worker, 0, [group]).metrics["log_prob_gap"] < 1e-6
-    worker.set_negatives({" ": guided.engine.encode(["something else"])[0]})
+    worker.update.set_negatives({" ": guided.engine.encode(["something else"])[0]})
     worker.parameters.load(worker.versions.of(0))
     assert rig.update(worker, 1, [group]).metrics["log_prob_gap"] > 1e-4
 
@@ -366,9 +366,9 @@ def test_a_plan_without_rows_takes_no_groups(handed: list[list[rig.Handed]]) -> 
     with pytest.raises(ValueError, match="its plan counts 0 rows"):
         rig.update(worker, 3, handed[0], plan=StepPlan(rows=0))
     with pytest.raises(RuntimeError, match="before begin"):
-        rig.trainer(rig.tiny_config()).finish()
+        rig.finish(rig.trainer(rig.tiny_config()))
     with pytest.raises(ValueError, match="step 0 has no update 1"):
-        worker.begin(0, StepPlan(rows=1, update=1))
+        worker.update.begin(0, StepPlan(rows=1, update=1))
 
 
 def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(

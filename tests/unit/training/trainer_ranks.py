@@ -1,4 +1,4 @@
-"""What each trainer process does in the tests of the world; a module of its own, so that it can be spawned."""
+"""What each trainer process does in the tests of several ranks; a module of its own, so that it can be spawned."""
 
 import pickle
 from pathlib import Path
@@ -14,17 +14,18 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.messages import Part
 from async_flowrl.training.worker import TrainerWorker
-from separation.rendezvous import free_port, leave, rank_environment
+from separation.rendezvous import join, leave, rank_environment
+from tests.support.ports import free_port
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
 
 
-def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
+def run_ranks(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
     """Does each job with `world` processes and a fresh trainer; outcomes by job and rank."""
     for config, _ in jobs:
         resolve_model(config.model)
-    port = free_port("127.0.0.1")
+    port = free_port()
     (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
     processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
@@ -32,7 +33,7 @@ def run_gang(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
 
 
 def run_alone(job: Job) -> Outcome:
-    """The same job in this process, without a world."""
+    """The same job in this process, without a process group."""
     torch.set_num_threads(1)
     return _train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)
 
@@ -44,7 +45,7 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
     for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
-            worker.join_process_group(environment)
+            join(environment)
         outcomes.append(_train(worker, job))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
     leave()
@@ -57,7 +58,7 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
     for step, batch in enumerate(batches):
         size = len(batch) // updates
         for meta, tickets in batch[size:]:
-            worker.proximal(Part(step, (meta,)), *tickets)
+            worker.update.proximal(Part(step, (meta,)), *tickets)
         for index in range(updates):
             part = batch[index * size : (index + 1) * size]
             stats.append(rig.update(worker, step, part, plan=rig.StepPlan(rows=rig.rows(part), update=index)))

@@ -12,7 +12,7 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
-from async_flowrl.training.messages import GroupMeta, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
 
@@ -38,7 +38,6 @@ def tiny_config(**trainer: Any) -> Config:
 
 
 def trainer(config: Config) -> TrainerWorker:
-    torch.set_num_threads(1)
     worker = TrainerWorker(config, resolve_model(config.model), 0, "trainer-0")
     worker.load()
     return worker
@@ -61,7 +60,6 @@ class Sampler:
     """Rollouts of the given weights."""
 
     def __init__(self, config: Config) -> None:
-        torch.set_num_threads(1)
         self.config = config
         policy = load_policy(resolve_model(config.model), dtype=config.model.dtype, device="cpu", parts="all")
         add_lora(policy.transformer, config.lora, policy, config.seed)
@@ -139,13 +137,20 @@ def update(
     worker: TrainerWorker, step: int, handed: list[Handed], *, plan: StepPlan | None = None, together: bool = False
 ) -> UpdateStats:
     """One optimizer step; group by group, or all groups in one call."""
-    worker.begin(step, plan or StepPlan(rows=rows(handed)))
+    worker.update.begin(step, plan or StepPlan(rows=rows(handed)))
     if together:
-        worker.accumulate([meta for meta, _ in handed], *[t for _, tickets in handed for t in tickets])
+        worker.update.accumulate([meta for meta, _ in handed], *[t for _, tickets in handed for t in tickets])
     else:
         for meta, tickets in handed:
-            worker.accumulate([meta], *tickets)
-    return worker.finish()
+            worker.update.accumulate([meta], *tickets)
+    return finish(worker)
+
+
+def finish(worker: TrainerWorker) -> UpdateStats:
+    """The optimizer step of what was accumulated."""
+    stats = worker.train(Part(0, (), finishes=True))
+    assert stats is not None
+    return stats
 
 
 def weights(worker: TrainerWorker) -> dict[str, np.ndarray]:

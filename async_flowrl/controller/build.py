@@ -1,0 +1,51 @@
+"""Fresh controller state for one attempt of a run: ticket table, signals and published weights, wired together."""
+
+from collections.abc import Mapping
+
+from async_flowrl.controller.context import Context, Observer, Signal, Steps
+from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.controller.weights import PublishedWeights
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.tickets.table import Ticket, TicketTable
+from async_flowrl.tickets.ticket import record
+from checkpoint_engine.transports import OBJECT_STORE
+from separation.group import WorkerGroup
+
+ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
+"""Names of the pools."""
+
+
+def build_context(
+    requests: RequestBuilder,
+    pools: Mapping[str, WorkerGroup],
+    trainers: TrainerGroup,
+    observer: Observer,
+    steps: Steps,
+    *,
+    base_digest: str,
+    transport: str = OBJECT_STORE,
+    first_step: int = 0,
+) -> Context:
+    """The context of an attempt that begins with step `first_step`. Rollout workers have joined the ticket table."""
+    config = requests.config
+
+    def changed(ticket: Ticket) -> None:
+        observer.event("ticket", **record(ticket))
+
+    table, work = TicketTable(shape(config), first_step=first_step, on_change=changed), Signal()
+    for worker in pools[ROLLOUT].workers:
+        table.join(worker.name)
+    return Context(
+        config=config,
+        requests=requests,
+        table=table,
+        rollout=pools[ROLLOUT],
+        reward=pools[REWARD],
+        trainer=trainers,
+        weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport),
+        observer=observer,
+        steps=steps,
+        base_digest=base_digest,
+        work=work,
+    )

@@ -1,0 +1,62 @@
+"""scores.jsonl: scores of a reward that is not deterministic, so that no group is scored a second time after a resume.
+
+A resume or a recovery makes the images of the steps after its checkpoint again, bit for bit; such a reward would score
+them differently. One JSON line per training group: `step`, `group`, `digest` of the weights that made its images, and
+`total` and `parts` as in `Scores` (JSON keeps float64 exactly), both null for a group that `reward.on_error` skipped.
+"""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.events import cut_unfinished_line, read_events
+from async_flowrl.tickets.ticket import Ticket
+from async_flowrl.types import Scores
+
+Key = tuple[int, int, str | None]
+"""Step, group, and digest of the weights. Equal keys mean equal images, but for roundings that a resume warns of."""
+
+
+class ScoreLog:
+    """Scores by group; None is a group that was skipped. Evaluations have no part in it."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        """Reads the groups of `first_step` and later; a line that a killed process left unfinished is cut off."""
+        self.path = path
+        cut_unfinished_line(path)
+        lines = read_events(path) if path.exists() else ()
+        self._scores: dict[Key, Scores | None] = {
+            (line["step"], line["group"], line["digest"]): _scores(line) for line in lines if line["step"] >= first_step
+        }
+
+    def __contains__(self, group: list[Ticket]) -> bool:
+        return _key(group) in self._scores
+
+    def __getitem__(self, group: list[Ticket]) -> Scores | None:
+        return self._scores[_key(group)]
+
+    async def append(self, group: list[Ticket], scores: Scores | None, *, step: int) -> None:
+        """Returns when the line is synced to disk. Groups before `step`, the one that is trained now, are forgotten."""
+        self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
+        names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
+        line = names | {"total": scores and scores.total, "parts": scores and dict(scores.parts)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        await asyncio.to_thread(_sync, self.path)
+
+
+def _key(group: list[Ticket]) -> Key:
+    return group[0].step, group[0].group, group[0].digest
+
+
+def _scores(line: dict[str, Any]) -> Scores | None:
+    if line["total"] is None:
+        return None
+    return Scores(tuple(line["total"]), {name: tuple(values) for name, values in line["parts"].items()})
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file)

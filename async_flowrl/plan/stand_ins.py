@@ -1,0 +1,137 @@
+"""Stand-ins for workers, trainer and weights: they take the planned time and compute nothing."""
+
+import asyncio
+from typing import Any
+
+from async_flowrl.controller.context import Context
+from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
+from async_flowrl.plan.work import Layout, Work
+from async_flowrl.tickets.table import Ticket
+from async_flowrl.types import RolloutReport, Scores
+from separation.group import Worker
+
+_SCORES = Scores((), {})
+
+
+class TicketsAsRequests:
+    """Request builder: all that a stand-in needs to know of a ticket is the ticket."""
+
+    def request(self, ticket: Ticket) -> Ticket:
+        return ticket
+
+    def prompt(self, ticket: Ticket) -> Ticket:
+        return ticket
+
+
+class EmptyAnswers:
+    """What rollout and reward workers return: nothing of value."""
+
+    def generate(self, ticket: Ticket) -> tuple[RolloutReport, None, None]:
+        return RolloutReport(ticket.ordinal, ticket.version, str(ticket.version), 0, ()), None, None
+
+    def score(self, ticket: Ticket, *images: Any) -> Scores:
+        return _SCORES
+
+
+class PlannedWorker(VirtualWorker):
+    """A rollout or reward worker whose calls take what the law of their method says."""
+
+    def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int) -> None:
+        super().__init__(pool, index, EmptyAnswers())
+        self._work, self._slowness, self._seed = work, layout.slowness(index) if pool == "rollout" else 1.0, seed
+
+    def duration(self, method: str, args: tuple[Any, ...]) -> float:
+        ticket: Ticket = args[0]
+        if method == "score":
+            return self._work.score.draw(f"{self._seed}/score/{ticket.step}/{ticket.group}")
+        return self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness
+
+
+def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int) -> VirtualPool:
+    return VirtualPool(name, [PlannedWorker(name, index, work, layout, seed) for index in range(size)])
+
+
+class PlannedTrainer:
+    """All trainer ranks as one; waits for groups as the real ranks do."""
+
+    def __init__(self, work: Work, layout: Layout, seed: int) -> None:
+        self._work, self._seed = work, seed
+        self._update = work.update_on(layout.trainer)
+
+    async def update(self, ctx: Context, step: int) -> dict[str, float]:
+        groups = range(ctx.config.prompts_per_step)
+        for handed in [groups] if ctx.config.hand_over == "batch" else [range(i, i + 1) for i in groups]:
+            await self._until_ready(ctx, step, handed)
+            tickets = [ctx.table.hand_over(step, group) for group in handed]
+            for group in tickets:
+                await asyncio.sleep(self._update.draw(f"{self._seed}/update/{step}/{group[0].group}"))
+        await asyncio.sleep(self._work.finish.draw(f"{self._seed}/finish/{step}"))
+        return {}
+
+    async def _until_ready(self, ctx: Context, step: int, groups: range) -> None:
+        def ready() -> bool:
+            return all(ctx.table.ready(step, group) for group in reversed(groups))
+
+        if not ready():
+            ctx.observer.state("trainer-0", "wait_data")
+            await ctx.ready.until(ready)
+        ctx.observer.state("trainer-0", "busy")
+
+
+class PlannedWeights:
+    """Stages, then delivers beside the next update; a version waits for the delivery of the one before the last."""
+
+    ctx: Context
+
+    def __init__(self, work: Work, seed: int) -> None:
+        self._work, self._seed = work, seed
+        self._deliveries: dict[int, asyncio.Task[None]] = {}
+
+    async def publish_first(self) -> None:
+        await self._deliver(0)
+
+    async def publish(self, version: int) -> None:
+        self.ctx.observer.state("trainer-0", "sync")
+        await asyncio.sleep(self._work.stage.draw(f"{self._seed}/stage/{version}"))
+        if older := self._deliveries.pop(version - 2, None):
+            await older
+        self._deliveries[version] = asyncio.create_task(self._deliver(version))
+
+    async def drain(self) -> None:
+        for task in self._deliveries.values():
+            await task
+
+    async def watch(self) -> None:
+        """Nothing can go wrong here."""
+
+    async def welcome(self, worker: Worker) -> None:
+        raise AssertionError(f"{worker.name} was never lost")
+
+    async def leave(self, worker: str) -> None:
+        raise AssertionError(f"{worker} was never lost")
+
+    async def retain_for_evaluation(self, version: int) -> None:
+        """A plan has no evaluations."""
+
+    async def deliver_for_evaluation(self, version: int) -> None:
+        """A plan has no evaluations."""
+
+    async def close(self) -> None:
+        """Nothing is under way after the loop."""
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    async def _deliver(self, version: int) -> None:
+        law = self._work.deliver if version else self._work.deliver.scaled(0.0)
+        self.ctx.table.publish(version, str(version))
+        self.ctx.work.notify()
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self.ctx.rollout.workers:
+                seconds = law.draw(f"{self._seed}/deliver/{version}/{worker.name}")
+                tasks.create_task(self._acknowledge(worker.name, version, seconds))
+
+    async def _acknowledge(self, worker: str, version: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.ctx.table.acknowledge(worker, version, str(version))
+        self.ctx.work.notify(worker)

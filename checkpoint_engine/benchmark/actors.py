@@ -1,0 +1,206 @@
+"""Ray actors of the benchmark, and the ends of a delivery whose calls they answer.
+
+A payload moves as in a run: the sending actor returns it as an object of Ray's store, and every receiving actor is
+given the reference.
+"""
+
+import asyncio
+import os
+import time
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from checkpoint_engine.base import RING, Draft, Header
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.digest import ByteArray
+from checkpoint_engine.layout import Layout
+from checkpoint_engine.process_group import SENDER, Epoch, TorchLink
+from checkpoint_engine.publisher import Publisher
+from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.transports import NCCL, OBJECT_STORE, make_member
+
+TENSORS = 32
+GROUP_SECONDS = 120.0
+MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
+"""Concurrency groups of an actor, one thread each: its own work, deliveries beside it, and aborts beside those."""
+
+
+class Half:
+    """One half of a delivery, in an actor: payload-sized buffers, and the raw primitives on them, which verify nothing.
+
+    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU where the transport is nccl.
+    """
+
+    def __init__(self, transport: str, megabytes: float) -> None:
+        torch.set_num_threads(1)
+        self._transport, self._device = transport, "cuda" if transport == NCCL else "cpu"
+        shape = torch.empty(int(megabytes * 1e6) // (4 * TENSORS), device="meta")
+        layout = Layout.of({f"t{i:02d}": shape for i in range(TENSORS)})
+        self._payload, self._scratch = (layout.empty(self._device).zero_() for _ in range(2))
+        self.tensors = layout.views(self._payload)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def copy(self) -> float:
+        """Seconds of one copy of the payload within this process."""
+        began = time.perf_counter()
+        self._scratch.copy_(self._payload)
+        return self._seconds_since(began)
+
+    def open(self, host: str, port: int, world: int, rank: int) -> None:
+        """Opens a group of the same kind as the transport's, beside it."""
+        store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
+        self._link = TorchLink(self._transport)
+        self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
+
+    def broadcast(self) -> None:
+        """The raw collective: all bytes in one call."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        self._link.group.broadcast([self._scratch], options).wait()
+        self._seconds_since(0.0)
+
+    def _seconds_since(self, began: float) -> float:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+class Sending(Half):
+    """The half of the trainer: a publisher."""
+
+    def __init__(self, transport: str, megabytes: float) -> None:
+        super().__init__(transport, megabytes)
+        self.publisher = Publisher(self.tensors, retain=1)
+        if transport != OBJECT_STORE:
+            self.group = CollectiveSender(self.publisher, make_member(transport, self._device))
+
+    def train(self, version: int) -> None:
+        for tensor in self.tensors.values():
+            tensor.fill_(float(version))
+        self.copy()
+
+    def put(self) -> ByteArray:
+        """The raw object store, first half: what an actor returns is put there."""
+        return self._scratch.numpy()
+
+
+class Receiving(Half):
+    """The half of a rollout worker: a receiver."""
+
+    def __init__(self, transport: str, megabytes: float) -> None:
+        super().__init__(transport, megabytes)
+        self.receiver = Receiver(self.tensors, capacity=1)
+        self._payload = self.receiver._live
+        if transport != OBJECT_STORE:
+            self.group = CollectiveReceiver(self.receiver, make_member(transport, self._device))
+
+    def get(self, data: ByteArray) -> None:
+        """The raw object store, second half: what an actor is given is mapped, and copied from there."""
+        self._scratch.numpy()[:] = data
+
+    def activate(self, version: int) -> float:
+        began = time.perf_counter()
+        self.receiver.activate("policy", version)
+        return self._seconds_since(began)
+
+
+class Host:
+    """An actor. Calls name a method of its half, or of a part of it (`publisher.seal`)."""
+
+    def __init__(self, half: type[Half], transport: str, megabytes: float) -> None:
+        self._half = half(transport, megabytes)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return attrgetter(method)(self._half)(*arguments)
+
+
+class End:
+    """An actor as the benchmark and a delivery see it."""
+
+    def __init__(self, half: type[Half], name: str, transport: str, megabytes: float) -> None:
+        self.name, self.node = name, "local"
+        create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(Host)
+        gpus = 1 if transport == NCCL else 0
+        self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(half, transport, megabytes)
+
+    def start(self, method: str, *arguments: Any, group: str = MAIN, returns: int = 1) -> Any:
+        """A reference to the result of a call, or `returns` of them."""
+        call = self._actor.call.options(concurrency_group=group, num_returns=returns)
+        return call.remote(method, *arguments)
+
+    async def call(self, method: str, *arguments: Any, group: str = MAIN) -> Any:
+        """The result of a call. Raises what it raised, and ConnectionResetError when the process has died."""
+        try:
+            return await self.start(method, *arguments, group=group)
+        except RayActorError as error:
+            raise ConnectionResetError(f"{self.name} is gone") from error
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await self.call("group.open", epoch, rank, group=DELIVERY)
+
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await self.call("group.ready", epoch, draft, group=DELIVERY)
+
+    async def abort_group(self) -> None:
+        await self.call("group.abort", group=CONTROL)
+
+    async def close(self) -> None:
+        """Ends the actor and waits until Ray knows that it has ended."""
+        ray.kill(self._actor)
+        await asyncio.gather(self.call("pid"), return_exceptions=True)
+
+    async def _payload(self, method: str, *arguments: Any) -> Any:
+        """A reference to the bytes that a method returns beside their header."""
+        header, payload = self.start(method, *arguments, group=DELIVERY, returns=2)
+        await header
+        return payload
+
+
+class SenderEnd(End):
+    """The sending actor: a `SenderEndpoint` and a `GroupSender`."""
+
+    async def stage(self, version: int) -> None:
+        await self.call("publisher.stage", version)
+
+    async def seal(self, version: int) -> Any:
+        return await self.call("publisher.seal", version, group=DELIVERY)
+
+    async def payload(self, version: int) -> Any:
+        return await self._payload("publisher.payload", version)
+
+    async def hold(self, version: int) -> None:
+        await self.call("publisher.hold", version, group=DELIVERY)
+
+    async def release(self, version: int) -> None:
+        await self.call("publisher.release", version, group=DELIVERY)
+
+    async def address(self) -> Any:
+        return await self.call("group.address", group=DELIVERY)
+
+    async def draft(self, version: int) -> Any:
+        return await self.call("publisher.draft", version, group=DELIVERY)
+
+    async def send(self, draft: Draft) -> None:
+        await self.call("group.send", draft, group=DELIVERY)
+
+
+class ReceiverEnd(End):
+    """A receiving actor: a `ReceiverEndpoint` and a `GroupReceiver`."""
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Any:
+        return await self.call("receiver.receive", header, payload, slot, group=DELIVERY)
+
+    async def relay(self, header: Header, slot: str = RING) -> Any:
+        return await self._payload("receiver.export", header.stream, header.version, slot)
+
+    async def accept(self, draft: Draft) -> Any:
+        return await self.call("group.accept", draft, group=DELIVERY)

@@ -1,0 +1,76 @@
+"""The command line beside a plain run: Hydra's own commands, a sweep, and the console command."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_flowrl import main as program
+from async_flowrl.cli import verbs
+from tests.integration.runs import LIMIT, ROOT, TINY, Run
+
+SMALL = (*TINY, "runtime.backend=local", "total_steps=1")
+
+
+def command(*arguments: str, module: str = "async_flowrl.main") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+
+
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tmp_path: Path) -> None:
+    done = command("--multirun", *SMALL, "total_steps=1,0,2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert done.returncode == 2
+    assert done.stderr == "async_flowrl: total_steps must be at least 1, got 0\n"
+    assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
+
+
+def test_hydras_own_commands(tmp_path: Path) -> None:
+    shown = command("--cfg", "job", "total_steps=7", f"output_dir={tmp_path / 'run'}")
+    assert shown.returncode == 0 and "total_steps: 7" in shown.stdout
+    assert command("--help").returncode == 0
+    wrong = command("--cfg", "job", "totl_steps=7")
+    assert wrong.returncode == 2 and "did you mean 'total_steps'" in wrong.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_composes_once_and_keeps_hydras_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed, times = program.composed, []
+
+    def counted(*arguments: object) -> object:
+        times.append(arguments)
+        return composed(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(program, "composed", counted)
+    monkeypatch.setattr(sys, "argv", ["main", *SMALL, f"output_dir={tmp_path / 'run'}"])
+    assert program.main() == 0
+    assert len(times) == 1
+    assert f"- output_dir={tmp_path / 'run'}" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
+
+
+def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(verbs.runpy, "run_module", lambda name, **how: ran.append((name, sys.argv[1:])))
+    for verb in verbs.VERBS:
+        monkeypatch.setattr(sys, "argv", ["async-flowrl", verb, "--help"])
+        assert verbs.main() == 0
+    assert [arguments for _, arguments in ran] == [["--help"]] * len(verbs.VERBS)
+    for name, _ in ran:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        program = f"{name}.__main__" if spec.submodule_search_locations else name
+        assert (
+            '__name__ == "__main__"'
+            in Path(str(getattr(importlib.util.find_spec(program), "origin", None))).read_text()
+        )
+
+
+def test_the_console_command_itself() -> None:
+    done = command(module="async_flowrl.cli.verbs")
+    assert done.returncode == 0 and all(verb in done.stdout for verb in verbs.VERBS)
+    assert command("--version", module="async_flowrl.cli.verbs").stdout.startswith("async-flowrl ")
+    wrong = command("verfy", module="async_flowrl.cli.verbs")
+    assert wrong.returncode == 2 and "did you mean 'verify'" in wrong.stderr
+    assert "usage: " in command("export", "--help", module="async_flowrl.cli.verbs").stdout

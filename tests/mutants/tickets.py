@@ -1,0 +1,250 @@
+"""Planted faults in which ticket is made when and from which weights, and in which order tickets are trained."""
+
+from dataclasses import replace
+from typing import Any
+
+from async_flowrl.tickets.table import EVALUATION, FINAL, TRAIN, State
+from tests.mutants.mutation import Fault, Mutant, after, before
+
+TICKETS = "async_flowrl.tickets.table"
+DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
+EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
+RECEIVER = "checkpoint_engine.receiver:Receiver"
+LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
+STALE = {"mode": "one_step_off"}
+HANGS = ("Deadlock", "HorizonReached", "Stalled")
+
+
+def one_more_version(shape: Any) -> Any:
+    return lambda config: replace(shape(config), max_staleness=config.max_staleness + 1)
+
+
+def capacity_changed(by: int) -> Fault:
+    return lambda init: lambda *args, capacity, **scaling: init(*args, capacity=max(1, capacity + by), **scaling)
+
+
+def acknowledged_by_everybody(acknowledge: Any) -> Any:
+    def fault(table: Any, worker: str, *version: Any, **slot: bool) -> None:
+        for each in table.held:
+            acknowledge(table, each, *version, **slot)
+
+    return fault
+
+
+def hold_one_fewer(table: Any, worker: str, *version: Any, **slot: bool) -> None:
+    held = table.held[worker].policy
+    for old in sorted(held)[: -table.shape.max_staleness]:
+        del held[old]
+
+
+def whatever_is_held(kind: str) -> Fault:
+    """As if a worker held every version."""
+    return lambda first: lambda table, of, versions: first(table, of, range(99) if of == kind else versions)
+
+
+GATE = (
+    Mutant(
+        "gate off by one: the door refuses",
+        {f"{TICKETS}:Shape.version_for": lambda version_for: lambda shape, step: max(0, version_for(shape, step) - 1)},
+        f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
+        arguments=STALE,
+        raises=("Refused",),
+    ),
+    Mutant(
+        "gate off by one, and nobody at the door: the table and the workers' rings are made for one version more",
+        {"async_flowrl.controller.build:shape": one_more_version, f"{RECEIVER}.__init__": capacity_changed(+1)},
+        f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
+        arguments=STALE,
+    ),
+    Mutant(
+        "samples are a version too fresh",
+        {f"{TICKETS}:Shape.version_for": lambda old: lambda shape, step: min(step, old(shape, step) + 1)},
+        f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
+        arguments=STALE,
+    ),
+    Mutant(
+        "first acknowledgement publishes to everybody",
+        {f"{TICKETS}:TicketTable.acknowledge": acknowledged_by_everybody},
+        f"{LOOP}:test_every_version_is_acknowledged_by_everybody_before_it_is_served",
+        raises=("AssertionError", "WorkerFailed"),
+    ),
+    Mutant(
+        "the table keeps a ring of K",
+        {f"{TICKETS}:TicketTable.acknowledge": after(hold_one_fewer)},
+        f"{LOOP}:test_staleness_does_not_depend_on_timing",
+        arguments=STALE,
+        raises=HANGS,
+    ),
+    Mutant(
+        "the worker keeps a ring of K",
+        {f"{RECEIVER}.__init__": capacity_changed(-1)},
+        f"{LOOP}:test_staleness_does_not_depend_on_timing",
+        arguments=STALE,
+        raises=("WorkerFailed",),
+    ),
+    Mutant(
+        "tickets are issued a step ahead of their weights' publication and start without them",
+        {f"{TICKETS}:TicketTable._first_pending": whatever_is_held(TRAIN)},
+        f"{LOOP}:test_the_weights_do_not_depend_on_workers_or_delays",
+        arguments={"mode": "sync", "workers": 4},
+        raises=("Refused",),
+    ),
+)
+
+
+def in_completion_order(handed: Any) -> Any:
+    async def fault(trainer: Any, ctx: Any, step: int, per_update: int) -> Any:
+        left = list(range(ctx.config.prompts_per_step))
+        while left:
+            await ctx.ready.until(lambda: any(ctx.table.ready(step, group) for group in left))
+            first = next(group for group in left if ctx.table.ready(step, group))
+            left.remove(first)
+            yield trainer._hand_over(ctx, step, [first])
+
+    return fault
+
+
+def trained_twice(train: Any) -> Any:
+    return lambda trainer, ctx, step, groups, **options: train(trainer, ctx, step, [*groups, *groups], **options)
+
+
+def call_running(table: Any, ticket: Any, **result: Any) -> None:
+    if ticket.state not in FINAL:
+        ticket.state = State.RUNNING
+
+
+def call_scored(table: Any, step: int) -> None:
+    for ticket in table.live():
+        ticket.scores = ticket.scores or ()
+
+
+ORDER = (
+    Mutant(
+        "the trainer takes groups in completion order",
+        {f"{TRAINER}:TrainerGroup._handed": in_completion_order},
+        f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
+        arguments={"mode": "stream"},
+    ),
+    Mutant(
+        "a group is trained twice",
+        {f"{TRAINER}:TrainerGroup._train": trained_twice},
+        f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
+        arguments={"mode": "stream"},
+    ),
+    Mutant(
+        "a late duplicate counts again",
+        {f"{TICKETS}:TicketTable.generated": before(call_running)},
+        f"{TABLE}:test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once",
+    ),
+    Mutant(
+        "rewards go to the wrong images of a group",
+        {f"{DISPATCH}:score_once": lambda score: lambda *call: score(*call[:-1], call[-1][::-1])},
+        "tests.unit.test_plain_loop:test_the_controller_trains_exactly_what_a_plain_loop_trains",
+        arguments={"k": 1},
+    ),
+    Mutant(
+        "rewards go to the wrong groups",
+        {f"{TRAINER}:TrainerGroup._advantages": lambda advantages: lambda *call: advantages(*call)[::-1]},
+        f"{LOOP}:test_batch_and_stream_make_the_same_weights",
+        arguments={"k": 1},
+    ),
+    Mutant(
+        "a group without scores counts as trained",
+        {f"{TICKETS}:TicketTable.close_step": before(call_scored)},
+        f"{TABLE}:test_groups_without_scores_are_skipped_and_counted",
+    ),
+)
+
+
+def digest_taken_from(published: str) -> Fault:
+    """The table takes every result for one made with the weights that it knows."""
+
+    def wrapped(generated: Any) -> Any:
+        def fault(table: Any, ticket: Any, *, version: int, digest: str, payload: Any) -> bool:
+            known = getattr(table, published).get(version, digest)
+            return bool(generated(table, ticket, version=version, digest=known, payload=payload))
+
+        return fault
+
+    return wrapped
+
+
+def take_for_known(table: Any, step: int, group: int) -> None:
+    for ticket in table.group(step, group):
+        ticket.digest = table.published.get(ticket.version)
+
+
+def take_for_fresh(table: Any, step: int, group: int) -> None:
+    for ticket in table.group(step, group):
+        ticket.version = table.shape.version_for(step)
+
+
+DOORS = (
+    Mutant(
+        "a result of an earlier attempt is accepted",
+        {f"{TICKETS}:TicketTable.generated": digest_taken_from("published")},
+        f"{TABLE}:test_a_result_made_with_other_weights_is_refused",
+        raises=("Failed",),
+    ),
+    Mutant(
+        "nobody compares what an evaluation was made with",
+        {f"{TICKETS}:TicketTable.generated": digest_taken_from("evaluated")},
+        f"{TABLE}:test_an_evaluation_made_with_other_weights_is_refused",
+        raises=("Failed",),
+    ),
+    Mutant(
+        "nobody asks at the trainer's door what a ticket was made with",
+        {f"{TICKETS}:TicketTable.hand_over": before(take_for_known)},
+        f"{TABLE}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
+        arguments={"published": "of another life"},
+        raises=("Failed",),
+    ),
+    Mutant(
+        "nobody asks at the trainer's door how old a ticket is",
+        {f"{TICKETS}:TicketTable.hand_over": before(take_for_fresh)},
+        f"{TABLE}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
+        raises=("Failed",),
+    ),
+)
+
+
+def labelled_newest(issue: Any) -> Any:
+    return lambda table, *, version, **options: issue(table, version=max(table.published), **options)
+
+
+def weights_kept(activate: Any) -> Any:
+    def fault(worker: Any, request: Any) -> str:
+        if request.kind == EVALUATION or worker.receiver.active is None:
+            return str(activate(worker, request))
+        return str(worker.receiver.active.digest)
+
+    return fault
+
+
+EVALUATION_FAULTS = (
+    Mutant(
+        "an evaluation's weights stay for training",
+        {"async_flowrl.rollout.worker:RolloutWorker._activate": weights_kept},
+        "tests.unit.rollout.test_worker:test_evaluation_has_its_own_slot_and_leaves_nothing_behind",
+    ),
+    Mutant(
+        "an evaluation starts before its weights are there",
+        {f"{TICKETS}:TicketTable._first_pending": whatever_is_held(EVALUATION)},
+        f"{LOOP}:test_evaluation_changes_nothing_and_sees_its_own_version_only",
+        arguments={"mode": "fully_async"},
+        raises=("Refused",),
+    ),
+    Mutant(
+        "an evaluation is labelled with the newest version",
+        {f"{TICKETS}:TicketTable.issue_evaluation": labelled_newest},
+        f"{LOOP}:test_a_second_evaluation_waits_for_the_first_and_loses_nothing",
+        raises=(*HANGS, "AssertionError"),
+    ),
+    Mutant(
+        "an evaluation is a barrier",
+        {f"{EVALUATIONS}.start": after(lambda evaluations, *args: evaluations.drain())},
+        f"{LOOP}:test_evaluation_is_no_barrier",
+    ),
+)
+
+TICKET_FAULTS = (*GATE, *ORDER, *DOORS, *EVALUATION_FAULTS)

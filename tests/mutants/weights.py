@@ -1,0 +1,160 @@
+"""Planted faults in delivering weights and computing with them, and in the arithmetic of the losses."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from async_flowrl.algorithms.policy_gradient import detached
+from async_flowrl.tickets.table import State
+from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
+from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE, TICKETS
+
+WORKER, WEIGHTS = "async_flowrl.rollout.worker:RolloutWorker", "async_flowrl.controller.weights:PublishedWeights"
+LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
+DELIVERIES = "tests.unit.rollout.test_deliveries"
+ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"
+REFEREE = "tests.unit.algorithms.test_algorithm_referee:test_stale_estimators_with_correction_land"
+FLOW_GRPO = {"name": "flow_grpo", "fields": {"sde_type": "sde", "noise_level": 0.7}}
+
+
+def copies_nothing(activate: Any) -> Any:
+    def fault(receiver: Any, *version: Any, **slot: str) -> str:
+        live = receiver._live.clone()
+        digest = activate(receiver, *version, **slot)
+        receiver._live.copy_(live)
+        return str(digest)
+
+    return fault
+
+
+def newest_activated(activate: Any) -> Any:
+    def fault(receiver: Any, stream: str, version: int, *, slot: str = "ring") -> str:
+        newest = max(held for _, held, kind in receiver.held() if kind == slot)
+        return str(activate(receiver, stream, newest, slot=slot))
+
+    return fault
+
+
+def labelled_at_the_end(generate: Any) -> Any:
+    def fault(worker: Any, request: Any) -> Any:
+        report, *images = generate(worker, request)
+        return replace(report, version=worker.receiver.held()[-1][1]), *images
+
+    return fault
+
+
+def only_everybody(notify: Any) -> Any:
+    return lambda signal, who=None: notify(signal) if who is None else None
+
+
+def made_again(generate: Any) -> Any:
+    def fault(worker: Any, request: Any) -> Any:
+        held = worker.receiver.held()
+        result = generate(worker, request)
+        return result if held == worker.receiver.held() else generate(worker, request)
+
+    return fault
+
+
+def activate_on_arrival(receiver: Any, header: Any, buffer: Any, slot: str = "ring") -> None:
+    receiver.activate(header.stream, header.version, slot=slot)
+
+
+def make_tickets_again(table: Any, worker: str, *version: Any, **slot: bool) -> None:
+    for ticket in table.live():
+        if ticket.worker == worker and ticket.state is State.RUNNING:
+            table.retry(ticket)
+
+
+WEIGHT_FAULTS = (
+    Mutant(
+        "weights are acknowledged before they are verified",
+        {f"{RECEIVER}._check_digests": nothing},
+        f"{FAULTS}:test_damaged_weights_are_sent_again",
+        arguments={"number": 3, "what": "corrupt"},
+    ),
+    Mutant(
+        "stale adapter: activation copies nothing",
+        {f"{RECEIVER}.activate": copies_nothing},
+        f"{LOOP}:test_live_bytes_are_what_the_label_says",
+        arguments=STALE,
+        raises=("WeightsMismatch", "AssertionError"),
+    ),
+    Mutant(
+        "newest weights instead of those the ticket names",
+        {f"{RECEIVER}.activate": newest_activated},
+        f"{LOOP}:test_the_weights_do_not_depend_on_workers_or_delays",
+        arguments={"mode": "fully_async", "workers": 4},
+        raises=("Refused", "AssertionError"),
+    ),
+    Mutant("the label is taken when the ticket is finished", {f"{WORKER}.generate": labelled_at_the_end}, LABEL),
+    Mutant(
+        "weights arrive in the live tensors at once",
+        {f"{RECEIVER}._retain": after(lambda receiver, header, storage, slot: receiver._live.copy_(storage))},
+        LABEL,
+    ),
+    Mutant(
+        "a replacement serves without proof",
+        {f"{WEIGHTS}._prove": nothing_awaited},
+        f"{FAULTS}:test_a_worker_that_computes_with_other_modules_never_serves",
+        arguments={"name": "rollout-0.1"},
+        raises=("Failed",),
+    ),
+    Mutant(
+        "a lost acknowledgement: nobody is woken",
+        {"async_flowrl.controller.context:Signal.notify": only_everybody},
+        f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
+        arguments=STALE,
+        raises=HANGS,
+    ),
+    Mutant(
+        "publishing waits for the delivery",
+        {f"{WEIGHTS}.publish": after(lambda weights, version: weights.delivery.drain())},
+        f"{LOOP}:test_one_slow_acknowledgement_stalls_one_worker_only",
+    ),
+    Mutant("a worker makes its ticket again when weights arrive", {f"{WORKER}.generate": made_again}, ARRIVES),
+    Mutant(
+        "the weights that arrive go live in the middle of a ticket",
+        {f"{RECEIVER}.receive": after(activate_on_arrival)},
+        ARRIVES,
+    ),
+    Mutant(
+        "tickets under way go again when their worker acknowledges",
+        {f"{TICKETS}:TicketTable.acknowledge": after(make_tickets_again)},
+        f"{DELIVERIES}:test_a_run_makes_every_ticket_once_however_many_deliveries_fall_into_it",
+        arguments={"k": 1, "hand_over": "batch"},
+    ),
+)
+
+
+def without_root(diffusion: Any) -> Any:
+    def fault(x: Any, velocity: Any, s: Any, s_next: Any, g: Any) -> Any:
+        mean, std = diffusion(x, velocity, s, s_next, g)
+        return mean, std / torch.sqrt(s - s_next)
+
+    return fault
+
+
+def corrected_to_now(corrected: Any) -> Any:
+    return lambda loss, batch, now, anchor, behaviour: corrected(loss, batch, now, anchor, detached(now))
+
+
+def detached_branch(guide: Any) -> Any:
+    return lambda policy, positive, negative, scale: guide(policy, positive, negative.detach(), scale)
+
+
+TENSOR_FAULTS = (
+    Mutant("missing √h", {"async_flowrl.algorithms.sde:_diffusion": without_root}, REFEREE, arguments=FLOW_GRPO),
+    Mutant(
+        "wrong old log-prob: the current policy's",
+        {"async_flowrl.algorithms.policy_gradient:PolicyGradient._corrected": corrected_to_now},
+        REFEREE,
+        arguments=FLOW_GRPO,
+    ),
+    Mutant(
+        "detached CFG branch",
+        {"async_flowrl.policies.qwen_image:QwenImagePolicy._guide": detached_branch},
+        "tests.unit.policies.test_qwen_image:test_gradients_flow_through_both_branches",
+    ),
+)

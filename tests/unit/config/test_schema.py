@@ -1,0 +1,183 @@
+"""Every field of the configuration says what it means, what it takes and what changing it does; and that is so."""
+
+import math
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any, get_args
+
+import pytest
+
+from async_flowrl.config.check import ConfigError, check, check_fields
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
+from async_flowrl.controller.fingerprint import config_hash, numerics
+from tests.unit.test_docs import writer
+
+WRITER = writer("write_configuration")
+UNITS = (
+    r"\b(seconds|steps|images|prompts|pixels|tokens|threads|gpus|workers|ranks|samples|versions|updates|checkpoints|"
+    r"blocks|heads|nats|tflop/s|retries|passes)\b"
+)
+PURE_NUMBERS = """
+    seed model.tiny.contrast model.tiny.seed lora.rank lora.alpha rollout.true_cfg_scale rollout.guidance_scale
+    algorithm.noise_level algorithm.window_decay_rate algorithm.clip_range algorithm.kl_coef algorithm.adv_clip_max
+    algorithm.tis_cap algorithm.beta reward.terms.<name>.weight trainer.learning_rate trainer.betas trainer.eps
+    trainer.weight_decay trainer.max_grad_norm trainer.ema_decay evaluate.seed debug.delays.slow_worker
+"""
+"""Seeds, factors and coefficients: numbers without a unit."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A field of the schema: its text, and what changing it does, the mark of its section included."""
+
+    member: Field[Any]
+    text: str
+    changes: str
+
+
+def schema(section: Any, prefix: str = "", changes: str = WEIGHTS) -> Iterator[tuple[str, Known]]:
+    _, texts = WRITER.texts(section)
+    for member in fields(section):
+        mark = rule_of(member).changes if changes == WEIGHTS else changes
+        if is_dataclass(member.type):
+            yield from schema(member.type, f"{prefix}{member.name}.", mark)
+            continue
+        yield prefix + member.name, Known(member, texts.get(member.name, ""), mark)
+        for entry in filter(is_dataclass, get_args(member.type)):
+            yield from schema(entry, f"{prefix}{member.name}.<name>.", mark)
+
+
+FIELDS = dict(schema(Config))
+ROWS = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in WRITER.page().splitlines()]
+RULES = {key: rule_of(known.member) for key, known in FIELDS.items()}
+
+
+def full() -> Config:
+    """A configuration that has every section, a reward among them."""
+    return Config(reward=RewardConfig(terms={"<name>": RewardTerm()}))
+
+
+def put(config: Config, key: str, value: object) -> Config:
+    *parents, last = key.split(".")
+    target: Any = config
+    for parent in parents:
+        target = target[parent] if isinstance(target, dict) else getattr(target, parent)
+    setattr(target, last, value)
+    return config
+
+
+def numbers_in(kind: Any) -> set[Any]:
+    return {kind} & {int, float} | {inner for part in get_args(kind) for inner in numbers_in(part)}
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_every_field_has_a_text_and_a_row_on_the_page(key: str) -> None:
+    text, rule = FIELDS[key].text, RULES[key]
+    assert len(text.split()) >= 2 and text.endswith("."), text
+    values = ", ".join(f"`{choice}`" for choice in rule.choices) or rule.bounds + " (inf = no limit)" * rule.infinite
+    (row,) = [row for row in ROWS if row[:1] == [f"`{key}`"]]
+    assert row[3:] == [values, FIELDS[key].changes, text]
+
+
+@pytest.mark.parametrize("key", [key for key, known in FIELDS.items() if numbers_in(known.member.type)])
+def test_every_number_begins_with_its_unit_or_has_none(key: str) -> None:
+    beginning = " ".join(FIELDS[key].text.lower().split()[:6])
+    assert bool(re.search(UNITS, beginning)) != (key in PURE_NUMBERS.split()), FIELDS[key].text
+
+
+def test_every_pure_number_exists() -> None:
+    assert FIELDS.keys() >= set(PURE_NUMBERS.split())
+
+
+def test_the_defaults_are_allowed() -> None:
+    check(full())
+
+
+@pytest.mark.parametrize("key", [key for key, rule in RULES.items() if rule.choices])
+def test_other_names_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be one of .*, got '\?\?\?'$"):
+        check(put(full(), key, "???"))
+
+
+OUTSIDE = {
+    (key, name): bound + {"at_least": -1, "above": 0, "at_most": 1, "below": 0}[name]
+    for key, rule in RULES.items()
+    for name in BOUNDS
+    if (bound := getattr(rule, name)) is not None
+}
+
+
+@pytest.mark.parametrize(("key", "name"), OUTSIDE)
+def test_values_outside_the_bounds_are_refused(key: str, name: str) -> None:
+    number = OUTSIDE[key, name]
+    value = (0.5, number) if RULES[key].pair else number
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be .*{name.replace('_', ' ')} [\d.]+.*, got "):
+        check(put(full(), key, value))
+
+
+@pytest.mark.parametrize("key", [key for key, known in FIELDS.items() if float in numbers_in(known.member.type)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite_except_where_infinity_means_no_limit(key: str, value: float) -> None:
+    config = put(full(), key, (value, value) if RULES[key].pair else value)
+    if RULES[key].infinite and value == math.inf:
+        check_fields(config)
+        return
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be "):
+        check_fields(config)
+
+
+def test_a_pair_is_two_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.betas must be two numbers, got \(0\.9, 0\.99, 0\.999\)$"):
+        check(put(full(), "trainer.betas", (0.9, 0.99, 0.999)))
+    with pytest.raises(ConfigError, match=r"^algorithm\.sde_window_range must be two numbers"):
+        check(put(full(), "algorithm.sde_window_range", [3]))
+
+
+def test_a_rule_that_does_not_exist_is_refused_where_it_is_written() -> None:
+    with pytest.raises(TypeError, match="atleast"):
+        setting(1, atleast=0)
+    assert Rule(at_least=0, below=1).bounds == "at least 0 and below 1"
+
+
+def other(value: Any, kind: Any) -> Any:
+    """Another value of the same type; checks are not asked, so it need not make sense."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, tuple):
+        return tuple(number / 2 for number in value)
+    if isinstance(value, dict | list):
+        return type(value)(["x"] if isinstance(value, list) else {"x": 1})
+    return "x" if str in get_args(kind) else 7
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_what_a_field_changes_is_what_the_fingerprint_of_a_run_sees(key: str) -> None:
+    before = full()
+    before.trainer.lr_schedule = "linear"  # then total_steps counts too
+    value = {name: value for name, value, _ in settings(before)}[key]
+    after = put(deepcopy(before), key, other(value, FIELDS[key].member.type))
+    changes = FIELDS[key].changes
+    assert (config_hash(before) != config_hash(after)) == (changes == WEIGHTS)
+    assert (numerics(before) != numerics(after)) == (changes == ROUNDING)
+    assert changes in (WEIGHTS, ROUNDING, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_staleness", "hand_over"),
+    [("sync", 0, "batch"), ("stream", 0, "stream"), ("one_step_off", 1, "batch"), ("fully_async", 3, "stream")],
+)
+def test_a_mode_is_a_name_for_two_settings(mode: str, max_staleness: int, hand_over: str) -> None:
+    config = put(put(full(), "max_staleness", max_staleness), "hand_over", hand_over)
+    assert config.mode is None and config.mode_name == mode
+    check(config)
+    check(put(config, "mode", mode))
+    for another in {"sync", "stream", "one_step_off", "fully_async"} - {mode}:
+        with pytest.raises(ConfigError, match=rf"^mode={another} means (max_staleness|hand_over)=.*, got "):
+            check(put(config, "mode", another))
