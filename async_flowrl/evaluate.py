@@ -51,7 +51,7 @@ def evaluate(config: Config, lora: Path | None, *, device: str = "cpu") -> dict[
 
 def _means(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> dict[str, float]:
     scores = asyncio.run(_score(pipeline, config, prompts, reward))
-    means = {name: float(np.mean([score.parts[name] for score in scores])) for name in sorted(reward.weights)}
+    means = {name: float(np.mean([score.by_term[name] for score in scores])) for name in sorted(reward.weights)}
     return {**means, "reward": float(np.mean([score.total for score in scores]))}
 
 

@@ -1,6 +1,6 @@
 """python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png: images before and after training.
 
-Uses diffusers' own pipeline, not the training loop's engine: what it shows is what a user of the LoRA gets.
+The images come from diffusers' own pipeline, not from the training loop's engine: a user of the LoRA gets the same.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from async_flowrl.types import ByteArray, Sampling
 logger = logging.getLogger(__name__)
 
 _MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
-"""Pixels: the least side of an image in the grid, the space between images, the height of a line of text."""
+"""Pixels: the smallest side of an image in the grid, the space between images, the height of a line of text."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ SHORT_RUN = (
     "monitor.report=false",
 )
 MAX_RUN_SECONDS = 300.0
-"""Seconds any one run may take."""
+"""For any one of the runs."""
 
 
 class NotProven(RuntimeError):
-    """A run ended wrongly, or what should have disturbed it did not happen."""
+    """A run failed, or the disturbance did not happen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What travels between the controller, the rollout pool, the reward pool and the trainer. All frozen, all picklable.
+"""Messages between the controller, the rollout pool, the reward pool and the trainer. All frozen, all picklable.
 
 Arrays that pass through the object store are numpy, never torch; images are uint8 [n, H, W, 3].
 """
@@ -136,5 +136,5 @@ class Scores:
     """Rewards of one group in image order: the weighted sum and each part, float64."""
 
     total: tuple[float, ...]
-    parts: Mapping[str, tuple[float, ...]]
+    by_term: Mapping[str, tuple[float, ...]]
     spans: tuple[Span, ...] = ()

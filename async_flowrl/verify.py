@@ -1,7 +1,7 @@
 """python -m async_flowrl.verify RUN_DIR: re-checks a finished run from its files alone; exit code 0 if all holds.
 
 Reads events.jsonl, metrics.jsonl, summary.json and the newest checkpoint. Nothing that the run's configuration names is
-imported, and no number of the run's is believed that can be computed here.
+imported, and no number of the run's is trusted that can be computed here.
 """
 
 import argparse
@@ -25,12 +25,12 @@ REQUIRED_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 
 
 class Broken(ValueError):
-    """A promise that the files do not bear out."""
+    """A guarantee that the files contradict."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run left behind."""
+    """The records of a finished run."""
 
     root: Path
     summary: dict[str, Any]
@@ -155,7 +155,7 @@ CHECKS: dict[str, Callable[[RunFiles], str]] = {
 
 
 def verify(root: Path) -> list[tuple[str, bool, str]]:
-    """(check, whether it holds, what was found) for every promise. Raises as RunFiles.read does."""
+    """(check, whether it holds, what was found) for every guarantee. Raises as RunFiles.read does."""
     run = RunFiles.read(root)
     rows = []
     for name, check in CHECKS.items():

@@ -1,10 +1,9 @@
 """Vocabulary of a delivery: what travels, the protocols of its two ends, its options and its counts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from checkpoint_engine.digest import ByteArray, combine
+from checkpoint_engine.digest import combine
 from checkpoint_engine.fanout import MAX_FAN_OUT
 from checkpoint_engine.layout import Layout
 
@@ -42,13 +41,6 @@ class Header(Draft):
     """16 bytes per tensor, in layout order."""
     digest: str
     """SHA-256 (hex) over everything above: with `version` it is the identity of these weights."""
-
-    @classmethod
-    def seal(
-        cls, layout: Layout, data: ByteArray, *, stream: str, version: int, alpha: float | None, rank: int | None
-    ) -> "Header":
-        """The header of a host buffer uint8 [nbytes]."""
-        return Draft(stream, version, layout, alpha, rank).sealed(layout.digests(data))
 
     def is_consistent(self) -> bool:
         """Whether the total digest belongs to the other fields."""
@@ -107,21 +99,6 @@ class ReceiverEndpoint(Protocol):
     async def relay(self, header: Header, slot: str) -> Any:
         """A payload made of the version that this receiver retains, for its neighbours."""
         ...
-
-
-class Broadcast(Protocol):
-    """A transport that reaches many receivers at once (collectives)."""
-
-    name: str
-
-    async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
-        """Sends a staged version, which is sealed on the way; one result per receiver's name.
-
-        A receiver without an Ack is served one by one afterwards. Never hangs.
-        """
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,6 @@ class Member:
             # Tearing a group down waits for its threads, which may wait for a peer until the deadline.
             _beside("abort-group", link.abort)
 
-    def close(self) -> None:
-        self.abort()
-
 
 class CollectiveSender:
     """The sending process's part: serves the store, and sends what a publisher retains."""
@@ -167,7 +164,7 @@ class CollectiveSender:
         self._member.abort()
 
     def close(self) -> None:
-        self._member.close()
+        self._member.abort()
         self._server = None
 
 
@@ -193,7 +190,7 @@ class CollectiveReceiver:
         self._member.abort()
 
     def close(self) -> None:
-        self._member.close()
+        self._member.abort()
 
 
 _BESIDE: set[threading.Thread] = set()

@@ -50,7 +50,7 @@ class GroupReceiver(Protocol):
 
 
 class CollectiveBroadcast:
-    """A `Broadcast` for `Delivery`. Several deliveries may share it: their collectives run one after another."""
+    """Broadcasts of a `Delivery`. Several deliveries may share it: their collectives run one after another."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class CollectiveBroadcast:
         self._order = asyncio.Lock()
 
     async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
-        """Sends a staged version, which is sealed meanwhile; one result per receiver that took part.
+        """Sends a staged version, which is sealed meanwhile; one result per name of a receiver that took part.
 
-        Members without an Ack, and the others, are left to the caller.
+        Receivers without an Ack are left to the caller. Never hangs, and never raises what a transport raises.
         """
         members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
         if not members or self._in_a_row >= MAX_FAILURES_IN_A_ROW:

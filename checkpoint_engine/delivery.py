@@ -16,13 +16,13 @@ from checkpoint_engine.base import (
     EVALUATION,
     RING,
     Ack,
-    Broadcast,
     DeliveryOptions,
     DeliveryStats,
     Header,
     ReceiverEndpoint,
     SenderEndpoint,
 )
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, VersionGone, verdict
 from checkpoint_engine.fanout import parents
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
@@ -39,7 +39,7 @@ class Delivery:
         *,
         replace: Callable[[str, BaseException], Awaitable[None]],
         options: DeliveryOptions | None = None,
-        broadcast: Broadcast | None = None,
+        broadcast: CollectiveBroadcast | None = None,
     ) -> None:
         """`replace(name, error)` is awaited after a receiver was given up; the new one then comes by `join`."""
         self.stats = DeliveryStats()
@@ -50,6 +50,7 @@ class Delivery:
         self._staged: set[int] = set()
         self._retained: dict[int, Header] = {}
         self._evaluated: Header | None = None
+        self._events = QueueEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
@@ -112,7 +113,7 @@ class Delivery:
         async with self._sealing:
             # A version evicted while this waited was replaced by newer ones: what needed it is done.
             wanted = sorted(v for v in self._headers if asked and v >= min(asked))
-            queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events())
+            queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
             jobs = []
             for version in wanted:
                 jobs += await self._enqueue(self._headers[version], RING, [queue])
@@ -220,9 +221,6 @@ class Delivery:
         await self._settle(jobs)
         if before is not None and self._evaluated is not None and before.version != self._evaluated.version:
             await self._call(self._sender.release(before.version))
-
-    def _events(self) -> QueueEvents:
-        return QueueEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
 
     def _acknowledged(self, name: str, ack: Ack) -> None:
         for listener in self._listeners:

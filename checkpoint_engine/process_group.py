@@ -101,11 +101,10 @@ class TorchLink:
             raise ValueError(
                 "transport nccl needs a torch built with NCCL; this one has none (use gloo or object_store)"
             )
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"a torch link is gloo or nccl, got {backend!r}")
         self.backend = backend
         self.group: Any = None
         self._sends = False
+        self._broadcasting = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
         limit, self._sends = timedelta(seconds=epoch.seconds), rank == SENDER
@@ -119,23 +118,27 @@ class TorchLink:
     def broadcast(
         self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
-        group, end = self.group, 0
-        if group is None:
-            raise TransferFailed("the group is not open")
-        options = dist.BroadcastOptions()
+        options, end = dist.BroadcastOptions(), 0
         options.rootRank, options.rootTensor = SENDER, 0
         under_way: deque[tuple[Any, int | None]] = deque()
-        for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
-            end += bucket.shape[0]
-            if self._sends:
-                seen(end)
-            under_way.append((group.broadcast([bucket], options), end))
-            if len(under_way) == MAX_BUCKETS_UNDER_WAY:
-                self._settle(*under_way.popleft(), limit, seen)
-        last = behind()
-        under_way.append((group.broadcast([last], options), None))
-        while under_way:
-            self._settle(*under_way.popleft(), limit, seen)
+        with self._broadcasting:
+            group = self.group
+            if group is None:
+                raise TransferFailed("the group is not open")
+            try:
+                for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
+                    end += bucket.shape[0]
+                    if self._sends:
+                        seen(end)
+                    under_way.append((group.broadcast([bucket], options), end))
+                    if len(under_way) == MAX_BUCKETS_UNDER_WAY:
+                        self._settle(*under_way.popleft(), limit, seen)
+                last = behind()
+                under_way.append((group.broadcast([last], options), None))
+                while under_way:
+                    self._settle(*under_way.popleft(), limit, seen)
+            finally:
+                del group  # or the traceback of a failure would keep it
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
 
@@ -152,9 +155,12 @@ class TorchLink:
             seen(end)
 
     def abort(self) -> None:
+        """Ends a broadcast under way. The group is torn down here, which may wait for a peer until the deadline."""
         group, self.group = self.group, None
         if group is not None:
             group.abort()
+            with self._broadcasting:
+                del group
 
 
 def bucket_bytes(nbytes: int) -> int:

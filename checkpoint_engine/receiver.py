@@ -137,9 +137,8 @@ class Receiver:
             active, data = self._active, self._live.cpu().numpy()
         if active is None:
             raise WeightsMismatch("no version is active yet")
-        return Header.seal(
-            self.layout, data, stream=active.stream, version=active.version, alpha=self.alpha, rank=self.rank
-        ).digest
+        draft = Draft(active.stream, active.version, self.layout, self.alpha, self.rank)
+        return draft.sealed(self.layout.digests(data)).digest
 
     def clear(self) -> None:
         """Forgets every version; the live tensors keep their bytes but nothing is active."""

@@ -1,1 +1,1 @@
-"""Who runs where: pools of worker processes, placement and supervision. Knows nothing of RL."""
+"""Pools of worker processes: placement, calls, replacement and supervision. Knows nothing of RL."""

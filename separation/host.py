@@ -1,4 +1,4 @@
-"""The inside of a worker: builds one object and runs its methods. The same class serves a Ray actor and a thread.
+"""The inside of a worker, an actor of Ray or a thread: builds one object and runs its methods.
 
 Nothing heavy is imported here: thread counts have to be in force before torch or numpy start their pools.
 """

@@ -1,6 +1,6 @@
 """Workers that are threads of this process, with the behaviour of the ones that are processes.
 
-Arguments and results are pickled on their way, so that nobody shares memory by accident: what arrives is a copy, and
+Arguments and results are pickled on their way, so that no memory is shared by accident: what arrives is a copy, and
 numpy arrays in it are read-only, as they are when they come out of Ray's object store.
 """
 

@@ -1,4 +1,4 @@
-"""Which worker sits where: reservations computed before anything starts, and a table when they don't fit."""
+"""Placement of the workers: reservations computed before anything starts, and a table when they don't fit."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from separation.table import format_table
 Resources = Mapping[str, float]
 
 MAX_PROCESSES_PER_CORE = 8
-"""How many worker processes we are willing to start per core on a machine of our own."""
+"""Worker processes per core on a machine of our own."""
 
 
 class ResourcesMissing(RuntimeError):

@@ -1,4 +1,4 @@
-"""Workers that are Ray actors. Ray never restarts one: a process that forgot its state must not pass for the old."""
+"""Workers that are Ray actors. Ray never restarts one: a process without its state must not pass for the old one."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ _WATCH = "watch"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's processes run, one after the other."""
+    """A worker's share of a placement group, kept when the worker is replaced."""
 
     group: PlacementGroup
     bundle: int
@@ -138,7 +138,7 @@ class RayWorker:
             self._end(_one_line(error))
 
     def _end(self, reason: str) -> str:
-        """Fences the worker: whatever is left of it is killed, whatever it still says is not heard."""
+        """Fences the worker: what is left of its processes is killed, and later answers are discarded."""
         if self._calls.reason is None:
             where = f"; its output is in {self._log}" if self._log and reason != "killed" else ""
             self._calls.declare_dead(reason + where)
@@ -162,7 +162,7 @@ def translate(error: BaseException, worker: str, method: str) -> BaseException:
 
 
 def _one_line(error: BaseException) -> str:
-    """The telling part of a message of Ray's, which are paragraphs."""
+    """The cause in an error message of Ray's, on one line."""
     text = " ".join(str(error).split())
     for start in ("The actor is dead because ", "Worker exit detail: "):
         if start in text:

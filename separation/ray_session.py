@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-"""Ray's settings for a cluster of our own: nobody reads its task history or its metrics."""
+"""Ray's settings for a cluster of our own, whose task history and metrics nothing reads."""
 
 
 class RaySession:
@@ -130,7 +130,7 @@ class RaySession:
             _end_log_monitor()
 
     def _processes(self) -> list[psutil.Process]:
-        """What has to be gone at the end: the daemons of a cluster of our own, our workers here, what these started."""
+        """Processes of this machine that must be gone at the end: our own daemons, the workers, and their children."""
         workers = [worker for group in self._groups.values() for worker in group.processes()]
         roots = [process for process in [*self._daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
@@ -188,7 +188,7 @@ def _sigterm_ours_alone() -> Iterator[None]:
 
 
 def _log_raylet_messages() -> None:
-    """Ray prints the raylet's remarks on dead workers over whatever this process displays; log them instead."""
+    """Logs the raylet's remarks on dead workers, which Ray would print over whatever this process displays."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
 

@@ -1,4 +1,4 @@
-"""What both kinds of worker share: calls under way, and a death that ends them all at once."""
+"""The calls under way of a worker, of either kind, and the death that ends them all at once."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class CallTable:
     """The unanswered calls of one worker. After `declare_dead` each of them, and each later one, raises WorkerDied.
 
-    What a dead worker still returns is discarded: it may already have been replaced.
+    Late answers of a dead worker are discarded: it may already have been replaced.
     """
 
     def __init__(self, worker: str) -> None:

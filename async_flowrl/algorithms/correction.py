@@ -1,4 +1,4 @@
-"""What is known about the distance between the policy that generated a sample and the one that is trained.
+"""Correction for stale samples: the measured distance between the policy that generated a sample and the trained one.
 
 Divergences are the closed form for two Gaussians of equal std (no sampling noise). "nats": sums over latent elements.
 """

@@ -1,4 +1,4 @@
-"""What algorithms share that train on final images: their draws on the forward process x_t = (1 - t) x0 + t eps."""
+"""Draws on the forward process x_t = (1 - t) x0 + t eps, shared by algorithms that train on final images."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What all policy-gradient algorithms share: prediction, correction for stale samples, KL to the reference, metrics.
+"""Base of the policy-gradient algorithms: prediction, correction for stale samples, KL to the reference, metrics.
 
 The surrogate of each algorithm is centred on the proximal policy (the weights at the start of the batch), never on the
 rollout engine's own numbers: at the start of an update every ratio is exactly 1, whatever engine sampled.

@@ -1,4 +1,4 @@
-"""The same work without a framework: stock diffusers, peft and torch calls, for the pools to be measured against.
+"""Generation and training without a framework, in stock diffusers, peft and torch calls: what the pools are held to.
 
 `generate` samples one prompt's images as Flow-GRPO does (text encoded once, noisy steps, log-probs, VAE decode);
 `update` trains on them (forward, clipped surrogate, backward, clip, AdamW). Neither uses anything of this project.

@@ -93,7 +93,7 @@ def composed(overrides: Sequence[str], directory: Path) -> Config:
 
 
 def order(variants: Sequence[Variant], repeat: int) -> Sequence[Variant]:
-    """Forth and back, so that a machine that gets slower (or a neighbour) is nobody's disadvantage."""
+    """Forwards and backwards in turn, so that a machine that gets slower over time favours no variant."""
     return list(reversed(variants)) if repeat % 2 else variants
 
 

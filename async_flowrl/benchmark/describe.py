@@ -1,4 +1,4 @@
-"""What a measurement was made on, in a few words: numbers of two machines, or of two days, are not compared."""
+"""A description of the machine that a measurement was made on: numbers of two machines, or two days, don't compare."""
 
 import datetime
 import os
@@ -24,5 +24,5 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

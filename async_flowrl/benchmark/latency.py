@@ -1,4 +1,4 @@
-"""A reward that only takes time: what waiting for a remote judge costs, without the judge."""
+"""A reward that only takes time, in place of a remote model that scores images."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""G and T: how long one step's generation and training take when nothing but the model runs.
+"""G and T: the seconds that one step's generation and training take when nothing but the model runs.
 
 Each is the bare loop of bare.py in a process of its own, alone and with the other beside it: the bound max(G, T) that
 the pools are held to is that of loops which never wait for each other but share the machine, as the pools do.
@@ -20,6 +20,7 @@ from async_flowrl.tickets.table import TRAIN, Ticket
 
 ROLES = ("rollout", "trainer")
 MAX_START_SECONDS = 300.0
+"""For loading the model and the first step, which is not measured."""
 
 
 @dataclass(frozen=True)

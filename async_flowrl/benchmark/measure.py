@@ -1,4 +1,4 @@
-"""Runs one variant as a user would, and reads what it did from its run directory."""
+"""One variant's run, started as a user would, and its steady state as read from the run directory."""
 
 import json
 import subprocess

@@ -32,7 +32,7 @@ def markdown(results: Results) -> str:
     ratios = [target.cells() for target in targets(results)]
     parts = [
         f"    {results.command}",
-        said(results.description),
+        as_sentence(results.description),
         markdown_table(HEAD, rows),
         _bound(results),
         markdown_table(TARGET_HEAD, ratios) if ratios else "",
@@ -45,7 +45,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
-def said(description: Mapping[str, str]) -> str:
+def as_sentence(description: Mapping[str, str]) -> str:
     return "; ".join(f"{name} {value}" for name, value in description.items()) + "." if description else ""
 
 

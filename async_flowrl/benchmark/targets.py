@@ -9,7 +9,7 @@ from async_flowrl.benchmark.measure import Measured
 from async_flowrl.benchmark.variants import BASELINE, Machine
 
 MIN_STREAM_TICKETS = 8
-"""From here on on-policy streaming is expected to pay."""
+"""Tickets per worker and step from which on-policy streaming is expected to pay."""
 ASYNC, STREAM = "one_step_off", "stream"
 
 
@@ -28,7 +28,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Load:
-    """What shapes a step beside the configuration; seconds, and how many times as long the slow worker takes."""
+    """Delays that the benchmark adds: seconds, and how many times as long the slow worker takes."""
 
     tickets_per_worker: float
     reward_seconds: float = 0.0
@@ -40,13 +40,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that was measured, and on what."""
+    """Everything that was measured, with the machine and the load."""
 
     machine: Machine
     rounds: Sequence[Round]
     load: Load
     command: str
-    """What repeats it."""
+    """The command line that repeats the measurement."""
     overrides: Sequence[str] = ()
     description: Mapping[str, str] = field(default_factory=dict)
     """Of the machine: processor, versions, when, and how busy it was with other things."""
@@ -120,7 +120,7 @@ def targets(results: Results) -> list[Target]:
 
 
 def of_the_overlap(results: Results) -> list[Target]:
-    """Of one_step_off against the bare loops, and what it loses to itself."""
+    """Ratios of one_step_off to the bare loops, and the shares of a step that it loses."""
     over, machine = results.over, results.machine
 
     def share(of: Callable[[Measured], float]) -> tuple[float, ...]:
@@ -143,7 +143,7 @@ def of_the_overlap(results: Results) -> list[Target]:
 
 
 def against_sync(results: Results) -> list[Target]:
-    """Of `sync` separate against its own best, and of what is faster against that."""
+    """Ratio of separate `sync` to its own best, and the speed-up of the other modes over it."""
     over = results.over
     sync = over(lambda r: r.runs[BASELINE].step_seconds / results.in_turn(r))
     held_to = [Target("sync", "`sync` separate step ÷ (G+T+S)", sync, at_most=1.05)]

@@ -1,4 +1,4 @@
-"""What is compared: every mode, on the same devices, with the same recipe and the same number of images per step."""
+"""The variants compared: every mode, on the same devices, with the same configuration and images per step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NOTHING_BUT_TRAINING = (
     "monitor.progress=false",
     "monitor.report=false",
 )
-"""Nothing but training: every mode pays the same for evaluations and reports, so they tell nothing apart."""
+"""Overrides that switch evaluations and reports off: they cost every mode the same."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def variants(machine: Machine, config: Config) -> list[Variant]:
 
 
 def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Variant]:
-    """Those named in `only` ("sync colocated": all its variants), or everything. Raises ValueError for other names."""
+    """The variants named in `only` ("sync colocated": all of its own), or all. Raises ValueError for other names."""
     every = variants(machine, config)
     for name in only:
         if not any(variant.is_called(name) for variant in every):

@@ -103,18 +103,18 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
     """Sentences for keys that the schema does not have (Hydra lets `+key=value` through silently)."""
     hints = get_type_hints(schema)
     known = {f.name for f in fields(schema)}
-    found = []
+    sentences = []
     for key, value in values.items():
         if str(key) not in known:
-            found.append(f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known))
+            sentences.append(f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known))
             continue
         if not isinstance(value, Mapping):
             continue
         kind = hints[str(key)]
         if isinstance(kind, type) and is_dataclass(kind):
-            found.extend(unknown_keys(value, kind, f"{prefix}{key}."))
+            sentences.extend(unknown_keys(value, kind, f"{prefix}{key}."))
         elif get_origin(kind) is dict and isinstance(entry := get_args(kind)[1], type) and is_dataclass(entry):
             for name, inner in value.items():
                 if isinstance(inner, Mapping):
-                    found.extend(unknown_keys(inner, entry, f"{prefix}{key}.{name}."))
-    return found
+                    sentences.extend(unknown_keys(inner, entry, f"{prefix}{key}.{name}."))
+    return sentences

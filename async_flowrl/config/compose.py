@@ -143,11 +143,11 @@ def explain(error: Exception) -> str:
 
 def _missing_term(text: str) -> str | None:
     """What to write instead of a key of a reward that the configuration does not have: Hydra adds terms whole."""
-    found = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
-    found = found or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
-    if found is None:
+    match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
+    match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
+    if match is None:
         return None
-    name = found[1]
+    name = match[1]
     return f"the reward has no term {name!r}; one is added whole, like '+reward.terms={{{name}: {{weight: 1.0}}}}'"
 
 

@@ -1,6 +1,7 @@
 """The EMA of the trained weights on its way to evaluation: a stream of its own, one version at a time."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from async_flowrl.controller.endpoints import EmaEndpoint
 from checkpoint_engine import Ack, Delivery, DeliveryOptions, ReceiverEndpoint
@@ -15,7 +16,7 @@ class EmaWeights:
         trainers: WorkerGroup,
         *,
         options: DeliveryOptions,
-        replace: Callable[[str, BaseException], Awaitable[None]],
+        replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
         self._sender = EmaEndpoint(trainers)

@@ -25,8 +25,8 @@ class EvaluationResult:
 
     def means(self) -> dict[str, float]:
         """Mean over all images, per reward and in total."""
-        names = sorted({name for scores in self.scores for name in scores.parts})
-        means = {name: float(np.mean([x for s in self.scores for x in s.parts[name]])) for name in names}
+        names = sorted({name for scores in self.scores for name in scores.by_term})
+        means = {name: float(np.mean([x for s in self.scores for x in s.by_term[name]])) for name in names}
         means["reward"] = float(np.mean([x for s in self.scores for x in s.total]))
         return means
 

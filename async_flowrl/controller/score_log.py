@@ -2,7 +2,7 @@
 
 A resume or a recovery makes the images of the steps after its checkpoint again, bit for bit; such a reward would score
 them differently. One JSON line per training group: `step`, `group`, `digest` of the weights that made its images, and
-`total` and `parts` as in `Scores` (JSON keeps float64 exactly), both null for a group that `reward.on_error` skipped.
+`total` and `by_term` as in `Scores` (JSON keeps float64 exactly), both null for a group that `reward.on_error` skipped.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class ScoreLog:
         """Returns when the line is synced to disk. Groups before `step`, the one that is trained now, are forgotten."""
         self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
         names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
-        line = names | {"total": scores and scores.total, "parts": scores and dict(scores.parts)}
+        line = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         await asyncio.to_thread(_sync, self.path)
@@ -54,7 +54,7 @@ def _key(group: list[Ticket]) -> Key:
 def _scores(line: dict[str, Any]) -> Scores | None:
     if line["total"] is None:
         return None
-    return Scores(tuple(line["total"]), {name: tuple(values) for name, values in line["parts"].items()})
+    return Scores(tuple(line["total"]), {name: tuple(values) for name, values in line["by_term"].items()})
 
 
 def _sync(path: Path) -> None:

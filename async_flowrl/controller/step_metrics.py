@@ -18,7 +18,7 @@ class StepStatistics:
         self.step, self.windowed = step, windowed
         self.rewards: list[tuple[float, ...]] = []
         self.rewards_of: dict[int, tuple[float, ...]] = {}
-        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.by_term: dict[str, list[float]] = defaultdict(list)
         self.ages: list[int] = []
         self.constant = self.skipped = 0
         self.updates: list[UpdateStats] = []
@@ -31,8 +31,8 @@ class StepStatistics:
         self.rewards.append(scores.total)
         self.rewards_of[tickets[0].group] = scores.total
         self.constant += not any(advantages)
-        for name, values in scores.parts.items():
-            self.parts[name] += values
+        for name, values in scores.by_term.items():
+            self.by_term[name] += values
 
     def add_update(self, stats: UpdateStats) -> None:
         self.updates.append(stats)
@@ -50,7 +50,7 @@ class StepStatistics:
             "staleness/max": max(self.ages, default=0),
             "images": len(flat),
         }
-        for name, values in self.parts.items():
+        for name, values in self.by_term.items():
             line[f"reward/{name}/mean"] = float(np.mean(values))
         ran = [stats.metrics for stats in self.updates if not stats.skipped]
         for name in sorted({name for metrics in ran for name in metrics}):

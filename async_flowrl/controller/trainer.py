@@ -20,7 +20,7 @@ from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket, describe
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.types import Scores
 from separation.group import RefLost, Worker, WorkerGroup
 from separation.supervise import deadline, together
@@ -121,8 +121,8 @@ class TrainerGroup:
         tickets = [ctx.table.hand_over(step, group) for group in groups]
         scores: list[Scores | None] = [group[0].scores for group in tickets]
         scored = [index for index, value in enumerate(scores) if value is not None]
-        found = self._advantages(ctx, step, [tickets[i][0].group for i in scored], [scores[i] for i in scored])
-        advantages = dict(zip(scored, found, strict=True))
+        values = self._advantages(ctx, step, [tickets[i][0].group for i in scored], [scores[i] for i in scored])
+        advantages = dict(zip(scored, values, strict=True))
         return [
             self._handed_group(ctx, tickets[i], scores[i], tuple(float(x) for x in advantages.get(i, ())))
             for i in range(len(tickets))
@@ -131,7 +131,7 @@ class TrainerGroup:
     def _advantages(self, ctx: Context, step: int, groups: Sequence[int], scores: Sequence[Scores | None]) -> list[Any]:
         names = list(ctx.config.reward.terms)
         rewards = {
-            name: [np.asarray(s.parts[name], dtype=np.float64) for s in scores if s is not None] for name in names
+            name: [np.asarray(s.by_term[name], dtype=np.float64) for s in scores if s is not None] for name in names
         }
         weights = {name: ctx.config.reward.terms[name].weight for name in names}
         seeds = [derive(ctx.config.seed, "permute", step, group) for group in groups]
@@ -161,42 +161,42 @@ class TrainerGroup:
         """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
         for group in self._batch[per_update:]:
             if group.meta is not None:
-                await self._with_trajectories(ctx, [group], "update.proximal", Part(step, (group.meta,)))
+                await self._with_trajectories(ctx, [group], "update.proximal", TrainRequest(step, (group.meta,)))
 
     async def _train(
         self, ctx: Context, step: int, groups: Sequence[HandedGroup], *, begins: StepPlan | None, finishes: bool
     ) -> list[UpdateStats]:
         """One part of an optimizer step on every rank; what the step did, by rank, once it is finished."""
         trained = [group for group in groups if group.meta is not None]
-        part = Part(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)
-        if part.metas:
-            results = await self._with_trajectories(ctx, trained, "train", part)
+        request = TrainRequest(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)
+        if request.metas:
+            results = await self._with_trajectories(ctx, trained, "train", request)
         else:
             async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
-                results = await self.all("train", part)
+                results = await self.all("train", request)
         return results if finishes else []
 
     async def _with_trajectories(
-        self, ctx: Context, groups: Sequence[HandedGroup], method: str, part: Part
+        self, ctx: Context, groups: Sequence[HandedGroup], method: str, request: TrainRequest
     ) -> list[Any]:
         """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
 
         Ranks of a trainers confirm that they have them before any of them begins: afterwards they wait for each other.
         """
-        seconds = ctx.config.deadlines.update * (len(groups) + part.finishes)
+        seconds = ctx.config.deadlines.update * (len(groups) + request.finishes)
         while True:
             try:
                 async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
                     refs = [ref for group in groups for ref in trajectories(group)]
                     if len(self.workers.workers) > 1:
                         await self.all("async_flowrl.training.messages:arrived", *refs)
-                    return await self.all(method, part, *refs)
+                    return await self.all(method, request, *refs)
             except RefLost as lost:
                 if len(groups) == 1:
                     await self._make_again(ctx, groups[0], lost)
                     continue
             # Whose payload was lost shows when they go one by one; a call that lacks an argument has done nothing.
-            single = zip(groups, part.split(), strict=True)
+            single = zip(groups, request.split(), strict=True)
             return [await self._with_trajectories(ctx, [group], method, its_part) for group, its_part in single][-1]
 
     async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:

@@ -16,7 +16,7 @@ ROW_HEIGHT, NAMES_WIDTH = 26, 92
 """Height of a timeline row and width of the worker names beside it, pixels."""
 WAIT_COLOURS = {"wait_data": "#f25c5c", "wait_weights": "#f59f45", "sync": "#9b7fd1", "idle": "#e03131"}
 REWARD_WAIT_COLOUR = "#f9dede"
-"""Waiting of the reward pool: nobody pays for accelerators there."""
+"""Paler than other waiting: the reward pool has no accelerators that could stand idle."""
 WORK_COLOURS = {"rollout": "#2b6cb0", "reward": "#2f9e77", "trainer": "#3b4252"}
 
 

@@ -64,9 +64,8 @@ class EventLog:
             self._write(self._clock())
 
     def close(self) -> None:
-        with self._lock:
-            self._write(self._clock())
-            self._file.close()
+        self.flush()
+        self._file.close()
 
     def _write(self, now: float) -> None:
         self._flushed = now

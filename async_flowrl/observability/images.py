@@ -1,4 +1,4 @@
-"""Picture grids for people: a row per prompt, its text above, each image's reward below."""
+"""Picture grids of evaluations: a row per prompt, its text above, each image's reward below."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.types import ByteArray
 
-MIN_SIDE, GAP, LINE_HEIGHT = 96, 6, 18
-"""Smallest side of a shown image, space between images and height of a line of text, in pixels."""
-MAX_SIDE = 256
-FONT_SIZE = 12
+MIN_SIDE, MAX_SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 96, 256, 6, 18, 12
+"""Pixels: sides of a shown image, the space between images, the height of a line of text and of its letters."""
 
 
 def write_grid(
@@ -22,8 +20,10 @@ def write_grid(
     title: str = "",
     columns: int = 8,
 ) -> None:
-    """A PNG of at most `columns` images [n, H, W, 3] per prompt. Small images are enlarged by a whole factor, without
-    smoothing, and large ones reduced to 256 pixels. Raises ValueError if the three lists differ in length.
+    """A PNG of at most `columns` images uint8 [n, H, W, 3] per prompt.
+
+    Small images are enlarged by a whole factor, without smoothing, and large ones reduced to MAX_SIDE pixels. Raises
+    ValueError if the three lists differ in length or are empty.
     """
     if not len(prompts) == len(images) == len(rewards) or not prompts:
         raise ValueError(

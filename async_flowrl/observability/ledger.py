@@ -1,11 +1,11 @@
-"""Where every pool's time went. Each worker is in exactly one named state at every instant, idle too."""
+"""The ledger of every pool's time: each worker is in exactly one named state at every instant, idle too."""
 
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
 BOOKED_AS = {"wait_work": "idle", "gone": "idle"}
-"""Names the controller has for causes that are idle time: nothing to run, and no process in the place."""
+"""The controller's names for causes of idle time: nothing to run, and no process in the place."""
 
 
 def pool_of(worker: str) -> str:
@@ -20,8 +20,10 @@ def place_of(worker: str) -> str:
 
 
 class PoolLedger:
-    """Seconds per place and state, from one clock. A place is idle until it says otherwise; a replacement takes over
-    the place of the worker it replaces, so the seconds of a place always sum to the time since the ledger was opened.
+    """Seconds per place and state, from one clock.
+
+    A place is idle until its worker enters another state. A replacement takes over the place of the worker it replaces,
+    so the seconds of a place always sum to the time since the ledger was opened.
     """
 
     def __init__(self, clock: Callable[[], float], workers: Iterable[str] = ()) -> None:

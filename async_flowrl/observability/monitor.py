@@ -1,4 +1,4 @@
-"""What people watch while a run goes on: the progress line, tensorboard and wandb, by group `monitor`."""
+"""Live views of a run: the progress line, TensorBoard and W&B, as the configuration group `monitor` says."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from async_flowrl.config.schema import MonitorConfig
 AVERAGED_STEPS = 20
 """Steps over which seconds per step and the time left are measured."""
 MIN_LINE_SECONDS = 5.0
-"""Where there is no terminal: at most one line in so many seconds."""
+"""Between two lines of text, where there is no terminal."""
 
 
 class Sink(Protocol):
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Hands every step and picture to what the configuration asks for. `settings` is the resolved configuration."""
+    """Passes every step and picture on to each view that is switched on; `settings` is the resolved configuration."""
 
     def __init__(
         self, config: MonitorConfig, folder: Path, *, name: str, total_steps: int, settings: Mapping[str, Any]
@@ -125,7 +125,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """Offline unless WANDB_MODE says otherwise or somebody is logged in; the files lie in the run directory."""
+    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory."""
 
     def __init__(self, project: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb

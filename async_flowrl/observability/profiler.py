@@ -1,4 +1,4 @@
-"""torch-profiler traces of chosen steps: `profile.steps=[5,6]` writes profile/<worker>-step-N….json for Perfetto."""
+"""Traces of chosen steps by torch.profiler: `profile.steps=[5,6]` writes profile/<worker>-step-N….json for Perfetto."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class StepProfiler:
 
     def start(self, step: int, what: str = "") -> None:
         """Begins a trace if `step` was asked for; one that was never stopped (its update failed) is thrown away."""
-        self.abandon()
+        self.stop(write=False)
         if step not in self._steps:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -28,22 +28,15 @@ class StepProfiler:
         tracer.start()
         self._running = tracer, self._directory / f"{self._worker}-step-{step:06d}{what}.json"
 
-    def stop(self) -> None:
-        """Ends the trace, if there is one, and writes it."""
+    def stop(self, *, write: bool = True) -> None:
+        """Ends the trace, if there is one, and writes it or throws it away."""
         if self._running is None:
             return
-        tracer, path = self._running
-        self._running = None
+        (tracer, path), self._running = self._running, None
         tracer.stop()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tracer.export_chrome_trace(str(path))
-
-    def abandon(self) -> None:
-        """Ends the trace without writing it."""
-        if self._running is not None:
-            tracer, _ = self._running
-            self._running = None
-            tracer.stop()
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tracer.export_chrome_trace(str(path))
 
     @contextmanager
     def around(self, step: int, what: str = "") -> Iterator[None]:
@@ -53,4 +46,4 @@ class StepProfiler:
             yield
             self.stop()
         finally:
-            self.abandon()
+            self.stop(write=False)

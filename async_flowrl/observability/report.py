@@ -44,9 +44,9 @@ SUMMARY_KEYS = (
     "weights_digest",
 )
 MIN_LOST_SHARE = 0.1
-"""Below this share of its time, what a pool loses is not worth a word."""
+"""Shares of its time below this that a pool loses are not mentioned."""
 MAX_SPLIT_SHARE = 0.97
-"""Another split of the devices is worth a word if steps would take at most this share of their time."""
+"""Another split of the devices is mentioned if steps would take at most this share of their time."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -145,7 +145,7 @@ def better_split(workers: Sequence[Track], window: Interval, group_size: int) ->
 
 
 def _step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
-    """Seconds per pool and state inside the window, from the events; start-up and the end are not training's fault."""
+    """Seconds per pool and state inside the window, from the events; start-up and the end do not count."""
     pools: dict[str, dict[str, float]] = {}
     for track in workers:
         seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))

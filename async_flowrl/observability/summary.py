@@ -1,4 +1,4 @@
-"""summary.json: what a run did, in numbers that tools and people rely on."""
+"""summary.json: the run in numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,13 @@ from async_flowrl.observability.timeline import Track, tracks
 WARM_UP_STEPS = 2
 """Steps before the steady state: the pipeline fills and caches are cold."""
 MIN_GRADIENT_KEPT = 0.8
+"""Share of the gradient that clip and mask should leave; below it the run warns."""
+"""Share of the gradient that clip and mask should leave; below it the run warns."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What only the controller knows at the end."""
+    """The part of the summary that is in no file: what the controller counted."""
 
     wall_seconds: float
     weights_digest: str
@@ -72,7 +74,7 @@ class Steady:
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
     """The keys of summary.json. What cannot be known (too few steps, say) is null.
 
-    After a resume, steps, images, rewards and staleness are those of the whole run; times and rates are this attempt's.
+    After a resume, steps, images, rewards and staleness are of the whole run; times and rates are of the time since.
     """
     first, attempt = last_attempt(effective(events))
     workers = tracks(attempt)
@@ -136,7 +138,7 @@ def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
 
 
 def steady_state(workers: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
-    """None if the run is too short to have one."""
+    """The steady part of a run; None if the run is too short to have one."""
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
     if not inner:
@@ -154,7 +156,7 @@ def steady_state(workers: Sequence[Track], history: Sequence[Event], max_stalene
 
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
-    """As measured at the trainer's door, in policy versions and in optimizer steps."""
+    """Age of the samples when they were trained on, in policy versions and in optimizer steps."""
     largest = max((line.get("staleness/max", 0) for line in metrics), default=0)
     mean = sum(line.get("staleness/mean", 0.0) for line in metrics) / max(1, len(metrics))
     # The last optimizer step of a batch trains on samples that are updates_per_batch - 1 further behind.

@@ -1,4 +1,4 @@
-"""events.jsonl → timeline.json, a trace for chrome://tracing and https://ui.perfetto.dev, one track per worker."""
+"""timeline.json: events.jsonl as a trace for chrome://tracing and https://ui.perfetto.dev, one track per worker."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Which split, which max_staleness, and whether to run asynchronously at all."""
+"""Recommendation of a split, of a max_staleness, and of whether to run asynchronously at all."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
 
-REACHED = 0.98
+ENOUGH_EFFICIENCY = 0.98
 """Share of the bound from which more staleness is not worth its age."""
-WORTH_IT = 1.02
-"""An asynchronous layout that is not this much faster than colocated training on the same devices is not advised."""
-MOST_STALENESS = 8
-TICKETS = 1000
-"""Tickets per simulation: a few tenths of a second."""
-SPLITS = 8
-"""Splits simulated, the ones with the best bound."""
+MIN_SPEEDUP = 1.02
+"""Over colocated training on the same devices; an asynchronous layout that gains less is not recommended."""
+MIN_DEVICE_USE = 0.95
+"""Share of the devices; a split that leaves more of them idle is pointed out."""
+MAX_STALENESS = 8
+TICKETS_PER_SIMULATION = 1000
+"""They take a few tenths of a second."""
+MAX_SPLITS = 8
+"""Splits that are simulated, the ones with the best bound."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to."""
+    """Limits of a plan."""
 
     devices: int
     memory: float = math.inf
@@ -43,7 +45,7 @@ class Limits:
     split: tuple[int, int] | None = None
     """(rollout, trainer) if it is fixed."""
     steps: int | None = None
-    """Steps to simulate; None = enough for about TICKETS tickets."""
+    """Steps to simulate; None = enough for about TICKETS_PER_SIMULATION tickets."""
     slow: tuple[float, ...] = ()
     colocate: bool = True
     """Whether colocated training fits the devices' memory."""
@@ -62,10 +64,11 @@ def advise(work: Work, limits: Limits) -> Advice:
     if chosen is None:
         return Advice(tuple(tried), tuple(depths), None, colocated, (no_memory(depths, limits),))
     if chosen.layout.max_staleness != 1 or chosen.layout.hand_over != "stream":
-        tried = [_simulate(work, _like(layout, chosen.layout), limits) for layout in candidates]
+        how = chosen.layout.max_staleness, chosen.layout.hand_over
+        tried = [_simulate(work, layout.with_staleness(*how), limits) for layout in candidates]
     tried.sort(key=lambda prediction: prediction.layout.rollout)
-    found = Advice(tuple(tried), tuple(depths), chosen, colocated, ())
-    return replace(found, sentences=tuple(explain(work, limits, found)))
+    advice = Advice(tuple(tried), tuple(depths), chosen, colocated, ())
+    return replace(advice, sentences=tuple(explain(work, limits, advice)))
 
 
 def splits(work: Work, limits: Limits) -> list[Layout]:
@@ -75,20 +78,20 @@ def splits(work: Work, limits: Limits) -> list[Layout]:
     else:
         pairs = [(n, limits.devices - n) for n in range(1, limits.devices) if work.allows(limits.devices - n)]
     layouts = [Layout(rollout, trainer, limits.reward, slow=limits.slow) for rollout, trainer in pairs]
-    return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:SPLITS]
+    return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:MAX_SPLITS]
 
 
 def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Prediction]:
     """Both hand-overs for K = 0, 1, 2, ... until one step after the bound is reached."""
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     enough = 0
-    for k in range(MOST_STALENESS + 1):
+    for k in range(MAX_STALENESS + 1):
         pair = [_simulate(work, layout.with_staleness(k, hand_over), limits) for hand_over in HAND_OVERS]
-        found += pair
-        enough += max(prediction.efficiency for prediction in pair) >= REACHED
+        predictions += pair
+        enough += max(prediction.efficiency for prediction in pair) >= ENOUGH_EFFICIENCY
         if enough == 2 and k >= 2:
             break
-    return found
+    return predictions
 
 
 def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
@@ -97,8 +100,8 @@ def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
     if not fitting:
         return None
     fastest = min(p.step_seconds for p in fitting)
-    good = [p for p in fitting if p.efficiency >= REACHED] or [
-        p for p in fitting if p.step_seconds <= fastest / REACHED
+    good = [p for p in fitting if p.efficiency >= ENOUGH_EFFICIENCY] or [
+        p for p in fitting if p.step_seconds <= fastest / ENOUGH_EFFICIENCY
     ]
     return min(good, key=lambda p: (p.layout.max_staleness, p.step_seconds))
 
@@ -112,15 +115,15 @@ def predict_colocated(work: Work, limits: Limits) -> Prediction | None:
     return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
 
 
-def explain(work: Work, limits: Limits, found: Advice) -> list[str]:
+def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
     """The advice in sentences, the most important first."""
-    chosen = found.chosen
+    chosen = advice.chosen
     if chosen is None:
         return []
     return [
-        *against_colocated(chosen, found.colocated, limits),
-        recommendation(chosen, found.colocated),
-        *on_staleness(chosen, found.depths),
+        *against_colocated(chosen, advice.colocated, limits),
+        recommendation(chosen, advice.colocated),
+        *on_staleness(chosen, advice.depths),
         *on_balance(work, chosen, limits),
     ]
 
@@ -142,7 +145,7 @@ def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: 
 
 
 def worth_it(chosen: Prediction, colocated: Prediction | None) -> bool:
-    return colocated is None or colocated.step_seconds / chosen.step_seconds >= WORTH_IT
+    return colocated is None or colocated.step_seconds / chosen.step_seconds >= MIN_SPEEDUP
 
 
 def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
@@ -159,36 +162,36 @@ def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
     """What one version more would bring, and what this one brought."""
     k = chosen.layout.max_staleness
     deeper = [p.step_seconds for p in depths if p.layout.max_staleness > k]
-    said = []
-    if chosen.efficiency < REACHED:
-        said.append(
-            f"No max_staleness up to {max(p.layout.max_staleness for p in depths)} reaches {REACHED:.0%} of the bound: "
-            "generation or rewards are too uneven for this many tickets per worker; smaller tickets help."
+    sentences = []
+    if chosen.efficiency < ENOUGH_EFFICIENCY:
+        sentences.append(
+            f"No max_staleness up to {max(p.layout.max_staleness for p in depths)} reaches {ENOUGH_EFFICIENCY:.0%} of "
+            "the bound: generation or rewards are too uneven for this many tickets per worker; smaller tickets help."
         )
-    if deeper and min(deeper) > chosen.step_seconds * REACHED:
+    if deeper and min(deeper) > chosen.step_seconds * ENOUGH_EFFICIENCY:
         limiter = "the trainer" if chosen.bounds.update >= chosen.bounds.generation else "generation"
-        said.append(
+        sentences.append(
             f"More max_staleness than {k} is pure staleness: {limiter} is the limit, and the best deeper pipeline "
             f"gains {max(0.0, chosen.step_seconds / min(deeper) - 1):.1%}."
         )
-    return said
+    return sentences
 
 
 def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     """What whole numbers of devices cost, and which pool waits."""
-    said = []
+    sentences = []
     generation = work.tickets_per_step * work.generate.mean
     update = work.prompts_per_step * work.update.mean
     used = balance(generation, update, limits.devices) if limits.devices > 1 and generation + update > 0 else 1.0
-    if used < 0.95:
-        said.append(
+    if used < MIN_DEVICE_USE:
+        sentences.append(
             f"Whole devices cost {1 - used:.0%}: generation and training take {generation:.3g} and {update:.3g} "
             f"device-seconds per step, which {limits.devices} devices cannot share evenly."
         )
     limit = chosen.bounds
     if limit.reward >= max(limit.generation, limit.update) and limit.reward > 0:
-        said.append("Rewards are the limit: more reward workers shorten the step.")
-    return said
+        sentences.append("Rewards are the limit: more reward workers shorten the step.")
+    return sentences
 
 
 def no_split(work: Work, limits: Limits) -> str:
@@ -200,18 +203,14 @@ def no_split(work: Work, limits: Limits) -> str:
 
 
 def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:
-    least = min(p.payload_bytes for p in depths)
+    min_bytes = min(p.payload_bytes for p in depths)
     return (
-        f"Even without staleness {least / 2**30:.3g} GiB of images and trajectories wait to be trained, more than the "
-        f"{limits.memory / 2**30:.3g} GiB of object store: fewer prompts per step or a smaller window are needed."
+        f"Even without staleness {min_bytes / 2**30:.3g} GiB of images and trajectories wait to be trained, more than "
+        f"the {limits.memory / 2**30:.3g} GiB of object store: fewer prompts per step or a smaller window are needed."
     )
 
 
-def _like(layout: Layout, other: Layout) -> Layout:
-    return layout.with_staleness(other.max_staleness, other.hand_over)
-
-
 def _simulate(work: Work, layout: Layout, limits: Limits) -> Prediction:
-    least = 16 + 2 * layout.max_staleness
-    steps = limits.steps or max(least, min(200, TICKETS // work.tickets_per_step))
+    min_steps = 16 + 2 * layout.max_staleness
+    steps = limits.steps or max(min_steps, min(200, TICKETS_PER_SIMULATION // work.tickets_per_step))
     return simulate(work, layout, steps=steps)

@@ -1,7 +1,7 @@
-"""Laws from a run directory: what its events say every part takes. Nothing that its configuration names is imported."""
+"""Laws of a run, from the events in its directory. Nothing that its configuration names is imported."""
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -18,20 +18,21 @@ from async_flowrl.plan.laws import Law
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.tickets.table import TRAIN, State
 
-SLOW = 1.15
+MIN_SLOWNESS = 1.15
 """A worker whose tickets take this many times the pool's median is slow; below that it is chance."""
-LEAST_TICKETS = 4
-"""Of a worker, before it may be called slow."""
+MIN_TICKETS = 4
+"""Of a worker; with fewer it is not called slow."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished (or running) run as a plan sees it."""
+    """What a plan needs of a finished (or running) run."""
 
     config: Config
     work: Work
     layout: Layout
     steps: int
+    """Finished so far."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Actual:
 
     step_seconds: float
     busy: Mapping[str, float]
-    steps: int
 
 
 class NothingToLearn(ValueError):
@@ -58,7 +58,11 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
     tickets = generation_times(history)
     if not tickets:
         raise NothingToLearn(f"{run} has no ticket of steps {first} to {stop} in events.jsonl")
-    finishes = [event["end"] - event["start"] for event in history if _is_span(event, "trainer-0", "optimizer")]
+    finishes = [
+        event["end"] - event["start"]
+        for event in history
+        if event["event"] == "span" and event["name"] == "optimizer" and place_of(event["worker"]) == "trainer-0"
+    ]
     finish = fmean(finishes) * config.trainer.updates_per_batch if finishes else 0.0
     # A rank's share of a group; on a single rank it would take as many times as long.
     per_group = [
@@ -66,11 +70,13 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         for line in lines
     ]
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
+    slow = slow_places(tickets)
     work = Work(
         prompts_per_step=config.prompts_per_step,
         tickets_per_group=config.group_size // config.images_per_ticket,
         group_size=config.group_size,
-        generate=Law.measured(_without(tickets, slow_places(tickets))),
+        # As if every worker were as fast as the middle one: the layout has the slow ones.
+        generate=Law.measured([seconds / slow.get(place, 1.0) for place, seconds in tickets]),
         update=Law.measured(per_group),
         finish=Law(finish),
         score=Law.measured(score_times(history)),
@@ -79,17 +85,17 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
-    return Run(config, work, layout_of(config, slow_places(tickets)), len(metrics))
+    return Run(config, work, layout_of(config, slow), len(metrics))
 
 
 def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:
-    """Configuration, this life's events and its metrics. Raises ValueError where a file is missing or broken."""
+    """Configuration, and the last attempt's events and metrics. Raises ValueError where a file is missing or broken."""
     try:
-        first, life = last_attempt(effective(read_events(run / "events.jsonl")))
+        first, attempt = last_attempt(effective(read_events(run / "events.jsonl")))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error
-    return read_config(run / "config.yaml"), list(life), [line for line in lines if line["step"] >= first]
+    return read_config(run / "config.yaml"), list(attempt), [line for line in lines if line["step"] >= first]
 
 
 def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
@@ -120,7 +126,7 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
     """
     started: dict[tuple[str, int], tuple[float, str]] = {}
     last: dict[str | None, float] = {}
-    found = []
+    times = []
     for event in history:
         if event["event"] != "ticket":
             continue
@@ -130,11 +136,11 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
         elif event["state"] == State.SCORING and key in started:
             began, worker = started.pop(key)
             if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
-                found.append((place_of(worker), event["time"] - max(began, last.get(worker, 0.0))))
+                times.append((place_of(worker), event["time"] - max(began, last.get(worker, 0.0))))
             last[worker] = event["time"]
         elif event["state"] == State.PENDING:
             started.pop(key, None)
-    return found
+    return times
 
 
 def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -142,16 +148,24 @@ def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
     by_place: dict[str, list[float]] = {}
     for place, seconds in tickets:
         by_place.setdefault(place, []).append(seconds)
-    medians = {place: median(times) for place, times in by_place.items() if len(times) >= LEAST_TICKETS}
+    medians = {place: median(times) for place, times in by_place.items() if len(times) >= MIN_TICKETS}
     if len(medians) < 2 or median(medians.values()) <= 0:
         return {}
     middle = sorted(medians.values())[(len(medians) - 1) // 2]
-    return {place: value / middle for place, value in medians.items() if value > SLOW * middle}
+    return {place: value / middle for place, value in medians.items() if value > MIN_SLOWNESS * middle}
 
 
 def score_times(history: Iterable[Event]) -> list[float]:
     """Seconds a reward worker was taken for one group."""
-    return _stretches(history, lambda worker: pool_of(worker) == "reward", "busy")
+    began: dict[str, float] = {}
+    times = []
+    for event in history:
+        if event["event"] == "state" and pool_of(event["worker"]) == "reward":
+            if event["worker"] in began:
+                times.append(event["time"] - began.pop(event["worker"]))
+            if event["state"] == "busy":
+                began[event["worker"]] = event["time"]
+    return times
 
 
 def delivery_times(history: Iterable[Event]) -> list[float]:
@@ -171,7 +185,7 @@ def delivery_times(history: Iterable[Event]) -> list[float]:
 
 
 def actual(run: Path, *, first: int = WARM_UP_STEPS) -> Actual | None:
-    """What the run did from step `first` on, before generation had nothing left to do; None if that is no step."""
+    """What the run did from step `first` on, while generation still had work; None if that is no step."""
     config, history, _ = load(run)
     steps = {event["step"]: event for event in history if event["event"] == "step"}
     done = [step for step in sorted(steps) if first <= step <= max(steps) - config.max_staleness]
@@ -182,11 +196,11 @@ def actual(run: Path, *, first: int = WARM_UP_STEPS) -> Actual | None:
     busy: dict[str, list[float]] = {}
     for track in tracks(history):
         busy.setdefault(pool_of(track.place), []).append(length(intersect(track.busy, [window])) / seconds)
-    return Actual(seconds / len(done), {pool: fmean(shares) for pool, shares in busy.items()}, len(done))
+    return Actual(seconds / len(done), {pool: fmean(shares) for pool, shares in busy.items()})
 
 
 def payload_bytes(history: Sequence[Event]) -> int:
-    """Of a training ticket's images and trajectory, the largest made; 0 where the run's engine did not say."""
+    """Bytes of the largest training ticket (images and trajectory); 0 where the run's engine did not record them."""
     return max((event["bytes"] for event in history if event["event"] == "span" and "bytes" in event), default=0)
 
 
@@ -197,25 +211,3 @@ def adapter_bytes(run: Path) -> int:
         return 0
     sync = json.loads(path.read_text()).get("sync", {})
     return int(sync.get("bytes", 0) / max(1, sync.get("publishes", 0)))
-
-
-def _is_span(event: Event, place: str, name: str) -> bool:
-    return event["event"] == "span" and event["name"] == name and place_of(event["worker"]) == place
-
-
-def _stretches(history: Iterable[Event], chosen: Callable[[str], bool], state: str) -> list[float]:
-    began: dict[str, float] = {}
-    found = []
-    for event in history:
-        if event["event"] != "state" or not chosen(event["worker"]):
-            continue
-        if event["worker"] in began:
-            found.append(event["time"] - began.pop(event["worker"]))
-        if event["state"] == state:
-            began[event["worker"]] = event["time"]
-    return found
-
-
-def _without(tickets: Sequence[tuple[str, float]], slow: Mapping[str, float]) -> list[float]:
-    """All times as if every worker were as fast as the middle one."""
-    return [seconds / slow.get(place, 1.0) for place, seconds in tickets]

@@ -1,4 +1,4 @@
-"""How much tensor memory a computation needs at its worst moment, counted while it runs; on the meta device too.
+"""Peak tensor memory of a computation, counted while it runs; on the meta device too.
 
 Every storage that an operation makes counts from then until nothing refers to it any more, so that what autograd keeps,
 what checkpointing recomputes and what is only there in passing are all seen. Views count nothing; of a sharded tensor

@@ -1,4 +1,4 @@
-"""How long something takes: a constant, a log-normal law of given mean and spread, or what was measured."""
+"""Laws of durations: constant, log-normal with a given mean and spread, or as measured."""
 
 import math
 import random
@@ -29,9 +29,9 @@ class Law:
         return cls(mean, pstdev(samples) / mean if mean > 0 else 0.0, tuple(sorted(samples)))
 
     def draw(self, key: str) -> float:
-        """The duration of the event called `key`: the same every time, whatever else is drawn.
+        """The duration of the event called `key`.
 
-        So two plans are compared on the same luck.
+        It is the same every time, whatever else is drawn, so two plans are compared on the same durations.
         """
         if self.cv == 0 or self.mean == 0:
             return self.mean

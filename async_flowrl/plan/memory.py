@@ -1,4 +1,4 @@
-"""Device memory of a trainer rank and of a rollout worker, and the bytes of a payload, before anything is started.
+"""Memory plan: device memory of a trainer rank and of a rollout worker, and the bytes of a payload.
 
 Weights, adapter, optimizer and versions are counted from shapes. Activations are counted by running the network on the
 meta device, forward and backward, at the run's resolution, micro-batch, guidance and checkpointing.
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.shell import Shell, conditioning, shell_of
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import checkpoint_blocks
 
-FLOAT = 4
-MARGIN = 0.10
-"""Share added for what the allocator cannot use (fragments between blocks); measured on no GPU yet."""
-RUNTIME = 1_500_000_000
-"""Bytes of CUDA context, libraries' workspaces and communicators; measured on no GPU yet."""
-GATHERED = 3
+FLOAT32_BYTES = 4
+MARGIN_SHARE = 0.10
+"""Added for what the allocator cannot use (fragments between blocks); measured on no GPU yet."""
+RUNTIME_BYTES = 1_500_000_000
+"""CUDA context, libraries' workspaces and communicators; measured on no GPU yet."""
+MAX_GATHERED_BLOCKS = 3
 """Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 
 
@@ -36,14 +36,14 @@ class Footprint:
     @property
     def total(self) -> int:
         """With margin and runtime."""
-        return round(sum(self.parts.values()) * (1 + MARGIN)) + RUNTIME
+        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + RUNTIME_BYTES
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """`host`: pinned host memory of a trainer rank; `payload`: bytes in the object store at once, all versions."""
 
-    shell: Shell
+    model: MetaModel
     trainer: Footprint
     rollout: Footprint
     host: int
@@ -54,32 +54,32 @@ class MemoryPlan:
 
 def plan_memory(config: Config) -> MemoryPlan:
     """Raises ValueError where the model cannot be built without its weights."""
-    shell = shell_of(config)
-    rollout = _rollout(config, shell)
-    activations = training_peak(config, shell)
-    shapes = shell.policy.shapes(config.rollout.resolution)
+    model = build_meta_model(config)
+    rollout = _rollout(config, model)
+    activations = training_peak(config, model)
+    shapes = model.policy.shapes(config.rollout.resolution)
     return MemoryPlan(
-        shell=shell,
-        trainer=_trainer(config, shell, activations),
+        model=model,
+        trainer=_trainer(config, model, activations),
         rollout=rollout,
-        host=_sharded(config, shell) if config.trainer.cpu_offload else 0,
+        host=_sharded(config, model) if config.trainer.cpu_offload else 0,
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes),
-        adapter_bytes=shell.adapter_parameters * FLOAT,
+        adapter_bytes=model.adapter_parameters * FLOAT32_BYTES,
     )
 
 
-def _sharded(config: Config, shell: Shell) -> int:
-    return -(-shell.base_bytes // config.trainer.num_workers)
+def _sharded(config: Config, model: MetaModel) -> int:
+    return -(-model.base_bytes // config.trainer.num_workers)
 
 
-def _trainer(config: Config, shell: Shell, activations: int) -> Footprint:
-    trainer, vector = config.trainer, shell.adapter_parameters * FLOAT
+def _trainer(config: Config, model: MetaModel, activations: int) -> Footprint:
+    trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     sharded = trainer.num_workers > 1 or trainer.cpu_offload
     # Retained versions, one more while the oldest is dropped, the moving average, and two slots a version is sent from.
     kept = config.max_staleness + 2 + (trainer.ema_decay is not None) + 2
     parts = {
-        "base weights": shell.base_bytes,
+        "base weights": model.base_bytes,
         "adapter and its gradient": 2 * vector,
         "optimizer": 2 * vector,
         "versions of the adapter": kept * vector,
@@ -87,39 +87,39 @@ def _trainer(config: Config, shell: Shell, activations: int) -> Footprint:
         "activations": max(activations, 2 * vector),
     }
     if sharded:
-        parts["base weights"] = 0 if trainer.cpu_offload else _sharded(config, shell)
-        parts["gathered blocks"] = shell.root_bytes + GATHERED * max(shell.block_bytes)
+        parts["base weights"] = 0 if trainer.cpu_offload else _sharded(config, model)
+        parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
     return Footprint(parts)
 
 
-def _rollout(config: Config, shell: Shell) -> Footprint:
-    size = torch.empty((), dtype=shell.policy._dtype).element_size()
+def _rollout(config: Config, model: MetaModel) -> Footprint:
+    size = torch.empty((), dtype=model.policy._dtype).element_size()
     streams = 2 if config.trainer.ema_decay is not None else 1
     # Live, the ring and one being received, per stream; and a slot for evaluation.
     copies = 1 + streams * (config.max_staleness + 2) + 1
     return Footprint(
         {
-            "base weights": shell.base_bytes,
-            "text encoders": shell.text_parameters * size,
-            "VAE": shell.vae_parameters * size,
-            "versions of the adapter": copies * shell.adapter_parameters * FLOAT,
-            "activations": sampling_peak(config, shell),
+            "base weights": model.base_bytes,
+            "text encoders": model.text_parameters * size,
+            "VAE": model.vae_parameters * size,
+            "versions of the adapter": copies * model.adapter_parameters * FLOAT32_BYTES,
+            "activations": sampling_peak(config, model),
         }
     )
 
 
-def training_peak(config: Config, shell: Shell, *, device: str = "meta") -> int:
+def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> int:
     """Peak bytes of one micro-batch, forward and backward; the gradients of the adapter exist already.
 
     The network is wrapped for checkpointing where the run does that.
     """
-    policy, trainer = shell.policy, config.trainer
+    policy, trainer = model.policy, config.trainer
     if trainer.gradient_checkpointing:
         checkpoint_blocks(policy)
     rows = trainer.micro_batch_size * (trainer.timesteps_per_forward or trained_steps(config))
 
     def forward() -> Tensor:
-        return _velocity(config, shell, rows, device).square().mean()
+        return _velocity(config, model, rows, device).square().mean()
 
     for parameter in policy.transformer.parameters():
         if parameter.requires_grad:
@@ -127,19 +127,19 @@ def training_peak(config: Config, shell: Shell, *, device: str = "meta") -> int:
     return measured(forward, device)
 
 
-def sampling_peak(config: Config, shell: Shell) -> int:
+def sampling_peak(config: Config, model: MetaModel) -> int:
     """Peak bytes of one denoising step of a chunk, or of decoding it if that needs more."""
-    policy, rows = shell.policy, config.rollout.batch_size or config.images_per_ticket
+    policy, rows = model.policy, config.rollout.batch_size or config.images_per_ticket
     latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
     pipeline = policy._whole("decode images")
     with torch.no_grad():
-        denoise = measured(lambda: _velocity(config, shell, rows, "meta"), "meta")
+        denoise = measured(lambda: _velocity(config, model, rows, "meta"), "meta")
         decode = measured(lambda: policy._decoded(pipeline, latents, config.rollout.resolution), "meta")
     return max(denoise, decode)
 
 
-def _velocity(config: Config, shell: Shell, rows: int, device: str) -> Tensor:
-    policy, how = shell.policy, sampling(config)
+def _velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor:
+    policy, how = model.policy, sampling(config)
     latents = torch.zeros(rows, *policy.latent_shape(how.resolution), device=device)
     prompt = conditioning(policy, device)
     negative = prompt if how.true_cfg_scale > 1 else None

@@ -1,4 +1,4 @@
-"""`python -m async_flowrl.plan --memory`: a memory plan as text and as JSON."""
+"""Memory plans as text and as JSON: `python -m async_flowrl.plan --memory`."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.memory import MARGIN, RUNTIME, Footprint, MemoryPlan, plan_memory
+from async_flowrl.plan.memory import MARGIN_SHARE, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
 from separation.table import format_table
 
 GIB = 2**30
@@ -17,15 +17,16 @@ GIB = 2**30
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     """Tables of both kinds of process and one sentence on what fits. GiB are 2**30 bytes, MB and GB powers of ten."""
-    shell = plan.shell
-    whole = f"{config.model.path}: {shell.base_parameters / 1e9:.2f} B parameters in {len(shell.block_bytes)} blocks"
+    model = plan.model
+    whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {len(model.block_bytes)} blocks"
     adapter = (
-        f"LoRA of {shell.adapter_parameters / 1e6:.1f} M parameters, {plan.adapter_bytes / 1e6:.0f} MB per version"
+        f"LoRA of {model.adapter_parameters / 1e6:.1f} M parameters, {plan.adapter_bytes / 1e6:.0f} MB per version"
     )
     sections = [f"{whole}, {adapter}", ""]
     for title, footprint in processes(plan, config):
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
-        rows.append((f"margin {MARGIN:.0%} and {RUNTIME / GIB:.1f} of runtime", f"{_extra(footprint) / GIB:.2f}"))
+        extra = footprint.total - sum(footprint.parts.values())
+        rows.append((f"margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.1f} of runtime", f"{extra / GIB:.2f}"))
         rows.append(("together", f"{footprint.total / GIB:.2f}"))
         sections += [format_table((title, "GiB"), rows), ""]
     if plan.host:
@@ -38,7 +39,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
 
 
 def processes(plan: MemoryPlan, config: Config) -> list[tuple[str, Footprint]]:
-    """Both kinds apart; one under the other's roof where they share a device."""
+    """Trainer rank and rollout worker, each with its footprint; one sum of both where they share a device."""
     if config.placement == "colocated":
         both = {f"{name} (trainer)": size for name, size in plan.trainer.parts.items()}
         both |= {f"{name} (rollout)": size for name, size in plan.rollout.parts.items()}
@@ -51,16 +52,16 @@ def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
     count = config.trainer.num_workers
     if config.placement != "colocated":
         count += config.rollout.num_workers
-    found = []
+    sentences = []
     for title, footprint in processes(plan, config):
         left = device_gib - footprint.total / GIB
         if left >= 0:
-            found.append(f"a {title} fits a device of {device_gib:g} GiB, {left:.1f} GiB left")
+            sentences.append(f"a {title} fits a device of {device_gib:g} GiB, {left:.1f} GiB left")
         else:
-            found.append(
+            sentences.append(
                 f"a {title} does not fit {device_gib:g} GiB, {-left:.1f} GiB are missing: {_advice(title, config)}"
             )
-    return [*found, f"the run takes {count} devices"]
+    return [*sentences, f"the run takes {count} devices"]
 
 
 def _advice(title: str, config: Config) -> str:
@@ -80,8 +81,8 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         for title, footprint in processes(plan, config)
     }
     return {
-        "base_parameters": plan.shell.base_parameters,
-        "adapter_parameters": plan.shell.adapter_parameters,
+        "base_parameters": plan.model.base_parameters,
+        "adapter_parameters": plan.model.adapter_parameters,
         **parts,
         "host": plan.host,
         "ticket_bytes": plan.ticket_bytes,
@@ -89,10 +90,6 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "adapter_bytes": plan.adapter_bytes,
         "fits": all(footprint.total <= device_gib * GIB for _, footprint in processes(plan, config)),
     }
-
-
-def _extra(footprint: Footprint) -> int:
-    return footprint.total - sum(footprint.parts.values())
 
 
 def main(arguments: Sequence[str]) -> int:

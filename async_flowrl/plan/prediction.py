@@ -1,4 +1,4 @@
-"""A run against its own plan: what its first half predicts of its second."""
+"""Comparison of a run with its plan: what the first half of its steps predicts of the second half."""
 
 import json
 from pathlib import Path
@@ -11,20 +11,24 @@ from async_flowrl.plan.calibrate import NothingToLearn, actual, calibrate
 from async_flowrl.plan.show import comparison
 from async_flowrl.plan.simulate import simulate
 
-LEAST_STEPS = 8
-"""Steps after the warm-up from which a run is compared with its plan: half of them to learn from, half to predict."""
+POOLS = ("rollout", "trainer")
+"""Pools whose busy shares are compared."""
+MIN_STEPS = 8
+"""Steps after the warm-up that a comparison needs: half of them to learn from, half to predict."""
+MAX_SIMULATED_STEPS = 60
+"""Of a run's steps; simulating more of them changes nothing."""
 
 
 def predicted_against_actual(run: Path) -> dict[str, Any] | None:
-    """Learns the laws from the first half of a run's steps and predicts the second half; what that half really took.
+    """Prediction for the second half of a run's steps, by laws from the first half, and what that half really took.
 
-    `sentence` says it in words. None for runs too short to tell. A gap is time the schedule does not explain:
+    `sentence` says it in words. None for runs that are too short. A gap is time that the schedule does not explain:
     evaluations and checkpoints, pools that slow each other down, or work that changed over the run.
     """
     try:
         whole = calibrate(run)
         count = whole.steps - WARM_UP_STEPS - whole.config.max_staleness
-        if count < LEAST_STEPS:
+        if count < MIN_STEPS:
             return None
         half = WARM_UP_STEPS + count // 2
         learnt = calibrate(run, last=half)
@@ -33,32 +37,24 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
     measured = actual(run, first=half)
     if measured is None:
         return None
-    steps = min(whole.config.total_steps, 60) + learnt.layout.max_staleness + WARM_UP_STEPS
+    steps = min(whole.config.total_steps, MAX_SIMULATED_STEPS) + learnt.layout.max_staleness + WARM_UP_STEPS
     plan = simulate(learnt.work, learnt.layout, steps=steps)
-    found: dict[str, Any] = {
-        "predicted": {
-            "step_seconds": plan.step_seconds,
-            "rollout": plan.busy("rollout"),
-            "trainer": plan.busy("trainer"),
-        },
-        "actual": {
-            "step_seconds": measured.step_seconds,
-            "rollout": measured.busy.get("rollout", 0.0),
-            "trainer": measured.busy.get("trainer", 0.0),
-        },
+    compared: dict[str, Any] = {
+        "predicted": {"step_seconds": plan.step_seconds} | {pool: plan.busy(pool) for pool in POOLS},
+        "actual": {"step_seconds": measured.step_seconds} | {pool: measured.busy.get(pool, 0.0) for pool in POOLS},
         "deviation": measured.step_seconds / plan.step_seconds - 1.0,
         "learnt_from_steps": [WARM_UP_STEPS, half],
     }
-    return {**found, "sentence": comparison(found)}
+    return {**compared, "sentence": comparison(compared)}
 
 
 def add_prediction(run: Path) -> str | None:
-    """Adds `plan` to a run's summary.json and report; returns the sentence, None for a run too short to tell."""
+    """Adds `plan` to a run's summary.json and report; returns the sentence, or None for a run that is too short."""
     directory = RunDirectory(run)
-    found = predicted_against_actual(run)
-    directory.write_summary({**json.loads(directory.summary.read_text()), "plan": found})
-    if found is None:
+    compared = predicted_against_actual(run)
+    directory.write_summary({**json.loads(directory.summary.read_text()), "plan": compared})
+    if compared is None:
         return None
     if directory.report.exists():
         write_report(run)
-    return str(found["sentence"])
+    return str(compared["sentence"])

@@ -63,12 +63,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | N
     return "\n".join(lines)
 
 
-def comparison(found: Mapping[str, Any]) -> str:
-    """Predicted against actual in one sentence; see plan.predicted_against_actual."""
-    predicted, actual = found["predicted"], found["actual"]
+def comparison(compared: Mapping[str, Any]) -> str:
+    """Predicted against actual in one sentence; see `prediction.predicted_against_actual`."""
+    predicted, actual = compared["predicted"], compared["actual"]
     return (
         f"predicted {predicted['step_seconds']:.3g} s per step (rollout busy {predicted['rollout']:.0%}, trainer "
-        f"{predicted['trainer']:.0%}), actual {actual['step_seconds']:.3g} s ({found['deviation']:+.1%}; "
+        f"{predicted['trainer']:.0%}), actual {actual['step_seconds']:.3g} s ({compared['deviation']:+.1%}; "
         f"{actual['rollout']:.0%}, {actual['trainer']:.0%})"
     )
 

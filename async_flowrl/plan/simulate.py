@@ -84,7 +84,7 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Predic
 
 
 class Recorder:
-    """Observer and steps of a simulated run: the real ledger on the virtual clock, ends of steps, ages, what is stored."""
+    """Observer and steps of a simulated run: the real ledger on the virtual clock, and what the tickets do."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -99,11 +99,11 @@ class Recorder:
     def now(self) -> float:
         return self._clock()
 
-    def event(self, event: str, **fields: Any) -> None:
-        """Nothing: the ledger and the table's changes say enough."""
-
     def state(self, worker: str, state: str) -> None:
         self._ledger.enter(worker, state)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Nothing: the ledger and the table's changes say enough."""
 
     def moved(self, ticket: Ticket) -> None:
         """Called by the table after every transition."""
@@ -116,9 +116,6 @@ class Recorder:
         if ticket.state is State.HANDED:
             self._ages.append(ticket.step - ticket.version)
 
-    async def before_training(self, ctx: Context) -> None:
-        """Nothing is evaluated or saved."""
-
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
         self._ends.append(self._clock())
         if step == WARM_UP_STEPS - 1:
@@ -126,8 +123,10 @@ class Recorder:
         if step == ctx.config.total_steps - 1 - self._layout.max_staleness:
             self._pools = self._ledger.lap()
 
-    async def drain(self, ctx: Context) -> None:
-        """Nothing is left."""
+    async def _nothing(self, *args: Any, **options: Any) -> None:
+        """Nothing is evaluated or saved."""
+
+    before_training = drain = _nothing
 
     def abandon(self) -> None:
         """Nothing is outstanding."""

@@ -8,7 +8,6 @@ from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import RolloutReport, Scores
-from separation.group import Worker
 
 _SCORES = Scores((), {})
 
@@ -101,26 +100,13 @@ class PlannedWeights:
         for task in self._deliveries.values():
             await task
 
-    async def watch(self) -> None:
-        """Nothing can go wrong here."""
-
-    async def welcome(self, worker: Worker) -> None:
-        raise AssertionError(f"{worker.name} was never lost")
-
-    async def leave(self, worker: str) -> None:
-        raise AssertionError(f"{worker} was never lost")
-
-    async def retain_for_evaluation(self, version: int) -> None:
-        """A plan has no evaluations."""
-
-    async def deliver_for_evaluation(self, version: int) -> None:
-        """A plan has no evaluations."""
-
-    async def close(self) -> None:
-        """Nothing is under way after the loop."""
-
     def report(self) -> dict[str, Any]:
         return {}
+
+    async def _nothing(self, *args: Any, **options: Any) -> None:
+        """A plan has no lost workers, failed deliveries or evaluations."""
+
+    welcome = leave = watch = retain_for_evaluation = deliver_for_evaluation = close = _nothing
 
     async def _deliver(self, version: int) -> None:
         law = self._work.deliver if version else self._work.deliver.scaled(0.0)

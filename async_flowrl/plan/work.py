@@ -1,4 +1,4 @@
-"""What a training step costs, how devices are laid out, and what arithmetic alone says about the two."""
+"""Work of a training step, layout of devices, and the closed forms that bound the one on the other."""
 
 from dataclasses import dataclass, field, fields, replace
 
@@ -6,8 +6,8 @@ from async_flowrl.config.schema import Config, DeadlinesConfig, mode_name
 from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
-FOREVER = 1e12
-"""Seconds: a deadline that no plan reaches."""
+UNREACHED_SECONDS = 1e12
+"""A deadline that no plan reaches."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs where, and how far generation may run ahead."""
+    """Workers per pool, and how far generation may run ahead."""
 
     rollout: int
     trainer: int
@@ -81,18 +81,11 @@ class Bounds:
     generation: float
     update: float
     reward: float
-    publish: float
-    """Seconds from the end of an update until workers hold its version."""
 
     @property
     def overlapped(self) -> float:
         """max(G, T, R): no schedule of these pools takes less per step."""
         return max(self.generation, self.update, self.reward)
-
-    @property
-    def in_turn(self) -> float:
-        """G + T + S: generate, then train, then publish, with every pool perfectly divided."""
-        return self.generation + self.update + self.publish
 
 
 def bounds(work: Work, layout: Layout) -> Bounds:
@@ -103,7 +96,6 @@ def bounds(work: Work, layout: Layout) -> Bounds:
         generation=work.tickets_per_step * work.generate.mean / speed,
         update=update + work.stage.mean,
         reward=work.prompts_per_step * work.score.mean / layout.reward,
-        publish=work.deliver.mean,
     )
 
 
@@ -122,5 +114,5 @@ def config_of(work: Work, layout: Layout, steps: int) -> Config:
     config.max_staleness, config.hand_over = layout.max_staleness, layout.hand_over
     config.rollout.num_workers, config.reward.num_workers = layout.rollout, layout.reward
     config.trainer.num_workers = layout.trainer
-    config.deadlines = DeadlinesConfig(**{deadline.name: FOREVER for deadline in fields(DeadlinesConfig)})
+    config.deadlines = DeadlinesConfig(**{deadline.name: UNREACHED_SECONDS for deadline in fields(DeadlinesConfig)})
     return config

@@ -3,7 +3,6 @@
 Layout names are those of the exported file without its prefix: `transformer_blocks.0.attn.to_q.lora_A.weight`.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from async_flowrl.config.check import check_fields
+from async_flowrl.config.messages import did_you_mean
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
@@ -39,10 +40,7 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
 
 def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
     """The adapter with values that still mean nothing, also on the meta device; raises as `add_lora` does."""
-    if config.rank < 1:
-        raise ValueError(f"lora.rank must be at least 1, got {config.rank}")
-    if not config.alpha > 0:
-        raise ValueError(f"lora.alpha must be positive, got {config.alpha}")
+    check_fields(config, "lora.")
     transformer.requires_grad_(False)
     adapter = peft.LoraConfig(
         r=config.rank,
@@ -69,8 +67,7 @@ def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy)
         matches = {name for name in linear if name == target or name.endswith(f".{target}")}
         if not matches:
             suffixes = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in linear})
-            near = difflib.get_close_matches(target, suffixes, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(target, suffixes, shown=str)
             raise ValueError(f"lora.targets: {target!r} names no linear layer of the model, e.g. {suffixes[0]}{hint}")
         chosen |= matches
     if policy.lora_exclude is not None:
@@ -93,19 +90,19 @@ def initialise(transformer: nn.Module, seed: int) -> None:
 
 def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
     """LoRA layers by module name, sorted; the same names behind torch.compile and FSDP."""
-    found = {
+    layers = {
         _WRAPPERS.sub("", name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(layers.items()))
 
 
 def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable tensors by layout name, sorted."""
-    found = {}
+    parameters = {}
     for name, layer in lora_modules(transformer).items():
-        found[f"{name}.lora_A.weight"] = cast("Any", layer).lora_A[ADAPTER].weight
-        found[f"{name}.lora_B.weight"] = cast("Any", layer).lora_B[ADAPTER].weight
-    return dict(sorted(found.items()))
+        parameters[f"{name}.lora_A.weight"] = cast("Any", layer).lora_A[ADAPTER].weight
+        parameters[f"{name}.lora_B.weight"] = cast("Any", layer).lora_B[ADAPTER].weight
+    return dict(sorted(parameters.items()))
 
 
 def lora_weights(layer: nn.Module) -> tuple[Tensor, Tensor, float]:

@@ -1,4 +1,4 @@
-"""How red, green or blue an image is."""
+"""Colour reward: how red, green or blue an image is."""
 
 from collections.abc import Sequence
 

@@ -59,16 +59,18 @@ class CompositeReward:
         results = await asyncio.gather(
             *(_run(term, prompt, images, executor) for term in self.terms), return_exceptions=True
         )
-        parts: dict[str, tuple[float, ...]] = {}
+        by_term: dict[str, tuple[float, ...]] = {}
         spans: list[Span] = []
         for term, result in zip(self.terms, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
-            parts[term.name], span = result
+            by_term[term.name], span = result
             spans.append(span)
-        total = tuple(sum(term.weight * parts[term.name][image] for term in self.terms) for image in range(len(images)))
+        total = tuple(
+            sum(term.weight * by_term[term.name][image] for term in self.terms) for image in range(len(images))
+        )
         whole = Span("score", start, time.time())
-        return Scores(total=total, parts=parts, spans=(whole, *spans) if len(spans) > 1 else (whole,))
+        return Scores(total=total, by_term=by_term, spans=(whole, *spans) if len(spans) > 1 else (whole,))
 
 
 async def _run(term: Term, prompt: Prompt, images: ByteArray, executor: Executor) -> tuple[tuple[float, ...], Span]:

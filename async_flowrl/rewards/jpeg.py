@@ -1,4 +1,4 @@
-"""How large an image is as a JPEG file: the toy rewards of DDPO (Black et al. 2023, section 5.1), as in flow_grpo."""
+"""JPEG size rewards: the toy rewards of DDPO (Black et al. 2023, section 5.1), as in flow_grpo."""
 
 import io
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Whether the image shows the text that the prompt asks for, read by RapidOCR; its weights come inside its wheel."""
+"""OCR reward: whether the image shows the text that the prompt asks for, as read by RapidOCR (weights in its wheel)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -64,8 +63,6 @@ def _build(key: str, term: RewardTerm) -> Term:
 def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
     """The class, function or object that a term names, with its options and its call signature checked."""
     where, name = f"reward.terms.{key}", term.name or key
-    if not math.isfinite(term.weight):
-        raise ValueError(f"{where}.weight must be a finite number, got {term.weight}")
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")
     attribute = _import(where, REWARDS.get(name, name))

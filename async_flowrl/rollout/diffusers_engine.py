@@ -51,8 +51,6 @@ class DiffusersEngine:
     """
 
     def __init__(self, policy: Policy, *, batch_size: int | None = None, device: str | torch.device = "cpu") -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"rollout.batch_size must be at least 1, got {batch_size}")
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._meter = Meter(policy.transformer)
         self._prompts: OrderedDict[tuple[Wording, str | None], dict[str, Tensor]] = OrderedDict()

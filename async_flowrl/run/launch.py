@@ -1,4 +1,4 @@
-"""From a checked configuration to loaded worker pools whose base weights agree."""
+"""Launch: loaded worker pools, whose base weights agree, from a checked configuration."""
 
 import asyncio
 import os

@@ -53,8 +53,6 @@ def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep
 
     Every file is synced before the rename and the directory after it; an older checkpoint of the same step gives way.
     """
-    if keep < 1:
-        raise ValueError(f"save.keep must be at least 1, got {keep}")
     directory.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(directory)
     work = directory / f"{_WORK}{uuid.uuid4().hex}"
@@ -66,10 +64,10 @@ def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep
     work.rename(target)
     _sync(directory)
     _write_latest(directory, target.name)
-    found = written(directory)
-    place = found.index(target)
+    newest_first = written(directory)
+    position = newest_first.index(target)
     # Newer ones belong to a history that a return to an earlier step has ended.
-    for old in [*found[:place], *found[place + keep :]]:
+    for old in [*newest_first[:position], *newest_first[position + keep :]]:
         old.rename(directory / f"{_WORK}old-{uuid.uuid4().hex}")
     _remove_unfinished(directory)
     return target
@@ -91,8 +89,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def read_controller(path: Path) -> dict[str, Any]:
     """The controller's part, with every digest of the checkpoint checked. Raises DamagedCheckpoint."""
     verify_checkpoint(path)
-    found: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
-    return found
+    controller: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
+    return controller
 
 
 def drop_newer(directory: Path, step: int) -> None:
@@ -145,8 +143,9 @@ def checkpoint_step(path: Path) -> int:
 
 def written(directory: Path) -> list[Path]:
     """Every checkpoint there, sound or not, newest first."""
-    found = [p for p in directory.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if directory.is_dir() else []
-    return sorted(found, key=checkpoint_step, reverse=True)
+    entries = directory.iterdir() if directory.is_dir() else ()
+    checkpoints = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
+    return sorted(checkpoints, key=checkpoint_step, reverse=True)
 
 
 def _write_parts(work: Path, checkpoint: Checkpoint) -> None:

@@ -38,9 +38,9 @@ class World:
         """`values` of every rank, in rank order, so that sums over them are taken in one order everywhere."""
         if self.size == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(found, values)
-        return found
+        by_rank = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(by_rank, values)
+        return by_rank
 
 
 def shard(policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, offload: bool) -> str:

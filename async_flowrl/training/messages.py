@@ -1,4 +1,4 @@
-"""What the controller tells a trainer rank and what it hears back. Small, frozen, picklable; no torch."""
+"""Messages between the controller and a trainer rank. Small, frozen, picklable; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,22 +43,22 @@ class GroupMeta:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one call does of an optimizer step. Where everything is ready one part is the whole step."""
+class TrainRequest:
+    """One call to a trainer rank. Where all groups of an optimizer step are ready, one call is the whole step."""
 
     step: int
     metas: tuple[GroupMeta, ...]
-    """Groups to train on, in order; their trajectories travel beside the part."""
+    """Groups to train on, in order; their trajectories travel beside the request, in ticket order."""
     begins: StepPlan | None = None
-    """Set on a step's first part."""
+    """Set on the first request of a step: it begins the optimizer step."""
     finishes: bool = False
-    """On its last."""
+    """True for the last one: it ends the optimizer step."""
 
-    def split(self) -> "list[Part]":
+    def split(self) -> "list[TrainRequest]":
         """The same, group by group."""
         last = len(self.metas) - 1
         return [
-            Part(self.step, (meta,), self.begins if index == 0 else None, self.finishes and index == last)
+            TrainRequest(self.step, (meta,), self.begins if index == 0 else None, self.finishes and index == last)
             for index, meta in enumerate(self.metas)
         ]
 

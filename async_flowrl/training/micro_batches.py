@@ -1,4 +1,4 @@
-"""From a group's trajectories to micro-batches: inside one group only, so that no prompt is ever padded."""
+"""Micro-batches of a group's trajectories: inside one group only, so that no prompt is ever padded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -22,10 +22,6 @@ class Optimizer:
     """AdamW (arXiv 1711.05101) with float32 masters and moments; `steps` counts the optimizer steps really taken."""
 
     def __init__(self, config: TrainerConfig, parameters: FlatParameters) -> None:
-        if not config.eps > 0:
-            raise ValueError(f"trainer.eps must be positive, got {config.eps}")
-        if not config.max_grad_norm > 0:
-            raise ValueError(f"trainer.max_grad_norm must be positive, got {config.max_grad_norm}")
         self._config, self._parameters = config, parameters
         self._adam = torch.optim.AdamW(
             [parameters.values],

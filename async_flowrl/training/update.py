@@ -12,7 +12,7 @@ import torch
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate
 from async_flowrl.training.update_metrics import GroupMetrics, RowSums, UpdateMetrics
@@ -40,10 +40,10 @@ class Update:
         """Conditioning of the negative prompts by text, once per run."""
         self._passes.set_negatives(conditionings)
 
-    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
+    def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
         measured = UpdateMetrics()
-        for group in self._groups(part.metas, trajectories):
+        for group in self._groups(request.metas, trajectories):
             self._passes.remember_proximal(group, measured)
         self._before.extend(measured.spans)
 

@@ -55,24 +55,24 @@ class UpdateMetrics:
     def metrics(self, denominator: int) -> dict[str, float]:
         """Means over all trained rows; `loss` is the one exception: its sum over `denominator`, as it was trained."""
         names = sorted({name for group in self.groups for name in group.sums})
-        found = {}
+        means = {}
         for name in names:
             having = [group for group in self.groups if name in group.sums]
             total = sum(group.sums[name] for group in having)
             if name == "loss":
-                found["loss"] = total / denominator
+                means["loss"] = total / denominator
             elif name not in _COUNTS:
-                found[_NAMES.get(name, name)] = total / sum(group.rows for group in having)
-        return found
+                means[_NAMES.get(name, name)] = total / sum(group.rows for group in having)
+        return means
 
     def kept(self) -> dict[int, tuple[int, int]]:
         """Per age: rows whose gradient survived, rows with a nonzero advantage."""
-        found: dict[int, tuple[int, int]] = {}
+        by_age: dict[int, tuple[int, int]] = {}
         for group in self.groups:
-            kept, nonzero = found.get(group.meta.age, (0, 0))
+            kept, nonzero = by_age.get(group.meta.age, (0, 0))
             sums = group.sums
-            found[group.meta.age] = kept + round(sums.get("kept", 0.0)), nonzero + round(sums.get("nonzero", 0.0))
-        return found
+            by_age[group.meta.age] = kept + round(sums.get("kept", 0.0)), nonzero + round(sums.get("nonzero", 0.0))
+        return by_age
 
     def stats(self) -> tuple[GroupStats, ...]:
         return tuple(

@@ -26,7 +26,7 @@ from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, checkpoint_blocks, prefetch, shard
-from async_flowrl.training.messages import Part, UpdateStats
+from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.update import Update
@@ -129,16 +129,16 @@ class TrainerWorker:
             reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
         )
 
-    def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
-        """Begins an optimizer step, adds groups to it, finishes it: whatever `part` says, in one call.
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | None:
+        """Begins an optimizer step, adds groups to it, finishes it: whatever `request` says, in one call.
 
         After the last optimizer step of a batch the next version exists (see `PublishedStreams.stage`).
         """
-        if part.begins is not None:
-            self.update.begin(part.step, part.begins)
-        if part.metas:
-            self.update.accumulate(part.metas, *trajectories)
-        return self._finish() if part.finishes else None
+        if request.begins is not None:
+            self.update.begin(request.step, request.begins)
+        if request.metas:
+            self.update.accumulate(request.metas, *trajectories)
+        return self._finish() if request.finishes else None
 
     def _finish(self) -> UpdateStats:
         stats = self.update.finish()
@@ -195,16 +195,16 @@ class TrainerWorker:
 
     def restore(self, path: str) -> int:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
-        found = read_checkpoint(Path(path))
-        check_revision(found.trainer, self.model, path)
-        self.parameters.load(self.parameters.pack(found.tensors["weights"], where="weights"))
-        self.optimizer.load(found.tensors["optimizer"], int(found.trainer["optimizer_steps"]))
-        self.versions.load(found.tensors)
+        checkpoint = read_checkpoint(Path(path))
+        check_revision(checkpoint.trainer, self.model, path)
+        self.parameters.load(self.parameters.pack(checkpoint.tensors["weights"], where="weights"))
+        self.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
+        self.versions.load(checkpoint.tensors)
         if isinstance(self.algorithm, Stateful):
-            self.algorithm.load_state_dict(found.tensors["algorithm"])
+            self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
         if self.world.rank == 0:
             self.sender.clear()
-        return cast("int", found.trainer["version"])
+        return cast("int", checkpoint.trainer["version"])
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

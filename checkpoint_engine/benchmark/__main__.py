@@ -6,6 +6,7 @@ same processes right after it and verifies nothing. A stall is given in copies o
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -32,10 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures every combination that this machine has room for, then the kills; or reports on an earlier result."""
     options = _parser().parse_args(arguments)
     if options.read is None:
-        _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
-        try:
+        with contextlib.redirect_stdout(sys.stderr):  # where Ray reports that a process died
+            _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
             result = asyncio.run(run(options))
-        finally:
             ray.shutdown()
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     else:

@@ -46,6 +46,10 @@ class Half:
         self._payload, self._scratch = (layout.empty(self._device).zero_() for _ in range(2))
         self.tensors = layout.views(self._payload)
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What an end asks for: a method, or one of a part (`publisher.seal`)."""
+        return attrgetter(method)(self)(*arguments)
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -113,24 +117,14 @@ class Receiving(Half):
         return self._seconds_since(began)
 
 
-class Host:
-    """An actor. Calls name a method of its half, or of a part of it (`publisher.seal`)."""
-
-    def __init__(self, half: type[Half], transport: str, megabytes: float) -> None:
-        self._half = half(transport, megabytes)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return attrgetter(method)(self._half)(*arguments)
-
-
 class End:
     """An actor as the benchmark and a delivery see it."""
 
     def __init__(self, half: type[Half], name: str, transport: str, megabytes: float) -> None:
         self.name, self.node = name, "local"
-        create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(Host)
+        create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(half)
         gpus = 1 if transport == NCCL else 0
-        self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(half, transport, megabytes)
+        self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(transport, megabytes)
 
     def start(self, method: str, *arguments: Any, group: str = MAIN, returns: int = 1) -> Any:
         """A reference to the result of a call, or `returns` of them."""

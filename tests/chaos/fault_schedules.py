@@ -1,4 +1,4 @@
-"""Fault schedules from seeds: what is injected where, what must come of it, and how often each cell was hit.
+"""Fault schedules, each drawn from a seed: what is injected where, and how the run must end.
 
 `python -m tests.chaos.fault_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """
@@ -24,8 +24,8 @@ from tests.support.toy_pool import ListObserver, Timing, ToyPool
 from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_order, check_watermarks
 
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
-HORIZON = 3000.0
-"""Virtual seconds in which every schedule has ended; an undisturbed run takes 30 to 60."""
+HORIZON_SECONDS = 3000.0
+"""Virtual time in which every schedule has ended; an undisturbed run takes 30 to 60 seconds."""
 UPDATE = ("trainer:train_last",)
 PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
 
@@ -42,7 +42,7 @@ CELLS: dict[str, tuple[str, ...]] = {
     "update": ("kill", "hang", "raise", "slow"),
     "publish": ("kill", "hang", "raise", "slow"),
 }
-"""Where → what can go wrong there. `update` and `publish` stand for the trainer's methods of that phase."""
+"""Place → what can go wrong there. `update` and `publish` stand for the trainer's methods of that phase."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
 CALLS = {
     "rollout:generate": 20,
@@ -66,7 +66,7 @@ def fatal(place: str, fault: str) -> bool:
 
 @dataclass
 class Schedule:
-    """The faults of one run. It is the pools' `fault` and their `disturb`, and counts what it did."""
+    """The faults of one run: the `fault` and the `disturb` of its pools, which count what they do."""
 
     seed: int
     config: Config
@@ -112,7 +112,7 @@ class Schedule:
         return bool(idle)
 
 
-def schedule(seed: int) -> Schedule:
+def make_schedule(seed: int) -> Schedule:
     """Faults for a random configuration: one of the cell that it is this seed's turn to hit, and up to two others."""
     rng = random.Random(seed)
     place, fault = PAIRS[seed % len(PAIRS)]
@@ -126,29 +126,32 @@ def schedule(seed: int) -> Schedule:
         evaluate__every=2 if "evaluation" in place else rng.choice([0, 2, 3]),
         deadlines__publish=8.0,
     )
-    timing = Timing(
+    schedule = Schedule(seed, config, random_timing(seed, rng))
+    place_fault(schedule, place, fault, rng)
+    for _ in range(rng.choice([0, 1, 1, 2, 2])):
+        place_fault(schedule, *rng.choice([pair for pair in PAIRS if not fatal(*pair)]), rng)
+    return schedule
+
+
+def random_timing(seed: int, rng: random.Random) -> Timing:
+    return Timing(
         seed=seed,
         spread=rng.choice([0.0, 0.5, 0.95]),
         generate=rng.choice([0.3, 1.0, 2.0]),
         update=rng.choice([0.2, 1.0, 2.0]),
         transfer=rng.choice([0.05, 1.0]),
     )
-    made = Schedule(seed, config, timing)
-    place_fault(made, place, fault, rng)
-    for _ in range(rng.choice([0, 1, 1, 2, 2])):
-        place_fault(made, *rng.choice([pair for pair in PAIRS if not fatal(*pair)]), rng)
-    return made
 
 
-def place_fault(made: Schedule, place: str, fault: str, rng: random.Random) -> None:
+def place_fault(schedule: Schedule, place: str, fault: str, rng: random.Random) -> None:
     if place in ("rollout:idle", "rollout:all", "ready"):
-        made.timed.append((rng.uniform(0.5, 12.0), place))
+        schedule.timed.append((rng.uniform(0.5, 12.0), place))
         return
     method = rng.choice({"update": UPDATE, "publish": PUBLISH}.get(place, (place,)))
-    made.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
+    schedule.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
     if place == "rollout:load":
         # There is something to load only where something died.
-        made.calls["rollout:generate", rng.randint(1, 6)] = ("rollout:generate", "kill")
+        schedule.calls["rollout:generate", rng.randint(1, 6)] = ("rollout:generate", "kill")
 
 
 @dataclass(frozen=True)
@@ -170,33 +173,39 @@ def undisturbed(k: int) -> str:
 @functools.cache
 def outcome(seed: int) -> Ended:
     """Runs the schedule of a seed to its end."""
-    torch.set_num_threads(1)
-    made, observer = schedule(seed), ListObserver()
+    schedule, observer = make_schedule(seed), ListObserver()
     wrong: str | None = None
     try:
-        found = virtual(made.config, made.timing, made.fault, horizon=HORIZON, disturb=made.disturb, observer=observer)
+        run = virtual(
+            schedule.config,
+            schedule.timing,
+            schedule.fault,
+            horizon=HORIZON_SECONDS,
+            disturb=schedule.disturb,
+            observer=observer,
+        )
         how = "success"
-        check_success(found, made.config)
+        check_success(run, schedule.config)
     except NAMED as error:
         how = type(error).__name__
-        if not any(fatal(*hit) for hit in made.hits):
+        if not any(fatal(*hit) for hit in schedule.hits):
             wrong = f"ended by {error!r} though everything in it can be recovered from"
         elif not any(pool in str(error) for pool in ("trainer", "Trainer", "rollout", "update", "publish")):
             wrong = f"its error names nobody: {error!r}"
     except Exception as error:
         how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
     last = observer.events[-1]["time"] if observer.events else 0.0
-    return Ended(seed, how, tuple(made.hits), last, wrong)
+    return Ended(seed, how, tuple(schedule.hits), last, wrong)
 
 
-def check_success(found: ToyRun, config: Config) -> None:
+def check_success(run: ToyRun, config: Config) -> None:
     k, every = config.max_staleness, config.evaluate.every
-    assert found.digest == undisturbed(k)
-    check_bound(found, k)
-    check_order(found)
-    check_watermarks(found)
-    check_evaluation(found, list(range(every, STEPS + 1, every)) if every else [])
-    assert sum(found.table.counts().values()) == found.table.issued
+    assert run.digest == undisturbed(k)
+    check_bound(run, k)
+    check_order(run)
+    check_watermarks(run)
+    check_evaluation(run, list(range(every, STEPS + 1, every)) if every else [])
+    assert sum(run.table.counts().values()) == run.table.issued
 
 
 def coverage(ended: list[Ended]) -> Counter[tuple[str, str]]:
@@ -218,5 +227,6 @@ def ends_of(ended: list[Ended]) -> list[str]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     first, last = (int(text) for text in sys.argv[1:3])
     print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,4 +1,4 @@
-"""Deaths that end an attempt: trainer ranks, controllers, checkpoints that cannot be written or read. From seeds.
+"""Schedules of what ends an attempt: deaths of trainer ranks and controllers, checkpoints that cannot be used.
 
 `python -m tests.chaos.recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """
@@ -24,7 +24,7 @@ from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFail
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
-from tests.chaos.fault_schedules import CALLS, HORIZON, PUBLISH, UPDATE, Ended, ends_of
+from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, UPDATE, Ended, ends_of, random_timing
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
@@ -43,7 +43,7 @@ CELLS: dict[str, tuple[str, ...]] = {
     "controller": ("kill", "kill twice", "torn", "stop"),
     "newest checkpoint": ("flip", "truncate", "remove"),
 }
-"""Where → what can go wrong there. "torn": death inside the writing of a checkpoint, the trainer's or everybody's."""
+"""Place → what can go wrong there. "torn": death inside the writing of a checkpoint, the trainer's or everybody's."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
 BESIDE = [
     pair for pair in WORKER_PAIRS if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update")
@@ -109,10 +109,10 @@ class RecoverySchedule:
 
     def spoil_newest(self, root: Path) -> None:
         """Only where there is an older one to go back to."""
-        found = written(root / "checkpoints")
-        if self.damage is None or len(found) < 2:
+        checkpoints = written(root / "checkpoints")
+        if self.damage is None or len(checkpoints) < 2:
             return
-        file = found[0] / "weights.safetensors"
+        file = checkpoints[0] / "weights.safetensors"
         data = bytearray(file.read_bytes())
         data[-3] ^= 1
         if self.damage == "remove":
@@ -122,7 +122,7 @@ class RecoverySchedule:
         self.hits.append(("newest checkpoint", self.damage))
 
 
-def schedule(seed: int) -> RecoverySchedule:
+def make_schedule(seed: int) -> RecoverySchedule:
     """A random configuration with one fault of the cell that it is this seed's turn to hit, and perhaps others."""
     rng = random.Random(f"life {seed}")
     place, fault = PAIRS[seed % len(PAIRS)]
@@ -139,56 +139,50 @@ def schedule(seed: int) -> RecoverySchedule:
         resume="auto",
         monitor__progress=False,
     )
-    timing = Timing(
-        seed=seed,
-        spread=rng.choice([0.0, 0.5, 0.95]),
-        generate=rng.choice([0.3, 1.0, 2.0]),
-        update=rng.choice([0.2, 1.0, 2.0]),
-        transfer=rng.choice([0.05, 1.0]),
-    )
-    made = RecoverySchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
-    place_fault(made, place, fault, rng)
+    timing = random_timing(seed, rng)
+    schedule = RecoverySchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
+    place_fault(schedule, place, fault, rng)
     for _ in range(rng.choice([0, 1, 2])):
-        place_worker_fault(made, rng)
-    return made
+        place_worker_fault(schedule, rng)
+    return schedule
 
 
-def place_fault(made: RecoverySchedule, place: str, fault: str, rng: random.Random) -> None:
-    saves = 2 + (STEPS - 1) // made.config.save.every
+def place_fault(schedule: RecoverySchedule, place: str, fault: str, rng: random.Random) -> None:
+    saves = 2 + (STEPS - 1) // schedule.config.save.every
     update = rng.choice(UPDATE)
     if place == "trainer: update":
-        made.calls[update, rng.randint(1, CALLS[update])] = (place, fault)
+        schedule.calls[update, rng.randint(1, CALLS[update])] = (place, fault)
     elif place == "trainer: publish":
         method = rng.choice(PUBLISH)
-        made.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
+        schedule.calls[method, rng.randint(1, CALLS[method])] = (place, fault)
     elif place == "trainer: snapshot":
-        made.calls["trainer:snapshot", rng.randint(1, saves)] = (place, fault)
+        schedule.calls["trainer:snapshot", rng.randint(1, saves)] = (place, fault)
     elif place == "trainer: writes a checkpoint":
         first = rng.randint(1, saves)
         for call in range(first, first + {"full": rng.choice([1, 2]), "full for good": 99}.get(fault, 1)):
-            made.calls["trainer:save", call] = (place, fault)
+            schedule.calls["trainer:save", call] = (place, fault)
     elif place in ("trainer: comes back", "rollout: forgets"):
-        made.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
+        schedule.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
         again = {"trainer: comes back": [("trainer:load", 2), ("trainer:restore", 1)]}
-        made.calls[rng.choice(again.get(place, [("rollout:clear", 1), ("rollout:clear", 2)]))] = (place, fault)
+        schedule.calls[rng.choice(again.get(place, [("rollout:clear", 1), ("rollout:clear", 2)]))] = (place, fault)
     elif fault == "torn":
-        made.calls["trainer:save", rng.randint(1, saves)] = (place, fault)
+        schedule.calls["trainer:save", rng.randint(1, saves)] = (place, fault)
     elif place == "controller":
-        made.ends = [(rng.uniform(0.5, 12.0), fault) for _ in range(2 if fault == "kill twice" else 1)]
+        schedule.ends = [(rng.uniform(0.5, 12.0), fault) for _ in range(2 if fault == "kill twice" else 1)]
         if rng.random() < 0.4:
-            made.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
+            schedule.calls[update, rng.randint(1, CALLS[update])] = ("trainer: update", "kill")
     else:
-        made.damage = fault
-        made.config.save.every = 1
-        made.calls["trainer:save", rng.randint(3, STEPS + 1)] = ("controller", "kill")
+        schedule.damage = fault
+        schedule.config.save.every = 1
+        schedule.calls["trainer:save", rng.randint(3, STEPS + 1)] = ("controller", "kill")
 
 
-def place_worker_fault(made: RecoverySchedule, rng: random.Random) -> None:
+def place_worker_fault(schedule: RecoverySchedule, rng: random.Random) -> None:
     place, fault = rng.choice(BESIDE)
     if place in ("rollout:idle", "rollout:all"):
-        made.timed.append((rng.uniform(0.5, 12.0), place))
+        schedule.timed.append((rng.uniform(0.5, 12.0), place))
     else:
-        made.calls.setdefault((place, rng.randint(1, CALLS[place])), (place, fault))
+        schedule.calls.setdefault((place, rng.randint(1, CALLS[place])), (place, fault))
 
 
 @contextmanager
@@ -217,34 +211,33 @@ def undisturbed(k: int) -> Left:
         return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
 
 
-def run_schedule(made: RecoverySchedule, root: Path) -> Path:
+def run_schedule(schedule: RecoverySchedule, root: Path) -> Path:
     """Controllers one after the other until one ends by itself; returns the folder of the last."""
     for turn in range(6):
-        made.config.rollout.num_workers = made.workers[turn % 3]
-        world = World(made.timing, made.fault, ListObserver())
-        killed = run_controller(made.config, root, world, disturb=made.disturb, horizon=HORIZON)
+        schedule.config.rollout.num_workers = schedule.workers[turn % 3]
+        world = World(schedule.timing, schedule.fault, ListObserver())
+        killed = run_controller(schedule.config, root, world, disturb=schedule.disturb, horizon=HORIZON_SECONDS)
         if killed is None and summary(root)["steps"] == STEPS:
             return root
         root = killed or Path(shutil.copytree(root, root.with_name(f"{root.name}s")))
-        made.spoil_newest(root)
+        schedule.spoil_newest(root)
     raise AssertionError("it never ended")
 
 
 @functools.cache
 def outcome(seed: int) -> Ended:
     """Runs the schedule of a seed to its end."""
-    torch.set_num_threads(1)
-    made = schedule(seed)
+    schedule = make_schedule(seed)
     wrong: str | None = None
     how = "success"
     with scratch() as folder:
         try:
-            root = run_schedule(made, folder / "run")
-            check(root, made)
+            root = run_schedule(schedule, folder / "run")
+            check(root, schedule)
         except NAMED as error:
             how = type(error).__name__
-            full = made.hits.count(("trainer: writes a checkpoint", "full for good"))
-            hung = any(fatal(*hit) for hit in made.hits)
+            full = schedule.hits.count(("trainer: writes a checkpoint", "full for good"))
+            hung = any(fatal(*hit) for hit in schedule.hits)
             if isinstance(error, SaveFailed) and full < MAX_MISSED_CHECKPOINTS:
                 wrong = (
                     f"ended by {error!r} though the disk was full for less than {MAX_MISSED_CHECKPOINTS} checkpoints"
@@ -253,22 +246,22 @@ def outcome(seed: int) -> Ended:
                 wrong = f"ended by {error!r} though no trainer hung"
         except Exception as error:
             how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
-    return Ended(seed, how, tuple(made.hits), 0.0, wrong)
+    return Ended(seed, how, tuple(schedule.hits), 0.0, wrong)
 
 
-def check(root: Path, made: RecoverySchedule) -> None:
+def check(root: Path, schedule: RecoverySchedule) -> None:
     """The same weights, logged rewards and tickets, each once; evaluations, as far as their weights are there."""
-    expected = undisturbed(made.config.max_staleness)
+    expected = undisturbed(schedule.config.max_staleness)
     assert [row for row in verify(root) if not row[1]] == []
     assert summary(root)["weights_digest"] == expected.digest
     assert logged(root) == expected.lines
-    found = evaluations(root)
-    assert found == {version: expected.evaluations[version] for version in found}
-    due = {version for version in range(STEPS + 1) if evaluation_due(made.config, version)}
-    gone = {v for v in due for back in rollbacks(root) if v < back - made.config.max_staleness}
-    assert due - gone <= set(found) <= due, f"evaluated {sorted(found)}, due were {sorted(due)}"
-    torn = any(fault == "torn" for _, fault in made.hits)
-    assert len(written(root / "checkpoints")) <= made.config.save.keep + torn
+    evaluated = evaluations(root)
+    assert evaluated == {version: expected.evaluations[version] for version in evaluated}
+    due = {version for version in range(STEPS + 1) if evaluation_due(schedule.config, version)}
+    gone = {v for v in due for back in rollbacks(root) if v < back - schedule.config.max_staleness}
+    assert due - gone <= set(evaluated) <= due, f"evaluated {sorted(evaluated)}, due were {sorted(due)}"
+    torn = any(fault == "torn" for _, fault in schedule.hits)
+    assert len(written(root / "checkpoints")) <= schedule.config.save.keep + torn
 
 
 def report(ended: list[Ended]) -> str:
@@ -280,5 +273,6 @@ def report(ended: list[Ended]) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     first, last = (int(text) for text in sys.argv[1:3])
     print(report([outcome(seed) for seed in range(first, last)]))

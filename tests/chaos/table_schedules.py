@@ -6,7 +6,7 @@ from collections import Counter
 from async_flowrl.tickets.table import State, Ticket, TicketTable
 
 RUNNING = (State.RUNNING, State.SCORING, State.READY, State.HANDED)
-PATIENCE = 50_000
+MAX_EVENTS = 50_000
 
 
 def digest(version: int) -> str:
@@ -32,14 +32,14 @@ class TableSchedule:
         self.ages: list[int] = []
         self.trained: list[int] = []
         self.counts: Counter[str] = Counter()
-        self.most_outstanding = 0
+        self.max_outstanding = 0
         for name in self.names:
             table.join(name)
         table.publish(0, digest(0))
 
     def run(self) -> None:
         shape = self.table.shape
-        for _ in range(PATIENCE):
+        for _ in range(MAX_EVENTS):
             if self.table.step == shape.total_steps:
                 break
             self.event()
@@ -54,7 +54,7 @@ class TableSchedule:
         assert sum(counts.values()) == table.issued
         outstanding = sum(counts[state] for state in RUNNING)
         assert outstanding <= (shape.max_staleness + 1) * shape.tickets_per_step
-        self.most_outstanding = max(self.most_outstanding, outstanding)
+        self.max_outstanding = max(self.max_outstanding, outstanding)
 
     def event(self) -> None:
         name = self.rng.choice(self.names)
@@ -106,10 +106,10 @@ class TableSchedule:
             self.under_way = [each for each in self.under_way if each[0] != name or self.rng.random() < 0.5]
 
     def lose(self, name: str) -> None:
-        kept = [ticket for ticket in self.table.live() if ticket.state in (State.READY, State.SCORING)]
-        if kept and self.rng.random() < 0.1:
+        lossable = [ticket for ticket in self.table.live() if ticket.state in (State.READY, State.SCORING)]
+        if lossable and self.rng.random() < 0.1:
             self.counts["losses"] += 1
-            lost = self.rng.choice(kept)
+            lost = self.rng.choice(lossable)
             for ticket in self.table.group(lost.step, lost.group):
                 if ticket.state in (State.READY, State.SCORING):
                     self.table.retry(ticket)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.chaos.fault_schedules import HORIZON, PAIRS, coverage, fatal, outcome, report
+from tests.chaos.fault_schedules import HORIZON_SECONDS, PAIRS, coverage, fatal, outcome, report
 
 pytestmark = pytest.mark.chaos
 
@@ -21,7 +21,7 @@ EXTRA: tuple[int, ...] = ()
 def test_every_schedule_ends_well_or_by_name(first: int) -> None:
     ended = [outcome(seed) for seed in (*range(first, min(first + CHUNK, SEEDS)), *EXTRA)]
     assert [(each.seed, each.wrong) for each in ended if each.wrong] == []
-    assert all(each.seconds < HORIZON for each in ended)
+    assert all(each.seconds < HORIZON_SECONDS for each in ended)
     assert all(each.hits for each in ended if each.how != "success"), "it failed without a fault"
 
 
@@ -30,11 +30,11 @@ def test_every_cell_is_hit_often_enough(seeds: int, record_property: Callable[[s
     """`python -m tests.chaos.fault_schedules 0 1152` prints the table."""
     ended = [outcome(seed) for seed in range(seeds)]
     record_property("coverage", report(ended))
-    least = seeds // len(PAIRS) - 2
+    min_hits = seeds // len(PAIRS) - 2
     hits = coverage(ended)
-    assert {pair: hits[pair] for pair in PAIRS if hits[pair] < least} == {}
+    assert {pair: hits[pair] for pair in PAIRS if hits[pair] < min_hits} == {}
     survived = coverage([each for each in ended if each.how == "success"])
-    assert all(survived[pair] >= least for pair in PAIRS if not fatal(*pair))
+    assert all(survived[pair] >= min_hits for pair in PAIRS if not fatal(*pair))
     # A call whose argument is lost never begins, so nothing can go wrong inside it.
     began = coverage([each for each in ended if each.how == "success" and not lost(each.hits)])
     assert not any(began[place, fault] for place, fault in PAIRS if fatal(place, fault) and fault != "slow")

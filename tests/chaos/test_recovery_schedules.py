@@ -29,8 +29,8 @@ def test_every_cell_is_hit_often_enough(seeds: int, record_property: Callable[[s
     """`python -m tests.chaos.recovery_schedules 0 640` prints the table."""
     ended = [outcome(seed) for seed in range(seeds)]
     record_property("coverage", report(ended))
-    least = seeds // len(PAIRS) - 2
+    min_hits = seeds // len(PAIRS) - 2
     hits = Counter(hit for each in ended for hit in set(each.hits))
-    assert {pair: hits[pair] for pair in PAIRS if hits[pair] < least} == {}
+    assert {pair: hits[pair] for pair in PAIRS if hits[pair] < min_hits} == {}
     survived = Counter(hit for each in ended if each.how == "success" for hit in set(each.hits))
-    assert all((survived[pair] == 0) if fatal(*pair) else (survived[pair] >= least) for pair in PAIRS)
+    assert all((survived[pair] == 0) if fatal(*pair) else (survived[pair] >= min_hits) for pair in PAIRS)

@@ -32,10 +32,10 @@ def test_no_schedule_breaks_the_bound_or_loses_a_ticket(first: int) -> None:
         schedule = run(seed)
         counts += schedule.counts
         shape = schedule.table.shape
-        most = (min(shape.max_staleness + 1, shape.total_steps)) * shape.tickets_per_step
-        counts["outstanding at its limit"] += schedule.most_outstanding == most
+        limit = (min(shape.max_staleness + 1, shape.total_steps)) * shape.tickets_per_step
+        counts["outstanding at its limit"] += schedule.max_outstanding == limit
         counts["oldest sample at its limit"] += max(schedule.ages) == min(shape.max_staleness, shape.total_steps - 1)
     assert counts["oldest sample at its limit"] == CHUNK
-    least = {name: counts[name] for name in ("deaths with work", "losses", "duplicate", "late")}
-    assert all(count > CHUNK / 10 for count in least.values()), f"the disturbances did not happen: {least}"
+    disturbances = {name: counts[name] for name in ("deaths with work", "losses", "duplicate", "late")}
+    assert all(count > CHUNK / 10 for count in disturbances.values()), f"too few: {disturbances}"
     assert counts["outstanding at its limit"] > CHUNK / 3

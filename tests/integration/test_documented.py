@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.observability.ledger import STATES
+from async_flowrl.plan.prediction import add_prediction
 from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -56,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """Two runs whose keys differ: correction, KL, windows that differ, evaluation before training."""
     folder = tmp_path_factory.mktemp("documented")
     plain = train(folder / "plain", "one_step_off", "evaluate.before_training=true", "monitor.report=true")
+    add_prediction(plain.root)
     windows = ("algorithm.window=random", "algorithm.sde_window_size=2")
     extras = ("algorithm.correction=mask", "algorithm.kl_coef=0.01", *windows)
     corrected = train(folder / "corrected", "fully_async", "total_steps=4", *extras)

@@ -55,7 +55,7 @@ def engine_mean(config: Config, policy: QwenImagePolicy) -> float:
     (term,) = build_reward(config.reward).terms
     values: list[float] = []
     for group, prompt in enumerate(prompts):
-        ticket = Ticket(EVALUATION, ordinal=group, step=0, group=group, part=0, version=0)
+        ticket = Ticket(EVALUATION, ordinal=group, step=0, group=group, slice_index=0, version=0)
         values.extend(term.reward(engine.generate(recipe.request(ticket)).images, prompt))  # type: ignore[arg-type]
     return term.weight * float(np.mean(values))
 

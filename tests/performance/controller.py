@@ -25,17 +25,17 @@ import torch
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm
 from async_flowrl.controller.build import build_context
-from async_flowrl.controller.context import Context
+from async_flowrl.controller.context import Context, Steps
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.virtual_time import run_virtual
-from async_flowrl.plan.work import FOREVER
+from async_flowrl.plan.work import UNREACHED_SECONDS
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
-from async_flowrl.training.messages import Part, UpdateStats
+from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
 from tests.support.toy_models import ToySender, toy_lora, toy_tensors
@@ -73,7 +73,7 @@ class AnsweringRollout:
 
     trajectory = Trajectory(np.zeros((4, 8), np.float32), (0, 1), (0,), np.zeros((4, 1)), np.zeros(2), {})
 
-    def __init__(self, **of_its_pool: Any) -> None:
+    def __init__(self) -> None:
         self.receiver = self
         self.digests: dict[tuple[int, str], str] = {}
 
@@ -123,9 +123,9 @@ class AnsweringTrainer:
         self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), config.live_versions)
         self.update = self
 
-    def train(self, part: Part, *trajectories: Any) -> UpdateStats | None:
+    def train(self, request: TrainRequest, *trajectories: Any) -> UpdateStats | None:
         """Nothing is trained."""
-        return UpdateStats(part.step, 0, False, {"loss": 0.0}) if part.finishes else None
+        return UpdateStats(request.step, 0, False, {"loss": 0.0}) if request.finishes else None
 
 
 class TimedWorker(VirtualWorker):
@@ -134,29 +134,20 @@ class TimedWorker(VirtualWorker):
 
 
 @dataclass
-class Clocked:
-    """Steps: reads the CPU clock at the end of each."""
+class Clocked(Steps):
+    """Reads the CPU clock at the end of each step. Nothing is evaluated or saved."""
 
     ends: list[float] = field(default_factory=list)
 
-    async def before_training(self, ctx: Context) -> None:
-        """Nothing is evaluated or saved."""
-
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
         self.ends.append(time.process_time())
-
-    async def drain(self, ctx: Context) -> None:
-        """Nothing is left."""
-
-    def abandon(self) -> None:
-        """Nothing is outstanding."""
 
 
 def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream") -> Cost:
     """One ticket per worker and step; the CPU seconds of the steps after the warm-up."""
     config = _config(workers, max_staleness, hand_over)
     with tempfile.TemporaryDirectory() as directory:
-        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=FOREVER)
+        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=UNREACHED_SECONDS)
     tickets = workers * (STEPS - WARM_UP_STEPS)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
     return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
@@ -200,7 +191,7 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
     config.rollout.num_workers, config.reward.num_workers = workers, max(1, workers // 10)
     config.reward.terms = {"color": RewardTerm()}
     config.evaluate.before_training = False
-    config.deadlines = DeadlinesConfig(**{deadline.name: FOREVER for deadline in fields(DeadlinesConfig)})
+    config.deadlines = DeadlinesConfig(**{deadline.name: UNREACHED_SECONDS for deadline in fields(DeadlinesConfig)})
     return config
 
 

@@ -28,7 +28,7 @@ from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
 
@@ -90,7 +90,7 @@ class Workers:
         trainer.update.begin(self.step, StepPlan(rows=rows))
         for ticket, trajectory in zip(self.tickets(self.step), self.batches.pop(self.step), strict=True):
             trainer.update.accumulate([self.meta(ticket)], trajectory)
-        trainer.train(Part(self.step, (), finishes=True))
+        trainer.train(TrainRequest(self.step, (), finishes=True))
 
     def publish(self) -> None:
         """The next version; only staging holds the trainer up."""
@@ -190,17 +190,17 @@ def ratio(taken: Sequence[dict[str, tuple[float, float]]], above: str, below: st
     return wall, cpu
 
 
-def markdown(found: Ratios) -> str:
+def markdown(ratios: Ratios) -> str:
     pairs = (
-        ("rollout worker ÷ bare loop", found.rollout_to_bare),
-        ("bare loop ÷ pipe(...)", found.bare_to_pipeline),
-        ("trainer rank ÷ bare loop", found.update_to_bare),
+        ("rollout worker ÷ bare loop", ratios.rollout_to_bare),
+        ("bare loop ÷ pipe(...)", ratios.bare_to_pipeline),
+        ("trainer rank ÷ bare loop", ratios.update_to_bare),
     )
     rows = [(name, f"{wall:.3f}", f"{cpu:.3f}") for name, (wall, cpu) in pairs]
     table = markdown_table(("rate", "wall clock", "CPU seconds"), rows)
     stalls = (
-        f"A publish holds the trainer up for {found.stage_to_update:.2%} of an update, activations a rollout worker "
-        f"for {found.activate_to_generate:.2%} of its generation."
+        f"A publish holds the trainer up for {ratios.stage_to_update:.2%} of an update, activations a rollout worker "
+        f"for {ratios.activate_to_generate:.2%} of its generation."
     )
     return f"{table}\n\n{stalls}\n"
 
@@ -228,8 +228,8 @@ def command_line(program: str, arguments: Sequence[str] | None, *, rounds: int) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = command_line("python -m tests.performance.engines", arguments, rounds=10)
-    found = compare(given.prepared, given.rounds)
-    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if given.json else markdown(found))
+    ratios = compare(given.prepared, given.rounds)
+    sys.stdout.write(json.dumps(asdict(ratios), indent=2) + "\n" if given.json else markdown(ratios))
     return 0
 
 

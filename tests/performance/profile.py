@@ -1,4 +1,4 @@
-"""python -m tests.performance.profile [key=value ...]: where the CPU seconds of both pools go, by part.
+"""python -m tests.performance.profile [key=value ...]: CPU seconds of both pools, by part.
 
 One worker of each pool in this process, as in engines.py; CPU seconds, so that it can be read on a busy machine. "The
 rest" is everything that is not model compute: noise, step arithmetic, log-probs, losses, statistics, conversions.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from async_flowrl.benchmark.describe import machine_description
-from async_flowrl.benchmark.table import markdown_table, said
+from async_flowrl.benchmark.table import as_sentence, markdown_table
 from async_flowrl.run.prepare import Prepared
 from tests.performance.engines import Workers, command_line
 
@@ -85,7 +85,7 @@ def profile(prepared: Prepared, rounds: int) -> dict[str, dict[str, float]]:
         (policy, "encode", "text encoder"),
         (trainer.policy, "velocity", "transformer"),
         (torch.Tensor, "backward", "backward"),
-        (passes, "anchors", PROBE),
+        (passes, "predict_frozen", PROBE),
         (passes, "batches", "micro-batches from trajectories"),
         (trainer.optimizer, "step", "optimizer"),
     )
@@ -97,18 +97,18 @@ def profile(prepared: Prepared, rounds: int) -> dict[str, dict[str, float]]:
             taken["rollout"].append(parts.take(workers.generate))
             taken["trainer"].append(parts.take(workers.update))
             workers.publish()
-    return {pool: _medians(found[1:]) for pool, found in taken.items()}
+    return {pool: _medians(rounds_taken[1:]) for pool, rounds_taken in taken.items()}
 
 
-def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: median(each.get(name, 0.0) for each in found) for name in names}
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in rounds for name in each)
+    return {name: median(each.get(name, 0.0) for each in rounds) for name in names}
 
 
-def rows(found: dict[str, dict[str, float]]) -> list[list[str]]:
+def rows(pools: dict[str, dict[str, float]]) -> list[list[str]]:
     """The longest part first, the total last."""
     lines = []
-    for pool, seconds in found.items():
+    for pool, seconds in pools.items():
         order = sorted(seconds, key=lambda name: (name == "total", -seconds[name]))
         lines += [
             [pool, name, f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds['total']:.1%}"] for name in order
@@ -116,20 +116,21 @@ def rows(found: dict[str, dict[str, float]]) -> list[list[str]]:
     return lines
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(profiled: Mapping[str, Any]) -> str:
     """The command, the machine, and the table."""
-    return f"    {found['command']}\n\n{said(found['description'])}\n\n{markdown_table(HEAD, rows(found['pools']))}\n"
+    table = markdown_table(HEAD, rows(profiled["pools"]))
+    return f"    {profiled['command']}\n\n{as_sentence(profiled['description'])}\n\n{table}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     program = "python -m tests.performance.profile"
     given = command_line(program, arguments, rounds=7)
-    found = {
+    profiled = {
         "command": f"{program} {shlex.join(given.overrides)}".strip(),
         "description": machine_description(),
         "pools": profile(given.prepared, given.rounds),
     }
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if given.json else markdown(found))
+    sys.stdout.write(json.dumps(profiled, indent=2) + "\n" if given.json else markdown(profiled))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""python -m tests.performance.suite [--out DIR] [key=value ...]: every ratio we hold ourselves to, each under its load.
+"""python -m tests.performance.suite [--out DIR] [key=value ...]: the ratios that runs are held to, each under its load.
 
 The loads are found by measuring: a synthetic step is as long as it should be on any machine, and generation to training
 are as 1, 1.2 and 0.83 to 1 wherever the bare loops say so.
@@ -22,7 +22,7 @@ import numpy as np
 from async_flowrl.benchmark import loops
 from async_flowrl.benchmark.compare import compare, composed, parser
 from async_flowrl.benchmark.describe import machine_description
-from async_flowrl.benchmark.table import as_json, markdown_table, said
+from async_flowrl.benchmark.table import as_json, as_sentence, markdown_table
 from async_flowrl.benchmark.targets import MIN_STREAM_TICKETS, Results, Target, targets
 from async_flowrl.benchmark.variants import Machine
 from async_flowrl.run.prepare import prepare
@@ -127,8 +127,8 @@ def measure(given: argparse.Namespace, directory: Path, keep: Callable[[Suite], 
 
     for case in CASES:
         logger.info("case: %s", case.name)
-        found = (*TICKET, *pace.load(case)) if case.ratio is not None else ()
-        results = compare([*shared, *shlex.split(case.arguments), *found, *given.overrides], directory)
+        load = (*TICKET, *pace.load(case)) if case.ratio is not None else ()
+        results = compare([*shared, *shlex.split(case.arguments), *load, *given.overrides], directory)
         add(case.name, results.command, rows_of(case, results), **{case.name: results})
     single = [f"rollout.num_inference_steps={pace.steps_for(1.0)}", "prompts_per_step=4", *given.overrides]
     command = shlex.join(["python", "-m", "tests.performance.engines", *single])
@@ -149,9 +149,9 @@ class Pace:
         prompts = 6  # what an update does once, whatever its size, counts as little as in the runs
         shapes = [(f"prompts_per_step={prompts}", f"rollout.num_inference_steps={steps}") for steps in PROBED_STEPS]
         configs = [composed([*TICKET, *overrides, *shape], directory) for shape in shapes]
-        found = loops.side_by_side(configs, seconds=5.0)
-        generation = [each.generation / prompts / machine.rollout for each in found]
-        update = [each.update / prompts / machine.trainer for each in found]
+        measured = loops.side_by_side(configs, seconds=5.0)
+        generation = [each.generation / prompts / machine.rollout for each in measured]
+        update = [each.update / prompts / machine.trainer for each in measured]
         return cls(_line(generation), _line(update))
 
     def at(self, steps: int) -> tuple[float, float]:
@@ -184,50 +184,50 @@ def rows_of(case: Case, results: Results) -> list[tuple[Target, str]]:
 
 def single_workers(overrides: Sequence[str], directory: Path) -> list[Target]:
     """One worker of each pool in this process, by CPU seconds: true also where the machine is busy."""
-    found = engines.compare(prepare(composed(overrides, directory)), rounds=4)
+    ratios = engines.compare(prepare(composed(overrides, directory)), rounds=4)
     return [
-        Target("pipeline", "bare loop ÷ `pipe(...)`, rate, CPU seconds", (found.bare_to_pipeline[1],), at_least=1.0),
-        Target("one_rollout", "rollout worker ÷ bare loop, CPU seconds", (found.rollout_to_bare[1],), at_least=0.95),
-        Target("one_trainer", "trainer rank ÷ bare loop, CPU seconds", (found.update_to_bare[1],), at_least=0.95),
+        Target("pipeline", "bare loop ÷ `pipe(...)`, rate, CPU seconds", (ratios.bare_to_pipeline[1],), at_least=1.0),
+        Target("one_rollout", "rollout worker ÷ bare loop, CPU seconds", (ratios.rollout_to_bare[1],), at_least=0.95),
+        Target("one_trainer", "trainer rank ÷ bare loop, CPU seconds", (ratios.update_to_bare[1],), at_least=0.95),
     ]
 
 
 def store_bytes() -> Target:
-    found = payload.measure()
+    measured = payload.measure()
     what = "object store per image ÷ (3 latents + embeddings ÷ group + image + 4 KB), window 2 of 10, 512 px"
-    return Target("bytes", what, (found.stored / found.allowed,), at_most=1.0)
+    return Target("bytes", what, (measured.stored / measured.allowed,), at_most=1.0)
 
 
-def markdown(found: Suite) -> str:
+def markdown(suite: Suite) -> str:
     """The table, and below it what repeats each case."""
-    rows = [[*target.cells(), case] for target, case in found.rows]
-    commands = "\n".join(f"    # {name}\n    {command}" for name, command in found.commands.items())
-    return f"{said(found.description)}\n\n{markdown_table(HEAD, rows)}\n\n{commands}\n"
+    rows = [[*target.cells(), case] for target, case in suite.rows]
+    commands = "\n".join(f"    # {name}\n    {command}" for name, command in suite.commands.items())
+    return f"{as_sentence(suite.description)}\n\n{markdown_table(HEAD, rows)}\n\n{commands}\n"
 
 
-def write(found: Suite, out: Path) -> None:
+def write(suite: Suite, out: Path) -> None:
     """targets.json (every run and every row) and targets.md."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "targets.json").write_text(json.dumps(as_dictionary(found), indent=2) + "\n")
-    (out / "targets.md").write_text(markdown(found))
+    (out / "targets.json").write_text(json.dumps(as_dictionary(suite), indent=2) + "\n")
+    (out / "targets.md").write_text(markdown(suite))
 
 
-def as_dictionary(found: Suite) -> dict[str, Any]:
+def as_dictionary(suite: Suite) -> dict[str, Any]:
     return {
-        "description": dict(found.description),
-        "rows": [{**asdict(target), "case": case} for target, case in found.rows],
-        "commands": dict(found.commands),
-        "cases": {name: as_json(results) for name, results in found.cases.items()},
+        "description": dict(suite.description),
+        "rows": [{**asdict(target), "case": case} for target, case in suite.rows],
+        "commands": dict(suite.commands),
+        "cases": {name: as_json(results) for name, results in suite.cases.items()},
     }
 
 
-def from_dictionary(found: Mapping[str, Any]) -> Suite:
+def from_dictionary(record: Mapping[str, Any]) -> Suite:
     """The table of what `as_dictionary` wrote; the runs behind it stay in the file."""
     rows = []
-    for row in found["rows"]:
+    for row in record["rows"]:
         fields = {name: value for name, value in row.items() if name != "case"}
         rows.append((Target(**{**fields, "values": tuple(fields["values"])}), row["case"]))
-    return Suite(found["description"], {}, rows, found["commands"])
+    return Suite(record["description"], {}, rows, record["commands"])
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
@@ -240,8 +240,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     out = given.out.expanduser()
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(given, Path(directory), lambda part: write(part, out))
-    sys.stdout.write(f"{markdown(found)}\nwrote targets.json and targets.md to {out}\n")
+        suite = measure(given, Path(directory), lambda part: write(part, out))
+    sys.stdout.write(f"{markdown(suite)}\nwrote targets.json and targets.md to {out}\n")
     return 0
 
 

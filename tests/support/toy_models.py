@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.rewards.composite import checked
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -172,14 +172,14 @@ class ToyTrainer:
     def load(self) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu"}
 
-    def proximal(self, part: Part, *trajectories: Trajectory) -> None:
-        self.anchors.append(part.metas[0].group)
+    def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
+        self.anchors.append(request.metas[0].group)
 
-    def train(self, part: Part, *trajectories: Trajectory) -> UpdateStats | None:
-        if part.begins is not None:
-            self.begin(part.step, part.begins)
-        self.accumulate(part.metas, *trajectories)
-        return self.finish() if part.finishes else None
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | None:
+        if request.begins is not None:
+            self.begin(request.step, request.begins)
+        self.accumulate(request.metas, *trajectories)
+        return self.finish() if request.finishes else None
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self.step, self.plan = step, plan

@@ -31,7 +31,7 @@ def test_a_turn_of_the_loop_is_short_with_256_workers(
     hand_over: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """`pytest --junitxml` records the figures."""
-    monkeypatch.setattr(tests.support.toy, "ToyRollout", AnsweringRollout)
+    monkeypatch.setattr(tests.support.toy, "ToyRollout", lambda *arguments, **options: AnsweringRollout())
     timing = Timing(generate=0.1, score=0.0, update=0.0, transfer=0.0)
     config = toy_config(
         1, hand_over=hand_over, steps=4, prompts_per_step=WORKERS, rollout__num_workers=WORKERS, reward__num_workers=16

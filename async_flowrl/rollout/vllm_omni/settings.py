@@ -1,4 +1,4 @@
-"""What vllm-omni is started with: its arguments, the releases that belong together, the keys that both sides know."""
+"""Settings of vllm-omni: its arguments, the releases that belong together, and the keys that both sides know."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any

@@ -23,7 +23,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.table import TRAIN
 from async_flowrl.types import Prompt
-from tests.performance import controller, engines, payload, suite
+from tests.performance import controller, engines, payload, profile, suite
 
 MACHINE = Machine(2, 1, gpu=False)
 FAST = Measured("", 1.0, 100.0, {"rollout": 0.9, "trainer": 0.9}, 1.0, 1.0, 0.95, 0.1, 0.001, 0.001, 0.02, "digest")
@@ -276,6 +276,15 @@ def test_single_workers_beside_bare_loops() -> None:
     found = engines.compare(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
     assert min(found.seconds.values()) > 0
     assert "rollout worker ÷ bare loop" in engines.markdown(found)
+
+
+def test_the_profile_adds_up() -> None:
+    pools = profile.profile(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
+    assert {"transformer", "VAE decode"} < set(pools["rollout"])
+    assert {"transformer", "backward", profile.PROBE, "micro-batches from trajectories"} < set(pools["trainer"])
+    for seconds in pools.values():
+        assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+        assert min(seconds.values()) >= 0
 
 
 @pytest.mark.parametrize("role", loops.ROLES)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint_engine import RING, Ack, Header, LoraModule, Publisher, Receiver
+from checkpoint_engine import RING, Ack, Draft, Header, LoraModule, Publisher, Receiver
 
 RANK, ALPHA = 4, 8.0
 PATIENCE = 60.0
@@ -114,5 +114,6 @@ class End:
 
 def resealed(header: Header, data: np.ndarray[Any, np.dtype[np.uint8]], **changes: Any) -> Header:
     """A header as another sender would honestly have made it."""
-    fields = {"stream": header.stream, "version": header.version, "alpha": header.alpha, "rank": header.rank, **changes}
-    return Header.seal(fields.pop("layout", header.layout), data, **fields)
+    names = ("stream", "version", "layout", "alpha", "rank")
+    draft = Draft(**{name: getattr(header, name) for name in names} | changes)
+    return draft.sealed(draft.layout.digests(data))

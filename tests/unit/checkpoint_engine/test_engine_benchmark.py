@@ -15,13 +15,14 @@ from checkpoint_engine.benchmark.report import BEGIN, END, report
 ROOT = Path(__file__).parents[3]
 
 
-def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_it_writes_a_table_and_the_same_as_json(kills: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    options = ["--megabytes", "1", "--receivers", "1", "--repeats", "1", "--kills", "1", "--page", str(page), "--out"]
+    options = ["--megabytes", "1", "--receivers", "1", "--repeats", "1", "--kills", str(kills), "--page", str(page)]
     done = subprocess.run(
-        [sys.executable, "-m", "checkpoint_engine.benchmark", *options, str(out)],
+        [sys.executable, "-m", "checkpoint_engine.benchmark", *options, "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -37,7 +38,7 @@ def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path) -> None:
         assert 0.0 <= cell["loop_lag_p99_seconds"] <= cell["loop_lag_seconds"]
         assert cell["stats"]["publishes"] == cell["stats"]["acknowledged"] == 3 and cell["stats"]["fallbacks"] == 0
         assert cell["stall_seconds"] > 0.0 and cell["activate_seconds"] > 0.0
-    assert [kill["survivors"] for kill in result["after_kill"]] == [2, 2]
+    assert [kill["survivors"] for kill in result["after_kill"]] == [2] * 2 * kills
     assert result["skipped"] == [] and "| gloo | 1 | 1 |" in done.stdout
     written = page.read_text()
     assert written == f"before\n{BEGIN}\n\n{done.stdout}\n{END}\nafter\n" and "old" not in written

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -185,6 +186,26 @@ def test_a_link_waits_no_longer_than_its_limit_and_hears_an_abort() -> None:
         limit.check()
     with pytest.raises(TransferFailed, match="the group is not open"):
         TorchLink("gloo").broadcast(torch.zeros(1, dtype=torch.uint8), limit, print, lambda: torch.zeros(1))
+
+
+def test_a_failed_broadcast_leaves_tearing_down_the_group_to_its_abort() -> None:
+    """Tearing down may wait for a peer until the deadline: not where the error is dropped, which may be anywhere."""
+
+    def fail(tensors: object, options: object) -> None:
+        raise RuntimeError("the peer is gone")
+
+    class Group:
+        broadcast = staticmethod(fail)
+
+        def abort(self) -> None: ...
+
+    link, nothing = TorchLink("gloo"), torch.zeros(1, dtype=torch.uint8)
+    link.group = Group()
+    group = weakref.ref(link.group)
+    with pytest.raises(RuntimeError, match="the peer is gone") as raised:
+        link.broadcast(nothing, Limit.of(threading.Event(), 60.0), print, lambda: nothing)
+    link.abort()
+    assert group() is None and raised.tb is not None
 
 
 def test_buckets_grow_with_the_payload_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

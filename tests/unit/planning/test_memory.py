@@ -16,7 +16,7 @@ from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.memory import plan_memory, training_peak
 from async_flowrl.plan.memory_report import describe
-from async_flowrl.plan.shell import Shell, shell_of
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.sd3 import SD3Policy
@@ -37,12 +37,12 @@ def recipe(name: str, *overrides: str) -> Config:
 )
 def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     config = recipe(name)
-    found = plan_memory(config)
-    assert found.shell.base_parameters == RECIPES[name]
-    assert found.trainer.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers)
-    assert found.rollout.parts["base weights"] == 2 * RECIPES[name]
-    assert "fits a device of 79 GiB" in describe(found, config, 79.0)
-    assert found.trainer.total < found.rollout.total < 79 * 2**30
+    plan = plan_memory(config)
+    assert plan.model.base_parameters == RECIPES[name]
+    assert plan.trainer.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers)
+    assert plan.rollout.parts["base weights"] == 2 * RECIPES[name]
+    assert "fits a device of 79 GiB" in describe(plan, config, 79.0)
+    assert plan.trainer.total < plan.rollout.total < 79 * 2**30
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,15 +67,15 @@ def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: bool)
     config.rollout.guidance_scale = how(family).guidance_scale
     config.rollout.resolution, config.trainer.micro_batch_size = 128, 2
     config.trainer.gradient_checkpointing = checkpointing
-    planned = shell_of(config)
+    planned = build_meta_model(config)
     real = adapted(family)
     for parameter in real.transformer.parameters():
         assert parameter.dtype == torch.float32
-    live = Shell(real, 0, (), 0, 0, 0, 0)  # type: ignore[arg-type]
+    live = MetaModel(real, 0, (), 0, 0, 0, 0)  # type: ignore[arg-type]
     assert planned.adapter_parameters == sum(p.numel() for p in lora_parameters(real.transformer).values())
     training_peak(config, live, device="cpu")  # what is made once and kept, rotary tables say, is made before
-    found, expected = training_peak(config, planned), training_peak(config, live, device="cpu")
-    assert found == pytest.approx(expected, rel=0.03)
+    counted, expected = training_peak(config, planned), training_peak(config, live, device="cpu")
+    assert counted == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_published_model_at_full_size_takes_what_is_planned() -> None:
     from diffusers import SD3Transformer2DModel
 
     config = recipe("sd35_ocr", "trainer.micro_batch_size=1", "trainer.gradient_checkpointing=false")
-    planned = shell_of(config)
+    planned = build_meta_model(config)
     with torch.device("meta"):
         network = SD3Transformer2DModel.from_config(dict(KNOWN[config.model.path].transformer)).eval()
     network = network.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
@@ -96,7 +96,7 @@ def test_a_published_model_at_full_size_takes_what_is_planned() -> None:
     )
     assert planned.base_bytes == sum(p.numel() * p.element_size() for p in network.parameters())
     add_lora(network, config.lora, policy, seed=0)
-    expected = training_peak(config, Shell(policy, 0, (), 0, 0, 0, 0), device="cpu")
+    expected = training_peak(config, MetaModel(policy, 0, (), 0, 0, 0, 0), device="cpu")
     assert training_peak(config, planned) == pytest.approx(expected, rel=0.01)
 
 
@@ -172,7 +172,7 @@ def test_a_tickets_bytes_are_those_of_its_arrays() -> None:
     made = DiffusersEngine(tiny_policy()).generate(request(16))
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
-    told = ticket_bytes(config, shell_of(config).policy.shapes(config.rollout.resolution))
+    told = ticket_bytes(config, build_meta_model(config).policy.shapes(config.rollout.resolution))
     text = (128 - len(made.trajectory.conditioning["prompt_embeds"])) * 32 * 4
     assert told - text == sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
 

@@ -23,15 +23,15 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
 
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    found = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False))
-    assert found.chosen is not None
-    assert (found.chosen.layout.rollout, found.chosen.layout.trainer) == split
+    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False))
+    assert advice.chosen is not None
+    assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
 def test_ranks_divide_the_group() -> None:
-    found = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
-    assert found.chosen is not None
-    assert found.chosen.layout.trainer == 4
+    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
+    assert advice.chosen is not None
+    assert advice.chosen.layout.trainer == 4
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
@@ -51,23 +51,23 @@ def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
 
 
 def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
-    found = advise(work(0.5, 1), Limits(2, colocate=False))
-    assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in found.sentences)
+    advice = advise(work(0.5, 1), Limits(2, colocate=False))
+    assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
 def test_dont_use_async_here() -> None:
     """Nothing to hide and an uneven split: colocated training uses both devices all the time."""
-    found = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
-    assert found.sentences[0].startswith("Don't use async here")
+    advice = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
+    assert advice.sentences[0].startswith("Don't use async here")
     assert advise(work(2, 2), Limits(1)).sentences[0].startswith("Don't use async here")
 
 
 def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
-    found = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), Limits(2))
-    assert found.sentences[0].startswith("Worth it")
-    assert found.colocated is not None
-    assert found.chosen is not None
-    assert found.colocated.step_seconds > 1.15 * found.chosen.step_seconds
+    advice = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), Limits(2))
+    assert advice.sentences[0].startswith("Worth it")
+    assert advice.colocated is not None
+    assert advice.chosen is not None
+    assert advice.colocated.step_seconds > 1.15 * advice.chosen.step_seconds
 
 
 def test_memory_bounds_what_may_wait() -> None:
@@ -79,14 +79,14 @@ def test_memory_bounds_what_may_wait() -> None:
 
 
 def test_whole_devices_cost() -> None:
-    found = advise(work(2, 1, cv=0.0), Limits(2, colocate=False))
-    assert any(s.startswith("Whole devices cost 25%") for s in found.sentences)
+    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False))
+    assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
 def test_uneven_work_that_no_staleness_evens_out() -> None:
-    found = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
-    assert found.chosen is not None
-    assert any("reaches 98% of the bound" in s for s in found.sentences) == (found.chosen.efficiency < 0.98)
+    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
+    assert advice.chosen is not None
+    assert any("reaches 98% of the bound" in s for s in advice.sentences) == (advice.chosen.efficiency < 0.98)
 
 
 def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
@@ -132,10 +132,10 @@ def test_calibrated_on_policy_it_predicts_other_depths_and_splits(tmp_path: Path
 def test_predicted_against_actual(tmp_path: Path) -> None:
     timing = Timing(generate=1.0, score=0.1, update=0.5, spread=0.2)
     config = toy_config(1, hand_over="stream", steps=80)
-    found = plan.predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
-    assert found is not None
-    assert abs(found["deviation"]) < 0.05
-    assert found["sentence"].startswith(f"predicted {found['predicted']['step_seconds']:.3g} s per step")
+    compared = plan.predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
+    assert compared is not None
+    assert abs(compared["deviation"]) < 0.05
+    assert compared["sentence"].startswith(f"predicted {compared['predicted']['step_seconds']:.3g} s per step")
 
 
 def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -
     async def controller() -> Any:
         return await asyncio.to_thread(plan.predicted_against_actual, directory)
 
-    found = asyncio.run(controller())
-    assert abs(found["deviation"]) < 0.05
+    compared = asyncio.run(controller())
+    assert abs(compared["deviation"]) < 0.05
 
 
 def test_a_run_too_short_to_tell(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def test_sync_is_the_sum_and_one_step_off_the_maximum(g: float, t: float) -> Non
 @pytest.mark.parametrize("per_worker", [1, 2, 4, 8])
 def test_streaming_on_policy_waits_only_for_the_last_tickets(per_worker: int) -> None:
     """With constant times the last of w bursts of n groups is all that is trained after generation has ended."""
-    found = predict(g=1.0, t=1.0, k=0, n=8, groups=8 * per_worker)
-    assert found.step_seconds == pytest.approx(1.0 + 1.0 / per_worker)
+    prediction = predict(g=1.0, t=1.0, k=0, n=8, groups=8 * per_worker)
+    assert prediction.step_seconds == pytest.approx(1.0 + 1.0 / per_worker)
 
 
 def test_publishing_is_hidden_by_staleness_and_paid_without() -> None:
@@ -69,17 +69,17 @@ def test_an_independent_simulation_gives_the_same_step_times(
 ) -> None:
     """8 workers, 64 groups, G = T = 1, trainer CV 0.05: figures of a simulator that shares no code with this one."""
     work = Work(64, Law(8 / 64, cv), Law(1 / 64, 0.05))
-    found = simulate(work, Layout(8, 1, 1, k, hand_over), steps=80)
-    assert found.step_seconds == pytest.approx(published, rel=0.06)
+    prediction = simulate(work, Layout(8, 1, 1, k, hand_over), steps=80)
+    assert prediction.step_seconds == pytest.approx(published, rel=0.06)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
 @pytest.mark.parametrize("cv", [0.0, 1.0])
 def test_no_sample_is_older_than_the_bound(k: int, cv: float) -> None:
     work = Work(8, Law(0.5, cv), Law(0.1, cv))
-    found = simulate(work, Layout(4, 1, 1, k, "stream"), steps=40)
-    assert found.staleness_max == k
-    assert found.staleness == pytest.approx(sum(min(step, k) for step in range(40)) / 40)
+    prediction = simulate(work, Layout(4, 1, 1, k, "stream"), steps=40)
+    assert prediction.staleness_max == k
+    assert prediction.staleness == pytest.approx(sum(min(step, k) for step in range(40)) / 40)
 
 
 def test_a_slow_worker_costs_only_its_share() -> None:
@@ -92,12 +92,12 @@ def test_a_slow_worker_costs_only_its_share() -> None:
 
 def test_busy_shares_and_bytes() -> None:
     work = Work(8, Law(0.5), Law(0.125), ticket_bytes=1000, adapter_bytes=7)
-    found = simulate(work, Layout(2, 1, 1, 1, "batch"), steps=20)
-    assert found.busy("rollout") == pytest.approx(1.0)
-    assert found.busy("trainer") == pytest.approx(0.5)
-    assert found.pools["trainer"]["wait_data"] == pytest.approx(0.5)
-    assert found.adapter_bytes == 2 * 2 * 7
-    assert 8 * 1000 <= found.payload_bytes <= 2 * 8 * 1000
+    prediction = simulate(work, Layout(2, 1, 1, 1, "batch"), steps=20)
+    assert prediction.busy("rollout") == pytest.approx(1.0)
+    assert prediction.busy("trainer") == pytest.approx(0.5)
+    assert prediction.pools["trainer"]["wait_data"] == pytest.approx(0.5)
+    assert prediction.adapter_bytes == 2 * 2 * 7
+    assert 8 * 1000 <= prediction.payload_bytes <= 2 * 8 * 1000
 
 
 def test_more_ranks_shorten_an_update_but_for_its_serial_part() -> None:

@@ -158,7 +158,7 @@ def test_reference_mode_is_the_base_exactly_and_leaves_no_trace(compiled: bool) 
     ("config", "message"),
     [
         (LoraConfig(rank=0), "lora.rank must be at least 1, got 0"),
-        (LoraConfig(alpha=0.0), "lora.alpha must be positive, got 0.0"),
+        (LoraConfig(alpha=0.0), "lora.alpha must be above 0, got 0.0"),
         (LoraConfig(targets=[]), "lora.targets is empty"),
         (
             LoraConfig(targets=["attn.to_q", "attn.to_kk"]),

@@ -83,9 +83,3 @@ def test_the_norm_is_clipped() -> None:
     assert norm > 0.5
     optimizer.step(0.0, norm)
     assert torch.allclose(vector.gradients, before * 0.5 / norm)
-
-
-@pytest.mark.parametrize("setting", [{"eps": 0.0}, {"max_grad_norm": 0.0}])
-def test_settings_without_meaning_are_refused(setting: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        Optimizer(TrainerConfig(**setting), flat(parameters()))

@@ -84,5 +84,5 @@ def test_one_rank_in_a_process_group_is_bit_equal_to_none(
 
 
 def test_offloading_needs_a_process_group(jobs: dict[str, Job]) -> None:
-    with pytest.raises(ValueError, match="join a world first"):
+    with pytest.raises(ValueError, match="join a process group first"):
         run_alone(jobs["offload"])

@@ -13,7 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.export import save_lora
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.messages import Part, StepPlan
+from async_flowrl.training.messages import StepPlan, TrainRequest
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.types import Trajectory
@@ -136,7 +136,7 @@ def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, h
     config.algorithm.clip_range = 1e9
     worker = rig.trainer(config)
     first, second = handed[0]
-    worker.update.proximal(Part(0, (second[0],)), *second[1])
+    worker.update.proximal(TrainRequest(0, (second[0],)), *second[1])
     rig.update(worker, 0, [first])
     assert worker.versions.newest == 0, "the version advances with the batch, not with the optimizer step"
     worker.update.begin(0, StepPlan(rows=rig.rows([second]), update=1))
@@ -147,7 +147,7 @@ def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, h
     assert stats.metrics["log_prob_gap"] < 1e-6, "the proximal policy is the one that sampled"
     centred_on_live = rig.trainer(config)
     rig.update(centred_on_live, 0, [first])
-    centred_on_live.proximal(Part(0, (second[0],)), *second[1])
+    centred_on_live.update.proximal(TrainRequest(0, (second[0],)), *second[1])
     late = rig.update(centred_on_live, 0, [second], plan=StepPlan(rows=rig.rows([second]), update=1))
     assert late.metrics["ratio_deviation_squared"] == 0.0
 
@@ -393,21 +393,21 @@ def test_delays_change_only_time(handed: list[list[rig.Handed]], monkeypatch: py
     config = rig.tiny_config()
     config.debug.delays.update, config.debug.delays.constant = 0.25, True
     slept: list[float] = []
-    monkeypatch.setattr("async_flowrl.training.worker.time.sleep", slept.append)
+    monkeypatch.setattr("async_flowrl.observability.delays.time.sleep", slept.append)
     slow, plain = rig.trainer(config), rig.trainer(rig.tiny_config())
     rig.update(slow, 0, handed[0])
     rig.update(plain, 0, handed[0])
     assert slept == [0.25] and slow.weights_digest() == plain.weights_digest()
 
 
-def test_one_call_does_what_its_parts_do(handed: list[list[rig.Handed]]) -> None:
-    """A whole step in one part, in two, and by hand: the same bits."""
+def test_one_call_does_what_several_do(handed: list[list[rig.Handed]]) -> None:
+    """A whole step in one call, in two, and by hand: the same bits."""
     metas = tuple(meta for meta, _ in handed[0])
     tickets = [ticket for _, group in handed[0] for ticket in group]
     plan = StepPlan(rows=rig.rows(handed[0]))
     whole, halves = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
-    finished = whole.train(Part(0, metas, plan, finishes=True), *tickets)
-    first, second = Part(0, metas, plan, finishes=True).split()
+    finished = whole.train(TrainRequest(0, metas, plan, finishes=True), *tickets)
+    first, second = TrainRequest(0, metas, plan, finishes=True).split()
     assert (first.begins, first.finishes, second.begins, second.finishes) == (plan, False, None, True)
     assert halves.train(first, *handed[0][0][1]) is None
     assert finished is not None and finished.metrics == halves.train(second, *handed[0][1][1]).metrics  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.messages import Part
+from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
 from tests.support.ports import free_port
@@ -58,7 +58,7 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
     for step, batch in enumerate(batches):
         size = len(batch) // updates
         for meta, tickets in batch[size:]:
-            worker.update.proximal(Part(step, (meta,)), *tickets)
+            worker.update.proximal(TrainRequest(step, (meta,)), *tickets)
         for index in range(updates):
             part = batch[index * size : (index + 1) * size]
             stats.append(rig.update(worker, step, part, plan=rig.StepPlan(rows=rig.rows(part), update=index)))

@@ -12,7 +12,7 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
 
@@ -148,7 +148,7 @@ def update(
 
 def finish(worker: TrainerWorker) -> UpdateStats:
     """The optimizer step of what was accumulated."""
-    stats = worker.train(Part(0, (), finishes=True))
+    stats = worker.train(TrainRequest(0, (), finishes=True))
     assert stats is not None
     return stats
 

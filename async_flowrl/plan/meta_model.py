@@ -1,13 +1,13 @@
-"""The model of a configuration on the meta device: everything a memory plan asks, without weights."""
+"""Model of a configuration on the meta device: all that a memory plan needs to know of it, without weights."""
 
-import json
-import struct
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
@@ -18,11 +18,9 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, load_family, resolve_model
 from async_flowrl.policies.stored import configuration
 
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
 
 @dataclass(frozen=True)
-class Shell:
+class MetaModel:
     """`policy` carries the adapter; byte counts are in the dtype the run computes with."""
 
     policy: PipelinePolicy
@@ -40,8 +38,8 @@ class Shell:
         return sum(self.block_bytes) + self.root_bytes
 
 
-def shell_of(config: Config) -> Shell:
-    """Builds it. Published models need no files; anything else must be a local diffusers folder, or `tiny`.
+def build_meta_model(config: Config) -> MetaModel:
+    """Published models need no files; anything else must be a local diffusers folder, or `tiny`.
 
     Raises ValueError in one sentence where the architecture is not known.
     """
@@ -54,7 +52,7 @@ def shell_of(config: Config) -> Shell:
     blocks = tuple(sum(_bytes(p) for p in block.parameters()) for block in policy.blocks)
     base = list(policy.transformer.parameters())
     attach_lora(policy.transformer, config.lora, policy)
-    return Shell(
+    return MetaModel(
         policy=policy,
         base_parameters=sum(p.numel() for p in base),
         block_bytes=blocks,
@@ -77,17 +75,14 @@ def _architecture(config: Config) -> tuple[str, Mapping[str, Any], Mapping[str, 
             f"the architecture of {path} is not among those known ({', '.join(KNOWN)}); give a local folder to plan it"
         )
     transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
-    text = sum(_stored(file) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
+    text = sum(_stored_parameters(file) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
     return resolved.family, transformer, vae, text
 
 
-def _stored(file: Path) -> int:
+def _stored_parameters(file: Path) -> int:
     """Parameters in a safetensors file, from its header."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    return sum((e["data_offsets"][1] - e["data_offsets"][0]) // _DTYPE_BYTES.get(e["dtype"], 4) for e in entries)
+    with safe_open(file, "pt") as opened:
+        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
 
 
 def conditioning(policy: PipelinePolicy, device: str = "meta") -> dict[str, Tensor]:

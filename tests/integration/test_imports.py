@@ -1,0 +1,28 @@
+"""Tools import the run, never the reverse: what a whole run has imported when it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.runs import LIMIT, LOCAL, ROOT
+
+TOOLS = ("cli", "main", "plan", "benchmark", "verify", "prove", "evaluate", "export", "generate")
+RUN = """
+import sys
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.job import run
+code = run(compose_config("one_step_off", sys.argv[1:]))
+print(*sorted(sys.modules))
+sys.exit(code)
+"""
+
+
+def test_a_run_imports_no_tool_and_no_test(tmp_path: Path) -> None:
+    given = (*LOCAL, "total_steps=2", "monitor.report=true", f"output_dir={tmp_path}")
+    ran = subprocess.run([sys.executable, "-c", RUN, *given], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "report.html").exists()
+    imported = {name.partition(".")[::2] for name in ran.stdout.splitlines()[-1].split()}
+    assert ("async_flowrl", "loop") in imported
+    assert "tests" not in {package for package, _ in imported}
+    assert not {rest.partition(".")[0] for package, rest in imported if package == "async_flowrl"} & set(TOOLS)
