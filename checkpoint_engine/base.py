@@ -72,17 +72,14 @@ class SenderEndpoint(Protocol):
 
     async def stage(self, version: int) -> None:
         """Copies the tensors; returns when they may change again."""
-        ...
 
     async def seal(self, version: int) -> Header: ...
 
     async def payload(self, version: int) -> Any:
         """The version's bytes, or whatever stands for them and receivers can be given. Raises VersionGone."""
-        ...
 
     async def hold(self, version: int) -> None:
         """Retains a version, however many newer ones come, until `release`."""
-        ...
 
     async def release(self, version: int) -> None: ...
 
@@ -98,7 +95,6 @@ class ReceiverEndpoint(Protocol):
 
     async def relay(self, header: Header, slot: str) -> Any:
         """A payload made of the version that this receiver retains, for its neighbours."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ class Member:
 
         The meeting is a thread's: torch can't be interrupted in it and exceeds its time-out where peers are missing.
         """
+
+        def failed(why: str) -> TransferFailed:
+            return TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: {why}")
+
         self.abort()
         aborted = self._aborted = threading.Event()
         meeting: Future[tuple[Link, list[Store]]] = Future()
@@ -50,18 +54,15 @@ class Member:
         while not meeting.done():
             if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
                 meeting.add_done_callback(_discard)
-                why = "aborted" if aborted.is_set() else f"not everybody came within {epoch.seconds:g} s"
-                raise TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: {why}")
+                raise failed("aborted" if aborted.is_set() else f"not everybody came within {epoch.seconds:g} s")
         try:
             self._link, self._stores = meeting.result()
         except RuntimeError as error:
-            raise TransferFailed(
-                f"epoch {epoch.number} could not be opened as rank {rank}: {_first_line(error)}"
-            ) from error
+            raise failed(_first_line(error)) from error
         self._epoch = epoch
         if aborted.is_set():
             self.abort()
-            raise TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: aborted")
+            raise failed("aborted")
 
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
         """By a connection of this epoch's own: one that still waits for a peer of an earlier epoch serves nobody."""

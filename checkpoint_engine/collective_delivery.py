@@ -30,11 +30,9 @@ class GroupSender(Protocol):
     async def ready(self, epoch: int, draft: Draft) -> None: ...
     async def send(self, draft: Draft) -> None:
         """Sends the version and seals it meanwhile."""
-        ...
 
     async def abort_group(self) -> None:
         """Must get through while `send` is under way."""
-        ...
 
 
 @runtime_checkable

@@ -42,17 +42,16 @@ class Layout:
     """Buffer size, padding included."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> "Layout":
-        """The layout of named tensors; `dtype` is what they are sent as where that differs from what they are."""
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+        """The layout of named tensors. Raises ValueError where there are none."""
         if not tensors:
             raise ValueError("a layout needs at least one tensor, got none")
         entries, offset = [], 0
         for name in sorted(tensors):
             tensor = tensors[name]
-            kind = dtype or tensor.dtype
-            nbytes = tensor.numel() * kind.itemsize
-            entries.append(Entry(name, tuple(tensor.shape), str(kind).removeprefix("torch."), offset, nbytes))
-            offset = _padded(offset + nbytes)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(Entry(name, tuple(tensor.shape), dtype, offset, tensor.nbytes))
+            offset = _padded(offset + tensor.nbytes)
         return cls(tuple(entries), offset)
 
     @cached_property

@@ -88,7 +88,6 @@ class Link(Protocol):
         that they leave from the cache, or when they have come. `behind()` gives a buffer uint8 [m] that follows in
         the same way; a sender is asked for it when it has seen everything.
         """
-        ...
 
     def abort(self) -> None: ...
 

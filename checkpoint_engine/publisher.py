@@ -47,12 +47,11 @@ class Publisher:
         alpha: float | None = None,
         rank: int | None = None,
         retain: int = 2,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype` is what is sent where that differs from the tensors' own. Raises ValueError for retain < 1."""
+        """Raises ValueError for retain < 1."""
         if retain < 1:
             raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
-        self.layout = Layout.of(tensors, dtype=dtype)
+        self.layout = Layout.of(tensors)
         self.stream, self.alpha, self.rank, self.retain = stream, alpha, rank, retain
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
@@ -66,7 +65,6 @@ class Publisher:
         self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
         self._retained_longer: set[int] = set()
-        self._sample_indices = _sample_indices(self.layout)
         self._changed = threading.Condition()
 
     def draft(self, version: int) -> Draft:
@@ -190,7 +188,7 @@ class Publisher:
         return sources
 
     def _sample(self, sources: list[Tensor]) -> Tensor:
-        """A few elements of every tensor, in the dtype sent, on the tensors' device."""
+        """A few elements of every tensor, in the dtype that is sent, on the tensors' device."""
         picked = []
         for entry, source in zip(self.layout.entries, sources, strict=True):
             flat = source if source.is_contiguous() else source.contiguous()
@@ -198,15 +196,9 @@ class Publisher:
             picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
         return torch.cat(picked)
 
-    def _sample_of(self, buffer: Tensor) -> Tensor:
-        """`_sample` of a host buffer uint8 [nbytes]; with one index where all tensors have one dtype."""
-        if self._sample_indices is None:
-            return self._sample(list(self.layout.views(buffer).values()))
-        return buffer.view(dtype_of(self.layout.entries[0]))[self._sample_indices]
-
     def _check_sample(self, version: int, sample: Tensor, data: ByteArray) -> None:
         """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
-        staged = self._sample_of(torch.from_numpy(data))
+        staged = self._sample(list(self.layout.views(torch.from_numpy(data)).values()))
         expected = sample.cpu()
         if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
             return
@@ -263,14 +255,3 @@ def _sampling(entry: Entry) -> tuple[int, int]:
     numel = math.prod(entry.shape)
     count = min(MAX_SAMPLES_PER_TENSOR, numel)
     return count, max(1, numel // max(1, count))
-
-
-def _sample_indices(layout: Layout) -> Tensor | None:
-    """Indices of the elements that are compared in a buffer of the layout's dtype; None where it has several."""
-    if len({entry.dtype for entry in layout.entries}) > 1:
-        return None
-    indices = []
-    for entry in layout.entries:
-        count, step = _sampling(entry)
-        indices.append(entry.offset // dtype_of(entry).itemsize + step * torch.arange(count))
-    return torch.cat(indices)

@@ -29,7 +29,7 @@ from checkpoint_engine.transports import NCCL, OBJECT_STORE, make_member
 TENSORS = 32
 GROUP_SECONDS = 120.0
 MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
-"""Concurrency groups of an actor, one thread each: its own work, deliveries beside it, and aborts beside those."""
+"""Lanes of an actor, one thread each: its own work, deliveries beside it, and aborts beside those."""
 
 
 class Half:
@@ -126,26 +126,26 @@ class End:
         gpus = 1 if transport == NCCL else 0
         self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(transport, megabytes)
 
-    def start(self, method: str, *arguments: Any, group: str = MAIN, returns: int = 1) -> Any:
+    def start(self, method: str, *arguments: Any, lane: str = MAIN, returns: int = 1) -> Any:
         """A reference to the result of a call, or `returns` of them."""
-        call = self._actor.call.options(concurrency_group=group, num_returns=returns)
+        call = self._actor.call.options(concurrency_group=lane, num_returns=returns)
         return call.remote(method, *arguments)
 
-    async def call(self, method: str, *arguments: Any, group: str = MAIN) -> Any:
+    async def call(self, method: str, *arguments: Any, lane: str = MAIN) -> Any:
         """The result of a call. Raises what it raised, and ConnectionResetError when the process has died."""
         try:
-            return await self.start(method, *arguments, group=group)
+            return await self.start(method, *arguments, lane=lane)
         except RayActorError as error:
             raise ConnectionResetError(f"{self.name} is gone") from error
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self.call("group.open", epoch, rank, group=DELIVERY)
+        await self.call("group.open", epoch, rank, lane=DELIVERY)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self.call("group.ready", epoch, draft, group=DELIVERY)
+        await self.call("group.ready", epoch, draft, lane=DELIVERY)
 
     async def abort_group(self) -> None:
-        await self.call("group.abort", group=CONTROL)
+        await self.call("group.abort", lane=CONTROL)
 
     async def close(self) -> None:
         """Ends the actor and waits until Ray knows that it has ended."""
@@ -154,7 +154,7 @@ class End:
 
     async def _payload(self, method: str, *arguments: Any) -> Any:
         """A reference to the bytes that a method returns beside their header."""
-        header, payload = self.start(method, *arguments, group=DELIVERY, returns=2)
+        header, payload = self.start(method, *arguments, lane=DELIVERY, returns=2)
         await header
         return payload
 
@@ -166,35 +166,35 @@ class SenderEnd(End):
         await self.call("publisher.stage", version)
 
     async def seal(self, version: int) -> Any:
-        return await self.call("publisher.seal", version, group=DELIVERY)
+        return await self.call("publisher.seal", version, lane=DELIVERY)
 
     async def payload(self, version: int) -> Any:
         return await self._payload("publisher.payload", version)
 
     async def hold(self, version: int) -> None:
-        await self.call("publisher.hold", version, group=DELIVERY)
+        await self.call("publisher.hold", version, lane=DELIVERY)
 
     async def release(self, version: int) -> None:
-        await self.call("publisher.release", version, group=DELIVERY)
+        await self.call("publisher.release", version, lane=DELIVERY)
 
     async def address(self) -> Any:
-        return await self.call("group.address", group=DELIVERY)
+        return await self.call("group.address", lane=DELIVERY)
 
     async def draft(self, version: int) -> Any:
-        return await self.call("publisher.draft", version, group=DELIVERY)
+        return await self.call("publisher.draft", version, lane=DELIVERY)
 
     async def send(self, draft: Draft) -> None:
-        await self.call("group.send", draft, group=DELIVERY)
+        await self.call("group.send", draft, lane=DELIVERY)
 
 
 class ReceiverEnd(End):
     """A receiving actor: a `ReceiverEndpoint` and a `GroupReceiver`."""
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Any:
-        return await self.call("receiver.receive", header, payload, slot, group=DELIVERY)
+        return await self.call("receiver.receive", header, payload, slot, lane=DELIVERY)
 
     async def relay(self, header: Header, slot: str = RING) -> Any:
         return await self._payload("receiver.export", header.stream, header.version, slot)
 
     async def accept(self, draft: Draft) -> Any:
-        return await self.call("group.accept", draft, group=DELIVERY)
+        return await self.call("group.accept", draft, lane=DELIVERY)

@@ -51,7 +51,7 @@ class SharedPayload:
 
     def __init__(self, data: ByteArray) -> None:
         segment = SharedMemory(create=True, size=data.shape[0])
-        segment.buf[: data.shape[0]] = data.data
+        np.ndarray(data.shape, np.uint8, segment.buf)[:] = data
         segment.close()
         self.reference = segment.name
         weakref.finalize(self, segment.unlink)

@@ -199,7 +199,7 @@ def test_generate_shows_before_and_after_with_the_runs_own_settings(trained: Qwe
     assert f"wrote {out}" in done.stderr
 
     settings = generating.settings_of(lora, None)
-    assert (settings.num_inference_steps, settings.resolution) == (4, 32)
+    assert (settings.sampling.num_inference_steps, settings.sampling.resolution) == (4, 32)
     pipeline = generating.open_pipeline(settings, "cpu")
     before = generating.sample(pipeline, settings, RED.text, [5, 6])
     apply_lora(pipeline, lora)
@@ -214,7 +214,8 @@ def test_generate_shows_before_and_after_with_the_runs_own_settings(trained: Qwe
 
 
 def test_generate_with_one_seed_is_the_pipelines_image_of_that_seed() -> None:
-    settings = replace(generating.settings_of(None, "tiny"), true_cfg_scale=4.0, negative_prompt="grey")
+    tiny = generating.settings_of(None, "tiny")
+    settings = replace(tiny, sampling=replace(tiny.sampling, true_cfg_scale=4.0, negative_prompt="grey"))
     pipeline = generating.open_pipeline(settings, "cpu")
     (image,) = generating.sample(pipeline, settings, RED.text, [7])
     made = pipeline(

@@ -10,7 +10,7 @@ from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan
 from async_flowrl.types import Prompt
-from checkpoint_engine import Header, Layout
+from checkpoint_engine import Draft, Layout
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Timing
@@ -29,7 +29,7 @@ def plain_loop(config: Config) -> str:
         data = layout.empty()
         for name, view in layout.views(data).items():
             view.copy_(trainer.retained[version][name])
-        header = Header.seal(layout, data.numpy(), stream="policy", version=version, alpha=4.0, rank=2)
+        header = Draft("policy", version, layout, alpha=4.0, rank=2).sealed(layout.digests(data.numpy()))
         rollout.receiver.receive(header, data.numpy())
         rows = config.prompts_per_step * config.group_size * (config.rollout.num_inference_steps - 1)
         trainer.begin(step, StepPlan(rows=rows))

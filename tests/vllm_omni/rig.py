@@ -15,7 +15,7 @@ from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import RolloutRequest, Trajectory
-from checkpoint_engine import Ack, Activation, Header
+from checkpoint_engine import Ack, Activation, Draft, Header
 from checkpoint_engine.digest import ByteArray
 from tests.support.tiny import adapted_policy
 
@@ -53,9 +53,8 @@ class Rig:
             view.copy_(self.hold(version)[name].detach())
         alpha = self.config.lora.alpha if alpha is None else alpha
         data = buffer.numpy()
-        return Header.seal(
-            layout, data, stream="policy", version=version, alpha=alpha, rank=self.config.lora.rank
-        ), data
+        draft = Draft("policy", version, layout, alpha, self.config.lora.rank)
+        return draft.sealed(layout.digests(data)), data
 
     def deliver(self, version: int) -> Ack:
         """As checkpoint_engine does, into the worker's receiver; it stays out of the engine until a ticket names it."""

@@ -36,15 +36,6 @@ def test_delivered_weights_are_the_published_ones_bit_for_bit(dtype: torch.dtype
     assert all(torch.equal(live[name], tensor) for name, tensor in tensors.items())
 
 
-def test_masters_are_sent_in_the_dtype_asked_for() -> None:
-    masters = lora()
-    publisher = Publisher(masters, alpha=ALPHA, rank=RANK, dtype=torch.bfloat16)
-    receiver = Receiver(blank(lora(dtype=torch.bfloat16)), alpha=ALPHA, rank=RANK)
-    receiver.receive(*sealed(publisher, 0))
-    receiver.activate("policy", 0)
-    assert all(torch.equal(receiver._tensors[n], t.to(torch.bfloat16)) for n, t in masters.items())
-
-
 def test_addresses_never_change_and_activation_of_older_versions_works() -> None:
     tensors = lora()
     publisher, receiver = ends(tensors)

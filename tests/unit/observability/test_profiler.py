@@ -12,7 +12,7 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, Part, StepPlan
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.worker import TrainerWorker
 
 
@@ -32,7 +32,7 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
         assert trajectory is not None
         meta = GroupMeta(0, 1, step, 0, (1.0, -1.0), (0, 1), (0, 1), " ", sampling(config))
         plan = StepPlan(rows=2 * len(trajectory.train_steps))
-        trainer.train(Part(step, (meta,), begins=plan, finishes=True), trajectory)
+        trainer.train(TrainRequest(step, (meta,), begins=plan, finishes=True), trajectory)
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == ["rollout-0-step-000001-ticket-000001.json", "trainer-0-step-000001.json"]
     names = {event["name"] for event in json.loads((tmp_path / "profile" / written[1]).read_text())["traceEvents"]}

@@ -13,7 +13,7 @@ from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import EVALUATION, TRAIN, RolloutRequest
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import Activation, Header, Receiver
+from checkpoint_engine import Activation, Draft, Receiver
 from tests.support.tiny import request
 
 
@@ -48,9 +48,8 @@ def worker_with(k: int) -> tuple[RolloutWorker, Engine, dict[int, str]]:
     def deliver(version: int, slot: str = "ring") -> None:
         data = worker.receiver.layout.empty()
         data.view(torch.float32)[:] = float(version)
-        header = Header.seal(
-            worker.receiver.layout, data.numpy(), stream="policy", version=version, alpha=None, rank=None
-        )
+        draft = Draft("policy", version, worker.receiver.layout, alpha=None, rank=None)
+        header = draft.sealed(draft.layout.digests(data.numpy()))
         digests[version] = worker.receiver.receive(header, data.numpy(), slot).digest
 
     for version in range(k + 1):
