@@ -137,8 +137,8 @@ def test_a_pair_is_two_numbers() -> None:
 
 
 def test_a_rule_that_does_not_exist_is_refused_where_it_is_written() -> None:
-    with pytest.raises(TypeError, match="atleast"):
-        setting(1, atleast=0)
+    with pytest.raises(TypeError, match="minimum"):
+        setting(1, minimum=0)
     assert Rule(at_least=0, below=1).bounds == "at least 0 and below 1"
 
 
