@@ -71,6 +71,6 @@ def test_the_console_command_itself() -> None:
     done = command(module="async_flowrl.cli.verbs")
     assert done.returncode == 0 and all(verb in done.stdout for verb in verbs.VERBS)
     assert command("--version", module="async_flowrl.cli.verbs").stdout.startswith("async-flowrl ")
-    wrong = command("verifi", module="async_flowrl.cli.verbs")
+    wrong = command("verify_", module="async_flowrl.cli.verbs")
     assert wrong.returncode == 2 and "did you mean 'verify'" in wrong.stderr
     assert "usage: " in command("export", "--help", module="async_flowrl.cli.verbs").stdout
