@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -45,7 +45,8 @@ def main() -> int:
         if hydras:
             return through_hydra(arguments, given)
         values = composed(given.config_name, given.overrides, given.config_dir)
-        return train(typed(values), record(values))
+        config = typed(values)
+        return train(config, record(values, values.hydra, config.output_dir))
     except (ConfigError, GuardError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
         return exit_codes.CONFIG
@@ -54,18 +55,18 @@ def main() -> int:
         return exit_codes.INTERRUPTED
 
 
-def train(config: Config, hydra_record: Mapping[str, str] | None = None) -> int:
-    """One run, and after it what its first half predicted of its second (the planner is no part of a run)."""
+def train(config: Config, hydra_record: Mapping[str, str]) -> int:
+    """One run; when it has ended, the planner says what the run's first half predicts of its second."""
     from async_flowrl.run.job import run
 
-    code = run(config, hydra_record or {})
-    if code in (exit_codes.OK, exit_codes.RESUMABLE) and not config.dry_run:
-        from async_flowrl.plan.prediction import add_prediction
+    return run(config, hydra_record, predict=predict)
 
-        sentence = add_prediction(Path(config.output_dir))
-        if sentence and code == exit_codes.OK:
-            sys.stdout.write(f"{'plan':8} {sentence}\n")
-    return code
+
+def predict(run_directory: Path) -> str | None:
+    """The planner is loaded here, after the run, and is no part of it."""
+    from async_flowrl.plan.prediction import add_prediction
+
+    return add_prediction(run_directory)
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
@@ -81,19 +82,25 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
 
 
 def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
-    """Hydra's own commands and settings. With `--multirun` each job has a folder of its own; the worst code counts."""
+    """Hydra's own commands and settings.
+
+    With `--multirun` each job has a folder of its own below `hydra.sweep.dir`; one that fails does not end the sweep,
+    but its exit code is the sweep's. A job that is interrupted or stopped ends the sweep.
+    """
     check_words(given.config_name, given.overrides, given.config_dir)
     codes = [exit_codes.OK]
 
     def job(values: DictConfig) -> None:
         try:
-            config = typed(values)
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                config = replace(config, output_dir=HydraConfig.get().runtime.output_dir)
-            codes.append(train(config))
+            config, own = typed(values), cast("DictConfig", HydraConfig.get())
+            if own.mode == RunMode.MULTIRUN:
+                config = replace(config, output_dir=own.runtime.output_dir)
+            codes.append(train(config, record(values, own, config.output_dir)))
         except ConfigError as error:
             sys.stderr.write(f"async_flowrl: {error}\n")
             codes.append(exit_codes.CONFIG)
+        if codes[-1] in (exit_codes.INTERRUPTED, exit_codes.RESUMABLE):
+            raise SystemExit(codes[-1])  # whoever stopped this job meant the whole sweep
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's refusals come back as exceptions, which `explain` puts into words
     sys.argv[1:] = arguments
@@ -102,15 +109,17 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
         entry()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
-    return max(codes)
+    return next(code for code in (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.OK) if code in codes)
 
 
-def record(values: DictConfig) -> dict[str, str]:
+def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
     """Hydra's record of a job by file name: the composed configuration, Hydra's settings, the overrides as typed."""
+    own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
+    own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {
         "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
-        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(values, ["hydra"])),
-        "overrides.yaml": OmegaConf.to_yaml(values.hydra.overrides.task),
+        "hydra.yaml": OmegaConf.to_yaml(own),
+        "overrides.yaml": OmegaConf.to_yaml(hydras.overrides.task),
     }
 
 

@@ -140,8 +140,8 @@ def digests(run: RunFiles) -> str:
         raise Broken(f"the newest sound checkpoint is {path.name}, the run ended at version {run.steps}")
     if digest != run.summary["weights_digest"]:
         raise Broken(f"{path.name} holds weights {digest[:16]}, summary.json says {run.summary['weights_digest'][:16]}")
-    for version, digest in checkpoint.controller.get("published", {}).items():
-        if {digest} != run.sent.get(("policy", int(version))):
+    for version, sent in checkpoint.controller.get("published", {}).items():
+        if {sent} != run.sent.get(("policy", int(version))):
             raise Broken(f"{path.name} names another digest for version {version} than was sent")
     return f"{path.name}: {digest[:16]}"
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from separation.processes import machine
+from separation.processes import identity
 
 
 class RemoteError(Exception):
@@ -94,9 +94,9 @@ class ProcessHost(Host):
         """Never returns: the pending call fails when the process ends, whatever else it was doing."""
         threading.Event().wait()
 
-    def identity(self) -> tuple[int, str]:
-        """This process's pid, and the machine where that means something."""
-        return os.getpid(), machine()
+    def identity(self) -> tuple[int, float, str]:
+        """Who this process is, for `processes.process_of`."""
+        return identity()
 
 
 def limit_threads(count: int) -> None:

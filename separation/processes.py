@@ -16,10 +16,16 @@ def machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def process_of(pid: int, of_machine: str) -> psutil.Process | None:
-    """The process, told apart from every other one that ever has its pid; None if it is gone or elsewhere."""
+def identity() -> tuple[int, float, str]:
+    """This process for `process_of`: its pid, when it was created, and its machine."""
+    return os.getpid(), psutil.Process().create_time(), machine()
+
+
+def process_of(pid: int, created: float, of_machine: str) -> psutil.Process | None:
+    """The process that said so of itself; None if it is gone, elsewhere, or its pid is another process's by now."""
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid) if of_machine == machine() else None
+        if of_machine == machine() and (process := psutil.Process(pid)).create_time() == created:
+            return process
     return None
 
 

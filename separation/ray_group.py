@@ -67,8 +67,8 @@ class RayWorker:
     async def build(self) -> None:
         """Builds the hosted object. Raises WorkerFailed, WorkerDied."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
-        self.pid, machine = await self._answer("start", self._actor.identity.remote())
-        self.process = process_of(self.pid, machine)
+        self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
+        self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.ray_group:node_address")
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 

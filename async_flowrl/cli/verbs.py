@@ -1,5 +1,6 @@
 """The console command `async-flowrl <verb> ...`: every tool under one name; each is also `python -m <its module>`."""
 
+import os
 import runpy
 import sys
 from importlib.metadata import version
@@ -34,6 +35,7 @@ def main() -> int:
         sys.stderr.write(f"async-flowrl: {unknown_name('the verb', verb, VERBS)}\n")
         return exit_codes.CONFIG
     del sys.argv[1]
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it: rewards and models of one's own are imported from there
     runpy.run_module(VERBS[verb][0], run_name="__main__", alter_sys=True)
     return exit_codes.OK
 

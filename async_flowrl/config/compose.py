@@ -52,12 +52,17 @@ def composed(name: str, overrides: Sequence[str], folder: Path | None = None) ->
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
-    others = [f"hydra.searchpath=[{other.as_uri()}]" for other in folders[1:]]
+    others = [f"hydra.searchpath=['{_quotable(f'file://{other}')}']" for other in folders[1:]]
     try:
         with initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE):
             return compose(name, [*others, *overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error)) from error
+
+
+def _quotable(text: str) -> str:
+    """Text between single quotes in Hydra's grammar of overrides."""
+    return text.replace("'", "\\'")
 
 
 def typed(values: DictConfig) -> Config:

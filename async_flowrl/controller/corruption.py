@@ -1,11 +1,11 @@
-"""Telling a worker or a cable that damages what arrives from a sender whose bytes are wrong before they leave."""
+"""Distinguishes a bad receiver or network from a bad sender when deliveries arrive corrupted."""
 
 from dataclasses import dataclass
 
 from checkpoint_engine.errors import error_names
 
-WORKERS = 3
-"""So many workers in a row, given up over damaged weights while nothing new arrived anywhere, are not at fault."""
+MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
+"""Workers given up over corrupted weights while nothing new arrived anywhere; with so many the sender is at fault."""
 
 
 class CorruptedVersion(RuntimeError):
@@ -25,7 +25,7 @@ class CorruptionWatch:
     def gave_up(self, error: BaseException) -> None:
         """Raises CorruptedVersion when too many workers in a row were given up over damaged weights."""
         self.given_up += "TransferCorrupted" in error_names(error)
-        if self.given_up >= WORKERS:
+        if self.given_up >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
             raise CorruptedVersion(
                 f"{self.given_up} workers in a row received damaged weights, however often they were sent; nothing "
                 f"newer than version {self.newest} has arrived anywhere: {error}"

@@ -181,7 +181,7 @@ class TrainerGroup:
     ) -> list[Any]:
         """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
 
-        Ranks of a trainers confirm that they have them before any of them begins: afterwards they wait for each other.
+        Several ranks confirm that they have them before any of them begins: afterwards they wait for each other.
         """
         seconds = ctx.config.deadlines.update * (len(groups) + request.finishes)
         while True:

@@ -64,8 +64,9 @@ class EventLog:
             self._write(self._clock())
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        with self._lock:
+            self._write(self._clock())
+            self._file.close()
 
     def _write(self, now: float) -> None:
         self._flushed = now

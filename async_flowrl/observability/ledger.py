@@ -1,7 +1,6 @@
 """The ledger of every pool's time: each worker is in exactly one named state at every instant, idle too."""
 
 from collections.abc import Callable, Iterable, Mapping
-from statistics import fmean
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
 BOOKED_AS = {"wait_work": "idle", "gone": "idle"}
@@ -48,26 +47,26 @@ class PoolLedger:
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Per pool: seconds per state since the start, averaged over its places; together the wall clock."""
-        pools: dict[str, list[Mapping[str, float]]] = {}
-        for place in self._now:
-            self._settle(place)
-            pools.setdefault(pool_of(place), []).append(self._seconds[place])
-        return {
-            pool: {state: fmean(seconds[state] for seconds in places) for state in STATES}
-            for pool, places in pools.items()
-        }
+        return _by_pool(self._settled())
 
     def lap(self) -> dict[str, dict[str, float]]:
-        """The same for the time since the last lap, in the places that there were then."""
-        before, self._lap = self._lap, self.totals()
-        return {
-            pool: {state: seconds[state] - before.get(pool, {}).get(state, 0.0) for state in STATES}
-            for pool, seconds in self._lap.items()
-        }
+        """The same for the time since the last lap; a place that is new since then counts from the start."""
+        before, self._lap = self._lap, {place: dict(seconds) for place, seconds in self._settled().items()}
+        return _by_pool(
+            {
+                place: {state: seconds[state] - before.get(place, {}).get(state, 0.0) for state in STATES}
+                for place, seconds in self._lap.items()
+            }
+        )
 
     @property
     def wall_seconds(self) -> float:
         return self._clock() - self._start
+
+    def _settled(self) -> Mapping[str, Mapping[str, float]]:
+        for place in self._now:
+            self._settle(place)
+        return self._seconds
 
     def _open(self, place: str) -> None:
         if place not in self._now:
@@ -79,3 +78,13 @@ class PoolLedger:
         now = self._clock()
         self._seconds[place][state] += now - since
         self._now[place] = state, now
+
+
+def _by_pool(places: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    pools: dict[str, list[Mapping[str, float]]] = {}
+    for place, seconds in places.items():
+        pools.setdefault(pool_of(place), []).append(seconds)
+    return {
+        pool: {state: sum(seconds[state] for seconds in members) / len(members) for state in STATES}
+        for pool, members in pools.items()
+    }

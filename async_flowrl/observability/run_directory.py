@@ -44,6 +44,23 @@ class RunDirectory:
             entry.name not in LEFT_BY_A_START and not (entry.is_dir() and not any(entry.iterdir())) for entry in entries
         )
 
+    def claim(self) -> None:
+        """Raises ConfigError if `create` would. Leaves nothing behind that was not there."""
+        made = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        lock = self.root / ".lock"
+        new = not lock.exists()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self.release()
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.root} cannot be written: {error.strerror}") from error
+        finally:
+            if new and lock.exists():
+                lock.unlink()
+            for folder in filter(Path.is_dir, made):
+                folder.rmdir()
+
     def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:
         """Makes the folders, takes the lock and records the resolved configuration.
 

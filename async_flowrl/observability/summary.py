@@ -16,7 +16,6 @@ WARM_UP_STEPS = 2
 """Steps before the steady state: the pipeline fills and caches are cold."""
 MIN_GRADIENT_KEPT = 0.8
 """Share of the gradient that clip and mask should leave; below it the run warns."""
-"""Share of the gradient that clip and mask should leave; below it the run warns."""
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,8 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
 
 
 def add_prediction(run: Path) -> str | None:
-    """Adds `plan` to a run's summary.json and report; returns the sentence.
-
-    None for a run that is too short, or that lost its workers to whoever stopped it and so left no summary.
-    """
+    """Adds `plan` to a run's summary.json and report; returns the sentence, or None for a run that is too short."""
     directory = RunDirectory(run)
-    if not directory.summary.exists():
-        return None
     compared = predicted_against_actual(run)
     directory.write_summary({**json.loads(directory.summary.read_text()), "plan": compared})
     if compared is None:

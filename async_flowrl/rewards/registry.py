@@ -33,14 +33,22 @@ def check_rewards(config: RewardConfig) -> bool:
     Raises ValueError, one sentence.
     """
     if not config.terms:
-        raise ValueError(f"reward.terms must name at least one reward; built in are {', '.join(sorted(REWARDS))}")
+        known = ", ".join(sorted(REWARDS))
+        raise ValueError(f"reward.terms must name at least one reward, for example reward=ocr; built in are {known}")
     resolved = [_resolve(key, term) for key, term in config.terms.items()]
     return any(bool(getattr(attribute, "needs_target", False)) for attribute in resolved)
 
 
 def is_deterministic(config: RewardConfig) -> bool:
     """Whether no term says `deterministic = False`. Builds nothing: the class, function or object itself says it."""
-    return all(getattr(_resolve(key, term), "deterministic", True) for key, term in config.terms.items())
+    return all(_deterministic(f"reward.terms.{key}", _resolve(key, term)) for key, term in config.terms.items())
+
+
+def _deterministic(where: str, attribute: object) -> bool:
+    said = getattr(attribute, "deterministic", True)
+    if not isinstance(said, bool):
+        raise ValueError(f"{where}: deterministic must be True or False at the class itself, got {type(said).__name__}")
+    return said
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
@@ -54,10 +62,14 @@ def _build(key: str, term: RewardTerm) -> Term:
     attribute = _resolve(key, term)
     if not inspect.isclass(attribute):
         return Term(key, term.weight, functools.partial(attribute, **term.options) if term.options else attribute)
+    where = f"reward.terms.{key}"
     try:
-        return Term(key, term.weight, cast("Reward", attribute(**term.options)))
+        built = attribute(**term.options)
     except ValueError as error:
-        raise ValueError(f"reward.terms.{key}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
+    if getattr(built, "deterministic", True) is not _deterministic(where, attribute):
+        raise ValueError(f"{where}: deterministic must be said at the class itself, its instance says something else")
+    return Term(key, term.weight, cast("Reward", built))
 
 
 def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:

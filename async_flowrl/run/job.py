@@ -43,16 +43,26 @@ from separation.supervise import deadline
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> int:
+Predict = Callable[[Path], str | None]
+"""Compares a finished run's directory with a plan and returns the sentence about it, if there is one."""
+
+
+def run(
+    config: Config,
+    hydra_record: Mapping[str, str] = MappingProxyType({}),
+    *,
+    predict: Predict = lambda run_directory: None,
+) -> int:
     """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/.
 
-    `hydra_record` holds the files of `.hydra/` by name, where Hydra has not written them itself.
+    `hydra_record` holds the files of `.hydra/` by name. `predict` is called when a run has written its results.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
         prepared = prepare(config)
         check_machine(prepared)
         if config.dry_run:
+            directory.claim()
             sys.stdout.write(describe_run(prepared))
             return exit_codes.OK
         directory.create(prepared.config, hydra_record)
@@ -62,7 +72,7 @@ def run(config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) 
     if sentence := ends_before_its_epochs(prepared):
         logger.warning("%s", sentence)
     try:
-        return asyncio.run(train(prepared, directory))
+        return asyncio.run(train(prepared, directory, predict))
     except KeyboardInterrupt:
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
@@ -83,11 +93,12 @@ def run(config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) 
         directory.release()
 
 
-async def train(prepared: Prepared, directory: RunDirectory) -> int:
+async def train(prepared: Prepared, directory: RunDirectory, predict: Predict) -> int:
     """A whole run, from its start or its checkpoint to its end; returns the exit code."""
     stop = StopRequest()
     try:
-        return await train_until(stop, prepared, directory)
+        summary = await train_until(stop, prepared, directory)
+        return conclude(summary, directory, stop, predict(directory.root))
     except Exception as error:
         version = last_resort(error, stop, directory)
         if version is None:
@@ -108,8 +119,8 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirectory) -> int:
-    """Trains until all is done or `stop` is asked."""
+async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirectory) -> dict[str, Any]:
+    """Trains until all is done or `stop` is asked; returns the summary."""
     config = prepared.config
     resume = find_resume(config, directory)
     with listening(stop, config.time_limit):
@@ -127,11 +138,10 @@ async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirec
                 transport = resolve_transport(config.checkpoint_engine.transport, device)
                 run = Run(prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives)
                 ctx = await train_with_recovery(run, resume)
-                summary = await finish(run, ctx)
+                return await finish(run, ctx)
             finally:
                 ledgers.events.close()
                 ledgers.monitor.close()
-    return conclude(summary, directory, stop)
 
 
 def open_ledgers(
@@ -153,11 +163,13 @@ def open_ledgers(
     return Ledgers(events, pools, metrics, monitor)
 
 
-def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest) -> int:
+def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest, prediction: str | None) -> int:
     """The last lines a person sees, and the exit code."""
     if stop() and summary["steps"] < summary["total_steps"]:
         sys.stdout.write(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto\n")
         return exit_codes.RESUMABLE
+    if prediction:
+        sys.stdout.write(f"{'plan':8} {prediction}\n")
     if known := mfu(summary):
         sys.stdout.write(f"{'MFU':8} {known}\n")
     for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):

@@ -44,7 +44,7 @@ class UpdateMetrics:
             self.spans.append(Span(name, start, time()))
 
     def reduce(self, world: World, device: torch.device) -> None:
-        """Replaces this rank's sums by the world's."""
+        """Replaces this rank's sums by those of all ranks."""
         values = [value for group in self.groups for _, value in sorted(group.sums.items())]
         parts = world.gather(torch.tensor(values, dtype=torch.float64, device=device))
         total = iter(sum(parts[1:], parts[0]).tolist())

@@ -60,7 +60,7 @@ class Versions:
         return self._retained[version]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """UpdateInputs of a checkpoint: CPU tensors by name."""
+        """Parts of a checkpoint: CPU tensors by name."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self._retained.items():
             parts["retained"] |= {f"{version}/{name}": tensor for name, tensor in self._named(flat).items()}

@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same adapter, bit for bit; the base is sharded where there is a world."""
+    """Ranks hold the same adapter, bit for bit; the base is sharded where there are several."""
 
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.index, self.name = config, model, index, name
@@ -74,7 +74,7 @@ class TrainerWorker:
     def _load(self) -> dict[str, Any]:
         self.world = World.current()
         config, trainer = self.config, self.config.trainer
-        # Alone on the CPU first. In a world nothing is read until every rank has memory for its shard, and no more.
+        # Alone on the CPU first. Several ranks read nothing until each has memory for its shard, and no more.
         parts = "structure" if self.world.joined else "transformer"
         policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))

@@ -155,7 +155,9 @@ def test_output_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
     assert [entry.name for entry in full.iterdir()] == ["something"]
     file.write_text("")
     assert "is a file" in refuse([f"output_dir={file}"], capfd, monkeypatch)
-    assert "cannot be written" in refuse([f"output_dir={file}/run"], capfd, monkeypatch)
+    for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
+        assert "is a file" in refuse([f"output_dir={file}", *more], capfd, monkeypatch)
+        assert "cannot be written" in refuse([f"output_dir={file}/run", *more], capfd, monkeypatch)
 
 
 def test_more_workers_than_this_machine_holds(

@@ -3,12 +3,16 @@
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_flowrl import main as program
 from async_flowrl.cli import verbs
+from async_flowrl.config import compose
+from async_flowrl.run import job
 from tests.integration.runs import LIMIT, ROOT, TINY, Run
 
 SMALL = (*TINY, "runtime.backend=local", "total_steps=1")
@@ -27,6 +31,18 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tm
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
 
 
+def test_a_dry_run_with_groups_of_ones_own_leaves_nothing_behind(tmp_path: Path) -> None:
+    own, out = tmp_path / "own größe", tmp_path / "deep" / "run"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.yaml").write_text("path: tiny\ntiny: {layers: 1}\n")
+    (own / "ours.yaml").write_text("defaults: [stream, _self_, override model: mine]\nname: ours\n")
+    for arguments in (["model=mine"], ["--config-name", "ours"], ["--config-name", "ours", "hydra.verbose=false"]):
+        done = command("--config-dir", str(own), *arguments, "dry_run=true", f"output_dir={out}")
+        assert done.returncode == 0, done.stderr
+        assert "(qwen_image)" in done.stdout and done.stderr == ""
+    assert not out.parent.exists()
+
+
 def test_hydras_own_commands(tmp_path: Path) -> None:
     shown = command("--cfg", "job", "total_steps=7", f"output_dir={tmp_path / 'run'}")
     assert shown.returncode == 0 and "total_steps: 7" in shown.stdout
@@ -37,16 +53,23 @@ def test_hydras_own_commands(tmp_path: Path) -> None:
 
 
 def test_a_run_composes_once_and_keeps_hydras_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    composed, times = program.composed, []
+    times: Counter[str] = Counter()
 
-    def counted(*arguments: object) -> object:
-        times.append(arguments)
-        return composed(*arguments)  # type: ignore[arg-type]
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    monkeypatch.setattr(program, "composed", counted)
+        def counted(*arguments: Any, **named: Any) -> Any:
+            times[name] += 1
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(compose, "compose")
+    count(job, "prepare")
     monkeypatch.setattr(sys, "argv", ["main", *SMALL, f"output_dir={tmp_path / 'run'}"])
     assert program.main() == 0
-    assert len(times) == 1
+    assert times == {"compose": 1, "prepare": 1}
+    assert "plan" in Run(tmp_path / "run").summary
     assert f"- output_dir={tmp_path / 'run'}" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
 
 

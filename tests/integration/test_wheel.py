@@ -41,3 +41,9 @@ def test_an_installed_wheel_trains_from_another_folder(tmp_path: Path) -> None:
     call(python, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT, folder=elsewhere)
     summary = json.loads((elsewhere / "outputs" / "one_step_off" / "summary.json").read_text())
     assert summary["steps"] == 3
+    (elsewhere / "mine.py").write_text(
+        "def score(images, prompt):\n    return [float(image.mean()) for image in images]\n"
+    )
+    own = ("reward.terms.color.name=mine:score", "output_dir=own", "total_steps=1")
+    call(tmp_path / "venv" / "bin" / "async-flowrl", "train", *SHORT[1:], *own, folder=elsewhere)
+    assert json.loads((elsewhere / "own" / "summary.json").read_text())["steps"] == 1

@@ -50,6 +50,7 @@ def test_an_honest_run_passes(tmp_path: Path, finished: ToyRun, capsys: pytest.C
     assert "4 tickets of age 0, 16 tickets of age 1" in out
     assert "20 tickets in 5 steps" in out
     assert "6 versions, " in out
+    assert rows(root)["digests"] == (True, f"step_5: {finished.digest[:16]}")
 
 
 def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, finished: ToyRun) -> None:

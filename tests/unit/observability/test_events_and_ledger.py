@@ -128,6 +128,17 @@ def test_every_instant_of_every_place_is_in_one_state(moves: list[tuple[float, s
             assert value == pytest.approx(sum(lap[pool][state] for lap in laps), abs=1e-6)
 
 
+def test_a_place_that_opens_after_a_lap_takes_no_time_from_the_others() -> None:
+    clock = Clock()
+    ledger = PoolLedger(clock)
+    ledger.enter("reward-0", "busy")
+    clock.now += 10.0
+    ledger.lap()
+    ledger.enter("reward-1", "busy")
+    clock.now += 2.0
+    assert ledger.lap()["reward"]["busy"] == 2.0
+
+
 def test_the_ledger_books_states_to_the_right_pool() -> None:
     clock = Clock()
     ledger = PoolLedger(clock, ["rollout-0", "rollout-1"])

@@ -136,7 +136,7 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(term: RewardTerm, messa
 
 
 def test_no_terms_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one reward; built in are color, jpeg_"):
+    with pytest.raises(ValueError, match="at least one reward, for example reward=ocr; built in are color, jpeg_"):
         check_rewards(RewardConfig())
 
 

@@ -13,7 +13,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.host import resolve, thread_environment
-from separation.processes import alive, descendants, kill_remaining, machine, process_of
+from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
 from separation.rendezvous import rank_environment
 
 TOY = "tests.unit.separation.toy:Toy"
@@ -62,10 +62,13 @@ def test_threads_of_every_numeric_library_are_set() -> None:
 
 def test_kill_remaining_ends_processes_of_this_machine() -> None:
     child = subprocess.Popen(["sleep", "600"])
-    process = process_of(child.pid, machine())
+    created = psutil.Process(child.pid).create_time()
+    process = process_of(child.pid, created, machine())
     assert process is not None and alive(process)
+    assert process_of(child.pid, created - 1, machine()) is None, "a process that reuses the pid must not be touched"
+    assert process_of(*identity()) == psutil.Process()
     assert process in descendants(os.getpid())
-    assert process_of(child.pid, "another machine") is None
+    assert process_of(child.pid, created, "another machine") is None
     assert kill_remaining([process], grace=0.0) == [process]
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
@@ -73,10 +76,10 @@ def test_kill_remaining_ends_processes_of_this_machine() -> None:
     assert process not in descendants(os.getpid())
     child.wait()
     assert not alive(process) and kill_remaining([process], grace=0.0) == []
-    assert process_of(child.pid, machine()) is None and descendants(child.pid) == []
+    assert process_of(child.pid, created, machine()) is None and descendants(child.pid) == []
 
 
-def test_gang_environment_has_torchruns_names() -> None:
+def test_rank_environment_has_torchruns_names() -> None:
     environment = rank_environment(rank=1, world=2, address="10.0.0.1", port=29500, timeout=30)
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1, got 2"):
