@@ -132,8 +132,8 @@ def home_expanded(argument: str) -> str:
 def guard_imports() -> None:
     """PyPI's `checkpoint-engine` (Moonshot) installs the same import name; refuse to run on the wrong one."""
     ours = importlib.util.find_spec("separation")
-    found = importlib.util.find_spec("checkpoint_engine")
-    where = [Path(spec.origin).resolve().parent.parent if spec and spec.origin else None for spec in (ours, found)]
+    theirs = importlib.util.find_spec("checkpoint_engine")
+    where = [Path(spec.origin).resolve().parent.parent if spec and spec.origin else None for spec in (ours, theirs)]
     if where[0] is None or where[0] != where[1]:
         raise GuardError(
             f"checkpoint_engine is imported from {where[1]}, but async_flowrl's own is in {where[0]}: another package "

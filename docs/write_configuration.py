@@ -22,8 +22,8 @@ HEAD = """# Which settings are there?
 - `--config-name` picks a mode file of `configs/`: {modes}. Default `one_step_off`.
 - `key=value` sets a key of the tables below; `group=option` picks a file of `configs/<group>/`. Keys win over groups.
 - `--cfg job` prints the composed configuration and stops. `--config-dir DIR` adds a folder of your own groups.
-- `--multirun` gives every job a folder of its own below `hydra.sweep.dir`, instead of `output_dir`; a job that fails does not end the
-  sweep, but its exit code is the sweep's.
+- `--multirun` gives every job a folder of its own below `hydra.sweep.dir`, instead of `output_dir`; a job that
+  fails does not end the sweep, but its exit code is the sweep's.
 - `null` is None; lists are written `[0,5]`. Paths in files expand `~`; on the command line your shell does.
 - A key that does not exist is refused with the nearest one that does, also with `+` in front. So is a value of the
   wrong type or range, and a combination that cannot run: one sentence, exit code 2, before any process starts.

@@ -27,11 +27,11 @@ def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
     A reward std that grows with one start, or a ratio std far above the others', says that this window is the one that
     is too noisy or too sharp. ratio_std is the root mean square of ratio - 1.
     """
-    found: dict[int, list[WindowGroup]] = defaultdict(list)
+    by_start: dict[int, list[WindowGroup]] = defaultdict(list)
     for group in groups:
-        found[group.start].append(group)
+        by_start[group.start].append(group)
     line: dict[str, float] = {}
-    for start, members in sorted(found.items()):
+    for start, members in sorted(by_start.items()):
         line[f"window/{start}/reward_std"] = float(np.mean([np.std(member.rewards) for member in members]))
         squares = [m.metrics["ratio_deviation_squared"] for m in members if "ratio_deviation_squared" in m.metrics]
         if squares:
@@ -51,16 +51,16 @@ def sample_size(metrics: Mapping[str, float]) -> float | None:
 
 def warnings(metrics: Mapping[str, float], *, correction: str, kept: float) -> list[str]:
     """Sentences about updates that do less than they seem to."""
-    found = []
+    sentences = []
     size = sample_size(metrics)
     if correction == "tis" and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
-        found.append(
+        sentences.append(
             f"importance weights have an effective sample size of {size:.2f}: correction=mask or a smaller "
             "max_staleness would use the samples better"
         )
     if kept < MIN_GRADIENT_KEPT:
-        found.append(
+        sentences.append(
             f"only {kept:.2f} of the gradients survive clip and mask: a wider algorithm.clip_range or a smaller "
             "learning rate would use the samples better"
         )
-    return found
+    return sentences

@@ -1,4 +1,4 @@
-"""Which denoising steps get noise and which are trained: a pure function of (configuration, seed, step, group)."""
+"""Windows of noisy and of trained denoising steps: a pure function of (configuration, seed, step, group)."""
 
 import math
 from bisect import bisect_right

@@ -41,7 +41,7 @@ def _deciding(section: Any) -> dict[str, Any]:
     return values
 
 
-def numerics(config: Config, device: str | None = None) -> dict[str, Any]:
+def numerics(config: Config, device: str) -> dict[str, Any]:
     """What bit-for-bit equality needs besides `config_hash`; a resume warns where it differs. Plain JSON."""
     entries = {key: value for key, value, rule in settings(config) if rule.changes == ROUNDING}
     if config.rollout.engine == "vllm_omni":

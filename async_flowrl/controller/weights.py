@@ -183,7 +183,7 @@ class PublishedWeights:
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
-        """One that dies meanwhile is killed for good: its place in the pool notices and replaces it."""
+        """A worker that dies meanwhile is killed for good: its slot in the pool notices and replaces it."""
         try:
             await self._prove(worker)
         except (WorkerDied, DeadlineExceeded) as lost:
@@ -231,7 +231,7 @@ class PublishedWeights:
         self.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:
-        """A worker that cannot be brought its weights is killed; its place in the pool notices and replaces it."""
+        """A worker that cannot be brought its weights is killed; its slot in the pool notices and replaces it."""
         self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
         for worker in self.rollout.workers:
             if worker.name == name:

@@ -14,15 +14,15 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
     """
     if isinstance(value, str):
         return value, None
-    found: dict[str, str] = {}
+    by_role: dict[str, str] = {}
     for message in _messages(value, where):
         role = message.get("role")
-        if role not in ("system", "user") or role in found:
+        if role not in ("system", "user") or role in by_role:
             raise PromptError(f"{where}: expected at most one system and one user message, got roles {_roles(value)}")
-        found[role] = _content(message.get("content"), where)
-    if "user" not in found:
+        by_role[role] = _content(message.get("content"), where)
+    if "user" not in by_role:
         raise PromptError(f"{where}: the messages hold no user message, got roles {_roles(value)}")
-    return found["user"], found.get("system")
+    return by_role["user"], by_role.get("system")
 
 
 def content_of(value: Any, where: str) -> str:

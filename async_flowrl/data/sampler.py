@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: a pure function of (seed, step), so that there is no sampler state to save."""
+"""Prompt sampler: the prompts of a step as a pure function of (seed, step), so that there is no state to save."""
 
 from functools import lru_cache
 

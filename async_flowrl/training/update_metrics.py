@@ -14,7 +14,7 @@ from async_flowrl.training.messages import GroupMeta, GroupStats
 from async_flowrl.types import Span
 
 _NAMES = {"ratio": "ratio/mean"}
-"""Where metrics.jsonl calls a metric otherwise than the algorithms."""
+"""Names in metrics.jsonl that differ from those of the algorithms."""
 _COUNTS = ("kept", "nonzero")
 
 

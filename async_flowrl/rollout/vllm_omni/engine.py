@@ -210,7 +210,7 @@ def metadata(output: Any, group: str) -> Mapping[str, Any]:
         raise VllmOmniError("vllm-omni ended a request without an answer")
     if getattr(output, "error", None):
         raise VllmOmniError(f"vllm-omni failed in a request: {output.error}")
-    found = ((getattr(output, "multimodal_output", None) or {}).get("metadata") or {}).get(group)
-    if not isinstance(found, Mapping):
+    answer = ((getattr(output, "multimodal_output", None) or {}).get("metadata") or {}).get(group)
+    if not isinstance(answer, Mapping):
         raise VllmOmniError(f"vllm-omni answered a request without our pipeline's {group!r}")
-    return found
+    return answer

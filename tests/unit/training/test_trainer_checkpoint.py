@@ -265,9 +265,9 @@ def test_what_decides_the_last_bits_is_listed_apart() -> None:
 
 def test_devices_per_worker_count_where_the_engine_spreads_its_network_over_them() -> None:
     one, four = rig.tiny_config(), change(rig.tiny_config(), "rollout.gpus_per_worker", 4.0)
-    assert differences(numerics(one), numerics(four)) == []
+    assert differences(numerics(one, "cpu"), numerics(four, "cpu")) == []
     one.rollout.engine = four.rollout.engine = "vllm_omni"
-    assert differences(numerics(one), numerics(four)) == ["rollout.gpus_per_worker was 1.0 and is 4.0"]
+    assert differences(numerics(one, "cpu"), numerics(four, "cpu")) == ["rollout.gpus_per_worker was 1.0 and is 4.0"]
     assert config_hash(one) == config_hash(four)
 
 
