@@ -98,7 +98,7 @@ async def train(prepared: Prepared, directory: RunDirectory, predict: Predict) -
     stop = StopRequest()
     try:
         summary = await train_until(stop, prepared, directory)
-        return conclude(summary, directory, stop, predict(directory.root))
+        return conclude(summary, directory, stop, await asyncio.to_thread(predict, directory.root))
     except Exception as error:
         version = last_resort(error, stop, directory)
         if version is None:

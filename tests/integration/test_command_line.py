@@ -52,7 +52,9 @@ def test_hydras_own_commands(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_composes_once_and_keeps_hydras_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_composes_once_keeps_hydras_record_and_is_compared_with_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     times: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -66,10 +68,11 @@ def test_a_run_composes_once_and_keeps_hydras_record(tmp_path: Path, monkeypatch
 
     count(compose, "compose")
     count(job, "prepare")
-    monkeypatch.setattr(sys, "argv", ["main", *SMALL, f"output_dir={tmp_path / 'run'}"])
+    monkeypatch.setattr(sys, "argv", ["main", *SMALL, "total_steps=12", f"output_dir={tmp_path / 'run'}"])
     assert program.main() == 0
     assert times == {"compose": 1, "prepare": 1}
-    assert "plan" in Run(tmp_path / "run").summary
+    sentence = Run(tmp_path / "run").summary["plan"]["sentence"]
+    assert sentence in capsys.readouterr().out.splitlines()[0]
     assert f"- output_dir={tmp_path / 'run'}" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
 
 
