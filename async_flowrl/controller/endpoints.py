@@ -30,20 +30,20 @@ class TrainerEndpoint:
         await self._rank.call("sender.stage", version, self._stream)
 
     async def seal(self, version: int) -> Header:
-        header: Header = await self._publish("seal", version, self._stream)
+        header: Header = await self._publish(f"{self._stream}.seal", version)
         self._on_sealed(header)
         return header
 
     async def payload(self, version: int) -> Any:
-        call = self._rank.call_split("sender.payload", version, self._stream, returns=2, lane=PUBLISHING)
+        call = self._rank.call_split(f"sender.{self._stream}.payload", version, returns=2, lane=PUBLISHING)
         _, (reference,) = await call
         return reference
 
     async def hold(self, version: int) -> None:
-        await self._publish("hold", version, self._stream)
+        await self._publish(f"{self._stream}.hold", version)
 
     async def release(self, version: int) -> None:
-        await self._publish("release", version, self._stream)
+        await self._publish(f"{self._stream}.release", version)
 
     async def address(self) -> tuple[str, int]:
         host_and_port: tuple[str, int] = await self._publish("collective.address", self._transport, self._rank.node)
@@ -53,7 +53,7 @@ class TrainerEndpoint:
         await self._publish("collective.sender.open", epoch, rank)
 
     async def draft(self, version: int) -> Draft:
-        draft: Draft = await self._publish("draft", version, self._stream)
+        draft: Draft = await self._publish(f"{self._stream}.draft", version)
         return draft
 
     async def ready(self, epoch: int, draft: Draft) -> None:

@@ -42,7 +42,7 @@ class VirtualWorker:
         return self.run(method, args)
 
     def run(self, method: str, args: Sequence[Any]) -> Any:
-        """The result of the target's method (or of a part's: `sender.seal`), or of `pkg.module:function`."""
+        """The result of the target's method (or of a part's: `receiver.receive`), or of `pkg.module:function`."""
         function = resolve(method) if ":" in method else attrgetter(method)(self.target)
         return function(*args)
 

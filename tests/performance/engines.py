@@ -67,8 +67,8 @@ class Workers:
 
     def deliver(self, version: int) -> None:
         self.trainer.sender.stage(version, STREAM)
-        self.trainer.sender.seal(version, STREAM)
-        self.rollout.receiver.receive(*self.trainer.sender.payload(version, STREAM))
+        self.trainer.sender.policy.seal(version)
+        self.rollout.receiver.receive(*self.trainer.sender.policy.payload(version))
 
     def tickets(self, step: int) -> list[Ticket]:
         groups = self.config.prompts_per_step
@@ -97,8 +97,8 @@ class Workers:
         began = time.perf_counter()
         self.trainer.sender.stage(self.step + 1, STREAM)
         self.staging.append(time.perf_counter() - began)
-        self.trainer.sender.seal(self.step + 1, STREAM)
-        self.rollout.receiver.receive(*self.trainer.sender.payload(self.step + 1, STREAM))
+        self.trainer.sender.policy.seal(self.step + 1)
+        self.rollout.receiver.receive(*self.trainer.sender.policy.payload(self.step + 1))
         self.step += 1
 
     def meta(self, ticket: Ticket) -> GroupMeta:

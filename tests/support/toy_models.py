@@ -21,7 +21,6 @@ from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest
 from checkpoint_engine import (
     CANARY_VERSION,
     RING,
-    Header,
     LoraModule,
     Publisher,
     Receiver,
@@ -127,27 +126,15 @@ class ToySender:
     """The policy's stream of a toy trainer, as `training.publishing.PublishedStreams` has it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], retained: Mapping[int, Any], live_versions: int) -> None:
-        self.publisher, self.retained = Publisher(tensors, alpha=4.0, rank=2, retain=live_versions), retained
+        self.policy, self.retained = Publisher(tensors, alpha=4.0, rank=2, retain=live_versions), retained
 
     def canary(self) -> dict[str, torch.Tensor]:
-        tensors = canary_tensors(self.publisher.layout, 1)
-        self.publisher.stage(CANARY_VERSION, tensors)
+        tensors = canary_tensors(self.policy.layout, 1)
+        self.policy.stage(CANARY_VERSION, tensors)
         return binding_probe(toy_lora(tensors))
 
     def stage(self, version: int, stream: str) -> None:
-        self.publisher.stage(version, self.retained[version])
-
-    def seal(self, version: int, stream: str) -> Header:
-        return self.publisher.seal(version)
-
-    def payload(self, version: int, stream: str) -> tuple[Header, Any]:
-        return self.publisher.payload(version)
-
-    def hold(self, version: int, stream: str) -> None:
-        self.publisher.hold(version)
-
-    def release(self, version: int, stream: str) -> None:
-        self.publisher.release(version)
+        self.policy.stage(version, self.retained[version])
 
 
 class ToyTrainer:
@@ -230,7 +217,7 @@ class ToyTrainer:
         for key, tensor in found.tensors["retained"].items():
             version, name = key.split("/")
             self.retained.setdefault(int(version), {})[name] = tensor.clone()
-        self.sender.publisher.clear()
+        self.sender.policy.clear()
         return int(found.trainer["version"])
 
     def _copy(self) -> dict[str, torch.Tensor]:

@@ -38,8 +38,8 @@ class Site:
         )
 
     def receive(self, worker: TrainerWorker, version: int) -> None:
-        worker.sender.seal(version)
-        header, data = worker.sender.payload(version)
+        worker.sender.policy.seal(version)
+        header, data = worker.sender.policy.payload(version)
         self.receiver.receive(header, data.copy())
         self.receiver.activate("policy", version)
 
@@ -122,7 +122,7 @@ def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object)
     path = worker.save(str(tmp_path), {})
     resumed = rig.trainer(config)
     resumed.sender.stage(0)
-    resumed.sender.seal(0)
+    resumed.sender.policy.seal(0)
     resumed.restore(path)
     for version in (1, 2):
         resumed.sender.stage(version)
@@ -149,7 +149,7 @@ def test_the_average_has_its_own_stream(site: Site) -> None:
     rig.update(worker, 0, [site.sampler.group(0, 0)])
     worker.sender.stage(1)
     worker.sender.stage(1, "ema")
-    one, other = worker.sender.seal(1), worker.sender.seal(1, "ema")
+    one, other = worker.sender.policy.seal(1), worker.sender.ema.seal(1)
     assert one.stream == "policy" and other.stream == "ema" and one.digests != other.digests
     with pytest.raises(ValueError, match="only the newest EMA"):
         worker.sender.stage(0, "ema")
