@@ -61,7 +61,7 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """The result of a method, also of a part (`receiver.receive`), or of `pkg.module:function`. Raises RemoteError."""
+        """The result of a method (of a part: `receiver.receive`) or of `pkg.module:function`. Raises RemoteError."""
         try:
             return self._find(method)(*args)
         except Exception as error:
