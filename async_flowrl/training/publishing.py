@@ -19,10 +19,14 @@ from checkpoint_engine.ends import SendingEnd
 class DebugPublisher(Publisher):
     """A publisher that `debug.delays.publish` and `debug.freeze_publish` apply to."""
 
-    config: Config
+    def __init__(self, config: Config, tensors: Mapping[str, Tensor], stream: str) -> None:
+        lora, retain = config.lora, config.live_versions
+        super().__init__(tensors, stream, alpha=lora.alpha, rank=lora.rank, retain=retain)
+        self._config = config
+        self._frozen = config.debug.freeze_publish and stream == POLICY
 
     def seal(self, version: int) -> Header:
-        debug_delay(self.config.debug.delays, "publish", self.config.seed, "publish", version)
+        debug_delay(self._config.debug.delays, "publish", self._config.seed, "publish", version)
         header = super().seal(version)
         if self._frozen and version == 0:
             self.hold(0)
@@ -31,10 +35,6 @@ class DebugPublisher(Publisher):
     def payload(self, version: int) -> tuple[Header, ByteArray]:
         header, data = super().payload(version)
         return header, super().payload(0)[1] if self._frozen and version > 0 else data
-
-    @property
-    def _frozen(self) -> bool:
-        return self.config.debug.freeze_publish and self.stream == POLICY
 
 
 class PublishedStreams:
@@ -46,17 +46,10 @@ class PublishedStreams:
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
-        self.policy = self._publisher(POLICY)
-        self.ema = None if versions.ema is None else self._publisher(EMA)
+        tensors = parameters.named(parameters.values.data)
+        self.policy = DebugPublisher(config, tensors, POLICY)
+        self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA)
         self.collective = SendingEnd(self.policy, parameters.values.device)
-
-    def _publisher(self, stream: str) -> Publisher:
-        config, tensors = self._config, self._parameters.named(self._parameters.values.data)
-        publisher = DebugPublisher(
-            tensors, stream, alpha=config.lora.alpha, rank=config.lora.rank, retain=config.live_versions
-        )
-        publisher.config = config
-        return publisher
 
     def stage(self, version: int, stream: str = POLICY) -> None:
         """Copies a retained version away: all of its delivery that the trainer waits for."""
