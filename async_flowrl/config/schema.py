@@ -39,8 +39,9 @@ class ModelConfig:
     """Hub revision; null takes the newest and records which it was."""
     family: str = setting("auto", changes=NOTHING)
     """Name in the policies registry, or `pkg.module:attr` of your own; `auto` reads it from model_index.json."""
-    dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """What the network computes in. Latents, sigmas and log-probs are float32 always."""
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
+    """What the network computes in; auto = what the transformer's files hold. Latents, sigmas and log-probs are float32
+    always."""
     max_sequence_length: int | None = setting(None, at_least=1)
     """Text tokens a prompt is padded or cut to, where the family does that; null = the diffusers pipeline's default."""
     attention_backend: str | None = setting(None, changes=ROUNDING)
@@ -79,6 +80,11 @@ class RolloutConfig:
     """Torch threads per worker."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block, by the diffusers engine."""
+    text_encoder: str = setting("resident", choices=("resident", "offload"), changes=NOTHING)
+    """Where the diffusers engine keeps the text encoder: resident on the device, or offload: in host memory, and on the
+    device only while a prompt that is not cached is encoded."""
+    environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
+    """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}."""
     resolution: int = setting(32, at_least=1)
     """Pixels along each side of an image; the model family says which multiples there are."""
     num_inference_steps: int = setting(6, at_least=2)
@@ -111,6 +117,8 @@ class RewardConfig:
     """Reward workers; each scores one group at a time."""
     threads: int = setting(1, at_least=1, changes=NOTHING)
     """Torch threads per worker."""
+    environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
+    """Environment variables of the pool's processes."""
     terms: dict[str, RewardTerm] = field(default_factory=dict)
     """Name → term; the reward is the weighted sum."""
     on_error: str = setting("fail", choices=("fail", "skip"))
@@ -145,6 +153,11 @@ class TrainerConfig:
     """GPUs per rank, where the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
     """Torch threads per rank."""
+    environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
+    """Environment variables of the pool's processes, e.g. {NCCL_DEBUG: WARN, PYTORCH_CUDA_ALLOC_CONF: …}."""
+    shard: str = setting("auto", choices=("auto", "none", "full"), changes=NOTHING)
+    """How several ranks hold the frozen base: full (FSDP2: a share each, gathered block by block), none (each all of
+    it, nothing to gather), or auto: none where it takes at most 60 % of a GPU's memory, full elsewhere."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
     """Samples per forward pass and rank; must divide group_size / num_workers."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
@@ -187,6 +200,10 @@ class CheckpointEngineConfig:
     """What carries the bytes: Ray's object store, or a broadcast; auto picks by the trainer's device."""
     retries: int = setting(3, at_least=0)
     """Retries of a delivery that failed or arrived damaged, before the worker is replaced."""
+    setup_seconds: float = setting(60.0, above=0)
+    """Seconds that making a group of the collective transports may take, and 0.1 more for each member."""
+    ready_seconds: float = setting(10.0, above=0)
+    """Seconds within which every member of a group answers that it is ready for the next version."""
 
 
 @dataclass
@@ -254,6 +271,8 @@ class HardwareConfig:
 class DeadlinesConfig:
     """Seconds each phase may take before its worker is given up, or the run stops with the name of what was late."""
 
+    download: float = setting(7200.0, above=0, infinite=True)
+    """Seconds until every node has the model's files, which one worker of each node fetches from the hub."""
     load: float = setting(900.0, above=0, infinite=True)
     """Seconds until a new worker has its model and serves."""
     generate: float = setting(600.0, above=0, infinite=True)
@@ -311,6 +330,9 @@ class Config:
     """Name of the run: part of output_dir, and shown by monitors."""
     output_dir: str = setting("outputs/${name}", changes=NOTHING)
     """Run directory: everything the run writes. A new run wants it empty."""
+    deterministic: bool = setting(True, changes=ROUNDING)
+    """Only kernels that give the same bits for the same work, in rollout and trainer. false: also faster ones on GPUs,
+    and then no run repeats another bit for bit."""
     seed: int = 0
     """Seed of every random draw of the training: prompts, noise, windows, the adapter's initial weights."""
     mode: str | None = setting(None, choices=("sync", "stream", "one_step_off", "fully_async"), changes=NOTHING)
@@ -338,6 +360,8 @@ class Config:
     """separate pools, or colocated (rollout and trainer share a device; max_staleness 0 only)."""
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
     """Seconds after which the run checkpoints and exits with the resumable code; null = no limit."""
+    allow_oom: bool = setting(False, changes=NOTHING)
+    """Start although weights, optimizer and versions alone are larger than the device found."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose, check, print the plan, and stop."""
     model: ModelConfig = field(default_factory=ModelConfig)
