@@ -18,19 +18,21 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from checkpoint_engine.base import RING, Ack, Draft
-from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.errors import TransferFailed, WeightsMismatch
 from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
 from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.side_stream import SideStream, concrete, on
 
 
 class Member:
     """Membership of one process in the group, epoch after epoch. `abort` may come from another thread at any time."""
 
     def __init__(self, link: Callable[[], Link], device: torch.device | str = "cpu") -> None:
-        """`device` is where the link's buffers live."""
-        self._make, self._device = link, torch.device(device)
+        """`device` is where the link's buffers live; `cuda` alone is the calling thread's current GPU."""
+        self._make, self._device = link, concrete(device)
+        self._side = SideStream.of(self._device)
         self._link: Link | None = None
         self._epoch: Epoch | None = None
         self._stores: list[Store] = []
@@ -50,7 +52,8 @@ class Member:
         aborted = self._aborted = threading.Event()
         meeting: Future[tuple[Link, list[Store]]] = Future()
         _beside("open-group", lambda: self._meet(meeting, epoch, rank))
-        limit = time.monotonic() + epoch.seconds
+        seconds = epoch.setup.total_seconds()
+        limit = time.monotonic() + seconds
         while not meeting.done():
             if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
                 meeting.add_done_callback(_discard)
@@ -67,10 +70,11 @@ class Member:
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
         """By a connection of this epoch's own: one that still waits for a peer of an earlier epoch serves nobody."""
         try:
-            link, limit = self._make(), timedelta(seconds=epoch.seconds)
-            store = TCPStore(epoch.host, epoch.port, None, False, limit, wait_for_workers=False)
+            link = self._make()
+            store = TCPStore(epoch.host, epoch.port, None, False, epoch.setup, wait_for_workers=False)
             prefixed = PrefixStore(epoch.prefix, store)
-            link.open(prefixed, epoch, rank)
+            with on(self._side):
+                link.open(prefixed, epoch, rank)
         except BaseException as error:  # raised where `open` waits for it
             meeting.set_exception(error)
         else:
@@ -83,40 +87,45 @@ class Member:
 
     def send(self, sealing: Sealing) -> None:
         """Broadcasts a version and, behind it, its digests, which are taken beside that. Raises TransferFailed."""
-        payload = torch.from_numpy(sealing.data)
-        if self._device.type != "cpu":
-            payload = self._room(payload.shape[0]).copy_(payload)
 
         def digests() -> Tensor:
             return torch.frombuffer(bytearray(trailer(sealing.finish())), dtype=torch.uint8).to(self._device)
 
-        self._broadcast(payload, sealing.feed, digests)
+        with on(self._side):
+            self._broadcast(sealing.on(self._device), sealing.feed, digests)
 
     def take(self, intake: Intake) -> Ack:
-        """Receives a version into its slot and digests it as it comes. Raises TransferFailed and `Intake.accept`'s."""
-        digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
-        if intake.storage.device == self._device:
-            self._broadcast(intake.storage, intake.arrived, lambda: digests)
-        else:
-            room = self._room(intake.storage.shape[0])
-            data = room.numpy()
-            self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
-        return intake.accept_with(digests.cpu().numpy())
+        """Receives a version into its slot and digests it as it comes. Raises TransferFailed and `Intake.accept`'s.
+
+        The slot is on the link's device, or on a GPU where the link's is the host.
+        """
+        with on(intake.side):
+            digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
+            if intake.storage.device == self._device:
+                self._broadcast(intake.storage, intake.arrived, lambda: digests)
+            else:
+                room = self._room(intake.storage.shape[0])
+                data = room.numpy()
+                self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
+            return intake.accept_with(digests.cpu().numpy())
 
     def _broadcast(self, buffer: Tensor, seen: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
         link, epoch = self._link, self._epoch
         if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
         try:
-            link.broadcast(buffer, Limit.of(self._aborted, epoch.seconds), seen, behind)
+            link.broadcast(buffer, Limit.of(self._aborted, epoch.limit(buffer.shape[0])), seen, behind)
+        except WeightsMismatch:
+            self.abort()
+            raise
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
 
     def _room(self, nbytes: int) -> Tensor:
-        """A buffer on the link's device, for bytes that come from or go to another device."""
+        """A buffer in host memory, for bytes that go to a GPU from there."""
         if self._buffer is None or self._buffer.shape[0] != nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer
 
     def abort(self) -> None:

@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
-from checkpoint_engine.errors import TransferFailed, error_names
-from checkpoint_engine.process_group import SENDER, Epoch
+from checkpoint_engine.errors import TransferFailed, Verdict, error_names, verdict
+from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_FAILURES_IN_A_ROW = 3
-"""After so many the collective is not tried again."""
-MIN_BYTES_PER_SECOND = 50e6
-"""The slowest link that is waited for: the deadline of a broadcast grows by nbytes over this."""
+"""After so many that no death explains the collective is not tried again."""
+SETUP_SECONDS_PER_MEMBER = 0.1
+"""A group of many takes longer to set up."""
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
@@ -55,59 +55,92 @@ class CollectiveBroadcast:
         sender: GroupSender,
         *,
         name: str = "gloo",
-        setup_seconds: float = 3.0,
-        ready_seconds: float = 2.0,
+        setup_seconds: float = 60.0,
+        ready_seconds: float = 10.0,
         sender_seconds: float = 30.0,
     ) -> None:
-        """`sender_seconds` is how long the sender may be busy with something else before it is asked to be ready."""
+        """How long a group may take to be made, and a member to answer; a broadcast as long, and more by its bytes.
+
+        `sender_seconds` is how long the sender may be busy with something else before it is asked to be ready.
+        """
         self.name = name
         self.failures = 0
         self._sender = sender
         self._setup_seconds, self._ready_seconds, self._sender_seconds = setup_seconds, ready_seconds, sender_seconds
         self._secret = secrets.token_hex(16)
         self._number = 0
-        self._members: tuple[str, ...] = ()
+        self._members: tuple[GroupReceiver, ...] = ()
         self._in_a_row = 0
         self._order = asyncio.Lock()
 
-    async def __call__(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> dict[str, Ack | BaseException]:
+    async def __call__(
+        self, version: int, receivers: Sequence[ReceiverEndpoint], busy: Sequence[ReceiverEndpoint] = ()
+    ) -> dict[str, Ack | BaseException]:
         """Sends a staged version, which is sealed meanwhile; one result per name of a receiver that took part.
 
-        Receivers without an Ack are left to the caller. Never hangs, and never raises what a transport raises.
+        Receivers without an Ack are left to the caller: those that have come since the group was made, and everybody
+        while a member is `busy` with an earlier version. Never hangs, and never raises what a transport raises.
         """
-        members = [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
-        if not members or self._in_a_row >= MAX_FAILURES_IN_A_ROW:
+        if self._is_off or not _able(receivers):
             return {}
         async with self._order:
+            members = self._who(_able(receivers), _able(busy))
+            if not members:
+                return {}
             try:
                 draft = await self._within(self._sender_seconds, self._sender.draft(version))
-                await self._meet(draft, members)
+                await self._meet(members)
                 results = await self._exchange(draft, members, await self._enter(draft, members))
             except Exception as error:  # whatever it was, the caller delivers another way, and finds out
-                await self._give_up(version, members, error)
+                await self._give_up(f"version {version} goes without {self.name}", members, [error])
                 return {member.name: error for member in members}
             lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
             if lost:
-                await self._give_up(version, members, lost[0])
+                await self._give_up(f"version {version} goes without {self.name}", members, lost)
             else:
                 self._in_a_row = 0
             return results
 
+    async def regroup(self, receivers: Sequence[ReceiverEndpoint]) -> None:
+        """Takes those into the group who have come since it was made: when nothing is under way, beside all work.
+
+        A group is over a fixed set of processes, so this makes a new one of everybody.
+        """
+        members = _able(receivers)
+        if self._is_off or set(self._members) >= set(members) or not set(self._members) <= set(members):
+            return
+        async with self._order:
+            try:
+                await self._meet(members)
+            except Exception as error:  # whatever it was, the next version's group is made without who caused it
+                await self._give_up(f"{len(members)} receivers form no group of {self.name}", members, [error])
+
     async def close(self) -> None:
         await self._quietly([self._sender.abort_group()])
 
-    async def _meet(self, draft: Draft, members: Sequence[GroupReceiver]) -> None:
-        """Opens a new epoch where membership changed."""
-        names = tuple(member.name for member in members)
-        if names != self._members:
-            self._members = ()
-            self._number += 1
-            deadline = self._setup_seconds + draft.nbytes / MIN_BYTES_PER_SECOND
-            host, port = await self._within(self._ready_seconds, self._sender.address())
-            epoch = Epoch(self._number, self._secret, host, port, len(members) + 1, deadline)
-            joins = [m.open_group(epoch, rank) for rank, m in enumerate(members, start=SENDER + 1)]
-            await self._all(self._setup_seconds + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
-            self._members = names
+    @property
+    def _is_off(self) -> bool:
+        return self._in_a_row >= MAX_FAILURES_IN_A_ROW
+
+    def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
+        """Who takes part: the group as it is, a new one where a member has left, nobody while a member is busy."""
+        if not self._members or not set(self._members) <= {*idle, *busy}:
+            return tuple(idle)
+        return self._members if set(self._members) <= set(idle) else ()
+
+    async def _meet(self, members: Sequence[GroupReceiver]) -> None:
+        """Opens a new epoch, unless the present one has these members."""
+        if set(members) == set(self._members):
+            return
+        self._members = ()
+        self._number += 1
+        world = len(members) + 1
+        seconds = self._setup_seconds + SETUP_SECONDS_PER_MEMBER * world
+        host, port = await self._within(self._sender_seconds, self._sender.address())
+        epoch = Epoch(self._number, self._secret, host, port, world, self._ready_seconds, seconds)
+        joins = [member.open_group(epoch, rank) for rank, member in enumerate(members, start=SENDER + 1)]
+        await self._all(seconds + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
+        self._members = tuple(members)
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
         """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
@@ -133,7 +166,7 @@ class CollectiveBroadcast:
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._sender.send(draft))
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
-        limit = loop.time() + self._setup_seconds + draft.nbytes / MIN_BYTES_PER_SECOND + 1.0
+        limit = loop.time() + self._ready_seconds + draft.nbytes / MIN_BYTES_PER_SECOND + 1.0
         waiting = set(tasks)
         while waiting and loop.time() < limit:
             done, waiting = await asyncio.wait(
@@ -152,13 +185,14 @@ class CollectiveBroadcast:
             raise error
         return results
 
-    async def _give_up(self, version: int, members: Sequence[GroupReceiver], error: BaseException) -> None:
+    async def _give_up(self, what: str, members: Sequence[GroupReceiver], errors: Sequence[BaseException]) -> None:
+        """Ends the group. A failure that a member's death explains says nothing about the transport."""
         self.failures += 1
-        self._in_a_row += 1
+        self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
         self._members = ()
         await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
-        after = "" if self._in_a_row < MAX_FAILURES_IN_A_ROW else f"; {self.name} is not tried again"
-        logger.warning("version %d goes without %s: %s%s", version, self.name, repr(error), after)
+        after = f"; {self.name} is not tried again" if self._is_off else ""
+        logger.warning("%s: %s%s", what, repr(errors[0]), after)
 
     async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
         """All calls within a deadline; the first failure cancels the rest."""
@@ -179,6 +213,11 @@ class CollectiveBroadcast:
         for error in await asyncio.gather(*limited, return_exceptions=True):
             if isinstance(error, BaseException):
                 logger.info("abort not delivered: %r", error)
+
+
+def _able(receivers: Sequence[ReceiverEndpoint]) -> list[GroupReceiver]:
+    """Those that can join groups."""
+    return [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
 
 
 async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:

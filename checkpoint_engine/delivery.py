@@ -162,11 +162,16 @@ class Delivery:
         self.stats.publishes += 1
         self.stats.bytes += header.nbytes
         self.stats.seconds += self._now() - start
+        if self._broadcast is not None:
+            await self._broadcast.regroup([queue.endpoint for queue in self._queues.values() if queue.idle])
 
     async def _send_to_all(self, version: int) -> dict[str, Ack | BaseException]:
         """Tries the collective transport, which seals the version on its way, with the idle receivers."""
+        if self._broadcast is None:
+            return {}
         idle = [queue.endpoint for queue in self._queues.values() if queue.idle]
-        results = await self._broadcast(version, idle) if self._broadcast is not None and idle else {}
+        busy = [queue.endpoint for queue in self._queues.values() if not queue.idle]
+        results = await self._broadcast(version, idle, busy)
         for error in results.values():
             if isinstance(error, BaseException) and verdict(error) is Verdict.STOP:
                 raise error
@@ -182,7 +187,7 @@ class Delivery:
     def _without_ack(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
     ) -> list[ReceiverQueue]:
-        """Those to be served one by one."""
+        """Those to be served one by one; a fall-back, unless they have joined since the others' group was made."""
         left = []
         for queue in queues:
             ack = results.get(queue.name)
@@ -190,7 +195,8 @@ class Delivery:
                 queue.acknowledge(Job(header, RING, None, self._future()), ack)
             else:
                 left.append(queue)
-        self.stats.fallbacks += bool(left) and self._broadcast is not None
+        meant = [queue for queue in left if queue.name in results or not results]
+        self.stats.fallbacks += bool(meant) and self._broadcast is not None
         return left
 
     async def _enqueue(self, header: Header, slot: str, queues: Sequence[ReceiverQueue]) -> list[Job]:

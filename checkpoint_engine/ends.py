@@ -1,14 +1,12 @@
 """The collective transports as the two kinds of workers host them: one end each, opened on the first epoch."""
 
-from collections.abc import Callable
-
 import torch
 
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.transports import make_member
+from checkpoint_engine.transports import check_receiver, make_member
 
 
 class SendingEnd:
@@ -37,15 +35,15 @@ class SendingEnd:
 class ReceivingEnd:
     """A rollout worker's end. Everything but `abort` runs on the sync lane."""
 
-    def __init__(self, receiver: Receiver, device: torch.device) -> None:
-        self._make: Callable[[str], CollectiveReceiver] = lambda transport: CollectiveReceiver(
-            receiver, make_member(transport, device)
-        )
+    def __init__(self, receiver: Receiver) -> None:
+        self._retains = receiver
         self._receiver: CollectiveReceiver | None = None
 
     def open(self, transport: str, epoch: Epoch, rank: int) -> None:
+        """Raises TransferFailed, and ValueError for a transport that can't reach these weights."""
         if self._receiver is None:
-            self._receiver = self._make(transport)
+            check_receiver(transport, self._retains.device)
+            self._receiver = CollectiveReceiver(self._retains, make_member(transport, self._retains.device))
         self._receiver.open(epoch, rank)
 
     @property

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,13 +29,21 @@ MIN_GLOO_CONNECTIONS = 2
 POLL_SECONDS = 5e-4
 ABORT_LATENCY = timedelta(milliseconds=20)
 """Of a thread that waits for gloo."""
+MIN_BYTES_PER_SECOND = 50e6
+"""The slowest link that is waited for."""
+GROUP_TIMEOUT = timedelta(days=1)
+"""Of an NCCL group: torch's watchdog, which ends the process, must never come before our own limits."""
 SENDER = 0
 """Rank of the sender in every epoch."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One membership: who meets where. `seconds` bounds the set-up and each collective."""
+    """One membership: who meets where.
+
+    A collective may take `seconds`, and more by its bytes over MIN_BYTES_PER_SECOND; the set-up may take
+    `setup_seconds`, or as long where that is None.
+    """
 
     number: int
     secret: str
@@ -43,6 +51,16 @@ class Epoch:
     port: int
     world: int
     seconds: float
+    setup_seconds: float | None = None
+
+    @property
+    def setup(self) -> timedelta:
+        """How long the set-up may take."""
+        return timedelta(seconds=self.seconds if self.setup_seconds is None else self.setup_seconds)
+
+    def limit(self, nbytes: int) -> float:
+        """Seconds that a collective of so many bytes may take."""
+        return self.seconds + nbytes / MIN_BYTES_PER_SECOND
 
     @property
     def prefix(self) -> str:
@@ -84,9 +102,9 @@ class Link(Protocol):
     ) -> None:
         """Fills the buffer uint8 [n] of every member with the sender's, bucket by bucket. Raises TransferFailed.
 
-        `seen(end)` is called beside the transfer of other buckets: when the bytes up to `end` are about to leave, so
-        that they leave from the cache, or when they have come. `behind()` gives a buffer uint8 [m] that follows in
-        the same way; a sender is asked for it when it has seen everything.
+        `seen(end)` is called beside the transfer of other buckets: when the bytes up to `end` have come or left, or, of
+        host memory, are about to leave, so that they leave from the cache. `behind()` gives a buffer uint8 [m] that
+        follows in the same way.
         """
 
     def abort(self) -> None: ...
@@ -103,54 +121,59 @@ class TorchLink:
         self.backend = backend
         self.group: Any = None
         self._sends = False
+        self._in_use: list[Tensor] = []
+        """What a collective that was cut off may still read or write: kept until the group is gone."""
         self._broadcasting = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        limit, self._sends = timedelta(seconds=epoch.seconds), rank == SENDER
+        self._sends = rank == SENDER
         if self.backend == "gloo":
-            self.group = gloo_group(store, rank, epoch.world, limit)
+            self.group = gloo_group(store, rank, epoch.world, epoch.setup)
         else:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self.group = dist.ProcessGroupNCCL(store, rank, epoch.world, options)
+            self.group = nccl_group(store, rank, epoch.world)
 
     def broadcast(
         self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
         options, end = dist.BroadcastOptions(), 0
         options.rootRank, options.rootTensor = SENDER, 0
+        early = self._sends and not buffer.is_cuda
         under_way: deque[tuple[Any, int | None]] = deque()
         with self._broadcasting:
             group = self.group
             if group is None:
                 raise TransferFailed("the group is not open")
+            self._in_use = [buffer]
             try:
                 for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
                     end += bucket.shape[0]
-                    if self._sends:
+                    if early:
                         seen(end)
-                    under_way.append((group.broadcast([bucket], options), end))
+                    under_way.append((group.broadcast([bucket], options), None if early else end))
                     if len(under_way) == MAX_BUCKETS_UNDER_WAY:
                         self._settle(*under_way.popleft(), limit, seen)
-                last = behind()
-                under_way.append((group.broadcast([last], options), None))
+                self._in_use.append(behind())
+                under_way.append((group.broadcast([self._in_use[1]], options), None))
                 while under_way:
                     self._settle(*under_way.popleft(), limit, seen)
             finally:
                 del group  # or the traceback of a failure would keep it
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+            self._in_use = []
 
     def _settle(self, work: Any, end: int | None, limit: Limit, seen: Callable[[int], None]) -> None:
-        """Waits for a bucket that ends at byte `end` of the buffer, or for what comes behind the buffer."""
+        """Waits for a bucket; `seen` is told that it ends at byte `end` of the buffer, unless that is None."""
         while not work.is_completed():
             if self.backend == "gloo":
                 _wait(work)
                 limit.check()
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
+        if self.backend == "nccl" and (error := work.exception()) is not None:
+            raise TransferFailed(f"NCCL: {error}")  # a collective that failed counts as completed too
         work.wait()
-        if not self._sends and end is not None:
+        if end is not None:
             seen(end)
 
     def abort(self) -> None:
@@ -160,6 +183,7 @@ class TorchLink:
             group.abort()
             with self._broadcasting:
                 del group
+                self._in_use = []
 
 
 def bucket_bytes(nbytes: int) -> int:
@@ -179,6 +203,38 @@ def gloo_group(store: Store, rank: int, world: int, limit: timedelta) -> Any:
     ]
     options._threads = max(MAX_BUCKETS_UNDER_WAY, 2 * len(names))
     return made(store, rank, world, options)
+
+
+def nccl_group(store: Store, rank: int, world: int) -> Any:
+    """A group on the calling thread's current GPU, connected: it waits for its peers here, not in the first collective.
+
+    NCCL does that without a limit and deaf to aborts, so it must happen where somebody watches the clock.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = GROUP_TIMEOUT
+    with _ENVIRONMENT, _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY):
+        group = dist.ProcessGroupNCCL(store, rank, world, options)
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return group
+
+
+_ENVIRONMENT = threading.Lock()
+ABORT_ONLY = "2"
+"""By default torch's watchdog ends the process when a peer fails; so it aborts the communicator only."""
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable that a constructor reads, for as long as it runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _wait(work: Any) -> None:

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatc
 from checkpoint_engine.host_buffers import HostBuffer, HostBuffers
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import Entry, Layout, dtype_of
+from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
 
 MAX_STAGED_VERSIONS = 2
 """Versions that are staged and not sealed yet, at most."""
@@ -27,7 +29,8 @@ class _Staged:
     host: HostBuffer | None
     """Where the bytes are; None while they are still in the slot, on a GPU."""
     sample: Tensor
-    ready: "torch.cuda.Event | None"
+    ready: Any
+    """Event behind the copy into the slot, on a GPU."""
 
 
 class Publisher:
@@ -35,8 +38,9 @@ class Publisher:
 
     Two threads may use it at once: one calls `stage`, the other everything else. At most two versions are staged and
     not sealed. Tensors in host memory are staged in the buffer that is sent; tensors on a GPU are staged in one of two
-    slots there until they are sealed. The newest `retain` sealed versions, and those that `hold` names, are retained
-    in host memory for resends and late joiners.
+    slots there until they are sealed, and leave from there where the transport can. The newest `retain` sealed
+    versions, and those that `hold` names, are retained in host memory, on a GPU's host pinned, for resends and late
+    joiners. The second thread waits for a stream of its own, never for what the first has queued.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Publisher:
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
         on_host = self._device.type == "cpu"
+        self._side = SideStream.of(self._device)
         self._slots = [] if on_host else [self.layout.empty(self._device).zero_() for _ in range(MAX_STAGED_VERSIONS)]
         self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
         self._buffers = HostBuffers(self.layout, pinned=not on_host)
@@ -116,14 +121,38 @@ class Publisher:
                 raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
             self._sealing.add(version)
         try:
-            data = self._to_host(staged)
-            self._check_sample(version, staged.sample, data)
+            return self._from_device(version, staged) if staged.host is None else self._from_host(version, staged)
         except BaseException:
             self._sealing_ends(version)
-            raise
-        finally:
             self._give_back(staged.slot)
+            raise
+
+    def _from_host(self, version: int, staged: _Staged) -> Sealing:
+        assert staged.host is not None
+        data = staged.host.data
+        self._check_sample(version, staged.sample, torch.from_numpy(data))
+        self._give_back(staged.slot)
         return Sealing(self.draft(version), data, self._end)
+
+    def _from_device(self, version: int, staged: _Staged) -> Sealing:
+        """The slot is in use until the end: bytes leave from it, and others are copied to the host meanwhile."""
+        assert self._side is not None
+        slot = self._slots[staged.slot]
+        self._side.wait(staged.ready)
+        with self._side.current():
+            sample = staged.sample.cpu()
+            self._check_sample(version, sample, slot)
+        data = self._buffers.take().data
+        host = torch.from_numpy(data)
+
+        def end(work: Sealing, header: Header | None) -> None:
+            self._end(work, header)
+            self._give_back(staged.slot)
+
+        copy = HostCopy(slot, host, self._side)
+        return Sealing(
+            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, host)
+        )
 
     def _end(self, work: Sealing, header: Header | None) -> None:
         if header is not None:
@@ -196,10 +225,12 @@ class Publisher:
             picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
         return torch.cat(picked)
 
-    def _check_sample(self, version: int, sample: Tensor, data: ByteArray) -> None:
-        """The bytes to send are those of the tensors as they were: not an older version's, not half changed."""
-        staged = self._sample(list(self.layout.views(torch.from_numpy(data)).values()))
-        expected = sample.cpu()
+    def _check_sample(self, version: int, expected: Tensor, data: Tensor) -> None:
+        """The bytes uint8 [nbytes] to send are those of the tensors as they were: not older ones, not half changed.
+
+        `expected` is in host memory, `data` anywhere.
+        """
+        staged = self._sample(list(self.layout.views(data).values())).cpu()
         if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
             return
         start = 0
@@ -212,31 +243,11 @@ class Publisher:
                 )
             start = end
 
-    def _record(self) -> "torch.cuda.Event | None":
-        if self._device.type != "cuda":
-            return None
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
         views = self._views[slot] if host is None else host.views
         torch._foreach_copy_(views, sources)
-        return _Staged(slot, host, self._sample(sources), self._record())
-
-    def _to_host(self, staged: _Staged) -> ByteArray:
-        """The staged bytes, uint8 [nbytes]; from a GPU by a stream of its own, behind the staging copy."""
-        if staged.host is not None:
-            return staged.host.data
-        data = self._buffers.take().data
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        if staged.ready is not None:
-            stream.wait_event(staged.ready)
-        with torch.cuda.stream(stream):
-            torch.from_numpy(data).copy_(self._slots[staged.slot], non_blocking=True)
-        stream.synchronize()
-        return data
+        return _Staged(slot, host, self._sample(sources), recorded(self._device))
 
     def _give_back(self, slot: int) -> None:
         with self._changed:

@@ -1,9 +1,11 @@
 """Broadcasts over NCCL through cupy, without torch.distributed's groups. Unverified: it has not run on a GPU yet.
 
-`pip install async-flowrl[nccl]` brings cupy. The communicator's unique id travels through the epoch's store.
+`pip install async-flowrl[nccl]` brings cupy, which uses the libnccl.so.2 that torch has loaded. The communicator's
+unique id travels through the epoch's store.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,24 +13,29 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from checkpoint_engine.errors import TransferFailed
-from checkpoint_engine.process_group import BUCKET_BYTES, SENDER, Epoch, Limit
+from checkpoint_engine.process_group import SENDER, Epoch, Limit, bucket_bytes
+from checkpoint_engine.side_stream import concrete, cuda
 
 UNIQUE_ID_KEY = "nccl-unique-id"
-cuda: Any = torch.cuda
-"""Its stream and event classes are untyped."""
 
 
 def load_nccl() -> Any:
-    """cupy's NCCL binding. Raises ValueError in one sentence where there is none."""
+    """cupy's NCCL binding. Raises ValueError in one sentence where there is none, or an older one than 14."""
     try:
+        import cupy
         from cupy.cuda import nccl
     except ImportError as error:
         raise ValueError(
-            f"transport pynccl needs cupy with NCCL, which could not be imported ({error}): "
+            f"transport pynccl needs cupy, which could not be imported ({error}): "
             "pip install async-flowrl[nccl], or use nccl, gloo or object_store"
         ) from error
+    if int(cupy.__version__.split(".")[0]) < 14:
+        raise ValueError(f"transport pynccl needs cupy 14 or newer, this is {cupy.__version__}")
     if not nccl.available:
-        raise ValueError("transport pynccl needs a cupy built with NCCL; this one has none")
+        raise ValueError(
+            "transport pynccl needs libnccl.so.2, which cupy did not find: a torch for CUDA brings it "
+            "(nvidia-nccl-cu12 or nvidia-nccl-cu13); or use gloo or object_store"
+        )
     return nccl
 
 
@@ -37,16 +44,19 @@ class PyncclLink:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._nccl = load_nccl()
-        self._device = torch.device(device)
+        self._device = concrete(device)
         self._communicator: Any = None
         self._stream: Any = None
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        """The sender makes the unique id; every other member waits for it in the store, until the store's time-out."""
-        if rank == SENDER:
-            store.set(UNIQUE_ID_KEY, as_text(self._nccl.get_unique_id()))
-        unique_id = from_text(store.get(UNIQUE_ID_KEY).decode())
-        with torch.cuda.device(self._device):
+        """The sender makes the unique id; every other member waits for it in the store, until the store's time-out.
+
+        NCCL waits for the members without a limit. Raises TransferFailed.
+        """
+        with torch.cuda.device(self._device), _named("joining"):
+            if rank == SENDER:
+                store.set(UNIQUE_ID_KEY, self._nccl.get_unique_id().hex())
+            unique_id = bytes.fromhex(store.get(UNIQUE_ID_KEY).decode())
             self._communicator = self._nccl.NcclCommunicator(epoch.world, unique_id, rank)
             self._stream = cuda.Stream(self._device)
 
@@ -63,19 +73,29 @@ class PyncclLink:
             raise TransferFailed("the group is not open")
         under_way: list[tuple[Any, int]] = []
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for start in range(0, buffer.shape[0], BUCKET_BYTES):
-                bucket = buffer[start : start + BUCKET_BYTES]
+        # NCCL gets a bare address: after an abort nothing else would keep the memory from being given to others.
+        buffer.record_stream(stream)
+        with torch.cuda.device(self._device):
+            for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
                 pointer, count = bucket.data_ptr(), bucket.shape[0]
-                communicator.broadcast(pointer, pointer, count, self._nccl.NCCL_UINT8, SENDER, stream.cuda_stream)
+                with _named("broadcast"):
+                    communicator.broadcast(pointer, pointer, count, self._nccl.NCCL_UINT8, SENDER, stream.cuda_stream)
                 done = cuda.Event()
                 done.record(stream)
-                under_way.append((done, start + count))
-        for done, end in under_way:
+                under_way.append((done, count))
+        end = 0
+        for done, count in under_way:
             while not done.query():
+                self._check(communicator)
                 limit.pause()
+            end += count
             seen(end)
-        communicator.check_async_error()
+        self._check(communicator)
+
+    def _check(self, communicator: Any) -> None:
+        """Raises TransferFailed where NCCL has noticed that a peer is gone; the kernel would wait for it for ever."""
+        with _named("broadcast"):
+            communicator.check_async_error()
 
     def abort(self) -> None:
         """Frees whoever waits in a kernel of this communicator, here."""
@@ -84,11 +104,10 @@ class PyncclLink:
             communicator.abort()
 
 
-def as_text(unique_id: tuple[int, ...]) -> str:
-    """cupy gives the id as 128 signed numbers; as text they are hexadecimal bytes."""
-    return bytes(value & 0xFF for value in unique_id).hex()
-
-
-def from_text(text: str) -> tuple[int, ...]:
-    """The inverse of `as_text`."""
-    return tuple(value - 256 if value > 127 else value for value in bytes.fromhex(text))
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """cupy's NcclError is a RuntimeError; for a code that it has no name for, making one raises a KeyError."""
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        raise TransferFailed(f"NCCL, {what}: {error}") from error

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.incremental import Intake
 from checkpoint_engine.layout import Layout, RunningDigests, as_bytes
+from checkpoint_engine.side_stream import SideStream, on, recorded
 
 SLOTS = (RING, EVALUATION)
 
@@ -18,8 +20,8 @@ class Receiver:
     """Retains the newest `capacity` versions of each stream and one evaluation version, all verified.
 
     The tensors given become views of one flat live buffer and stay so: their addresses never change, so compiled
-    graphs and captured CUDA graphs stay valid. `receive` may run beside work that reads the live tensors;
-    `activate` may not: call it between two pieces of work.
+    graphs and captured CUDA graphs stay valid. `receive` may run beside work that reads the live tensors, on a GPU on
+    a stream of its own; `activate` may not: call it between two pieces of work, on the stream that they run on.
     """
 
     def __init__(
@@ -39,14 +41,17 @@ class Receiver:
             raise ValueError(f"the tensors must lie on one device, got {sorted(map(str, devices))}")
         self.layout = Layout.of(tensors)
         self.streams, self.capacity, self.alpha, self.rank = tuple(streams), capacity, alpha, rank
-        self._device = devices.pop()
+        self.device = devices.pop()
+        self._side = SideStream.of(self.device)
         self._tensors = dict(tensors)
-        self._live = self.layout.empty(self._device)
+        self._live = self.layout.empty(self.device)
         for name, view in self.layout.views(self._live).items():
             view.copy_(tensors[name].detach())
             tensors[name].data = view
         self._retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
         self._spare: list[Tensor] = []
+        self._read: dict[int, Any] = {}
+        """By a slot's address, the event behind its last activation, on a GPU."""
         self._active: Activation | None = None
         self._lock = threading.Lock()
 
@@ -85,9 +90,12 @@ class Receiver:
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """A slot for a version that arrives piece by piece. Raises WeightsMismatch for one that doesn't fit."""
         self.check(draft, slot)
-        with self._lock:
-            storage = self._spare.pop() if self._spare else self.layout.empty(self._device)
-        return Intake(draft, storage, slot, self._accept)
+        with self._lock, on(self._side):
+            storage = self._spare.pop() if self._spare else self.layout.empty(self.device)
+            read = self._read.pop(storage.data_ptr(), None)
+        if self._side is not None:
+            self._side.wait(read)
+        return Intake(draft, storage, slot, self._accept, side=self._side)
 
     def check(self, draft: Draft, slot: str = RING) -> None:
         """Raises WeightsMismatch, naming the tensor, for a version that doesn't fit; ValueError for an unknown slot."""
@@ -107,7 +115,7 @@ class Receiver:
 
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
         """Header and a host copy, uint8 [nbytes], of a retained version, for passing it on. Raises WeightsMismatch."""
-        with self._lock:
+        with self._lock, on(self._side):
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
 
@@ -121,6 +129,7 @@ class Receiver:
         with self._lock:
             header, storage = self._find(stream, version, slot)
             self._live.copy_(storage)
+            self._read[storage.data_ptr()] = recorded(self.device)
             self._active = Activation(stream, version, header.digest)
             return header.digest
 

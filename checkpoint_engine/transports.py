@@ -16,8 +16,9 @@ TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
 def resolve_transport(configured: str, device: torch.device | str) -> str:
     """`auto` is nccl where the sender's device is a GPU and torch has NCCL, and the object store elsewhere.
 
-    Raises ValueError for a name that is none of TRANSPORTS, and for a transport that can't work with this device and
-    these libraries.
+    NCCL also needs receivers with weights on a GPU that is theirs alone, which the caller has to know. Raises
+    ValueError for a name that is none of TRANSPORTS, and for a transport that can't work with this device and these
+    libraries.
     """
     if configured not in TRANSPORTS:
         close = get_close_matches(configured, TRANSPORTS, n=1, cutoff=0.0)
@@ -34,6 +35,12 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
 
         load_nccl()
     return configured
+
+
+def check_receiver(transport: str, device: torch.device) -> None:
+    """Raises ValueError where a receiver with weights on `device` can't take part in the transport's groups."""
+    if transport in (NCCL, PYNCCL) and device.type != "cuda":
+        raise ValueError(f"transport {transport} needs receivers on a GPU, this one is on {device}: {ALTERNATIVES}")
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:

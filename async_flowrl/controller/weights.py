@@ -173,7 +173,15 @@ class PublishedWeights:
             probe = await self.trainers.first.call("sender.canary")
             header = await sender.seal(CANARY_VERSION)
             self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
-        broadcast = None if self.transport == OBJECT_STORE else CollectiveBroadcast(sender, name=self.transport)
+        broadcast = None
+        if self.transport != OBJECT_STORE:
+            broadcast = CollectiveBroadcast(
+                sender,
+                name=self.transport,
+                setup_seconds=config.checkpoint_engine.setup_seconds,
+                ready_seconds=config.checkpoint_engine.ready_seconds,
+                sender_seconds=config.deadlines.publish,
+            )
         self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:

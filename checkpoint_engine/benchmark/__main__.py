@@ -26,7 +26,7 @@ from checkpoint_engine.benchmark.measure import (
     obstacle,
 )
 from checkpoint_engine.benchmark.report import into_page, report
-from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE
+from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    transports = [OBJECT_STORE, GLOO, NCCL]
+    transports = [OBJECT_STORE, GLOO, NCCL, PYNCCL]
     parser = argparse.ArgumentParser(prog="python -m checkpoint_engine.benchmark", description=__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[5.0, 50.0, 200.0, 850.0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    here = transports if torch.cuda.is_available() else transports[:2]
+    here = transports[:3] if torch.cuda.is_available() else transports[:2]
     parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kills", type=int, default=3, help="per transport")

@@ -24,10 +24,12 @@ from checkpoint_engine.layout import Layout
 from checkpoint_engine.process_group import SENDER, Epoch, TorchLink
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.transports import NCCL, OBJECT_STORE, make_member
+from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_member
 
 TENSORS = 32
 GROUP_SECONDS = 120.0
+ON_GPUS = (NCCL, PYNCCL)
+"""Transports whose members have a GPU each."""
 MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
 """Lanes of an actor, one thread each: its own work, deliveries beside it, and aborts beside those."""
 
@@ -35,12 +37,12 @@ MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
 class Half:
     """One half of a delivery, in an actor: payload-sized buffers, and the raw primitives on them, which verify nothing.
 
-    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU where the transport is nccl.
+    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU where the transport is one of ON_GPUS.
     """
 
     def __init__(self, transport: str, megabytes: float) -> None:
         torch.set_num_threads(1)
-        self._transport, self._device = transport, "cuda" if transport == NCCL else "cpu"
+        self._device = "cuda" if transport in ON_GPUS else "cpu"
         shape = torch.empty(int(megabytes * 1e6) // (4 * TENSORS), device="meta")
         layout = Layout.of({f"t{i:02d}": shape for i in range(TENSORS)})
         self._payload, self._scratch = (layout.empty(self._device).zero_() for _ in range(2))
@@ -60,9 +62,9 @@ class Half:
         return self._seconds_since(began)
 
     def open(self, host: str, port: int, world: int, rank: int) -> None:
-        """Opens a group of the same kind as the transport's, beside it."""
+        """Opens a group beside the transport's: torch's own, by NCCL between GPUs and by gloo between hosts."""
         store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
-        self._link = TorchLink(self._transport)
+        self._link = TorchLink(NCCL if self._device == "cuda" else GLOO)
         self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
 
     def broadcast(self) -> None:
@@ -123,7 +125,7 @@ class End:
     def __init__(self, half: type[Half], name: str, transport: str, megabytes: float) -> None:
         self.name, self.node = name, "local"
         create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(half)
-        gpus = 1 if transport == NCCL else 0
+        gpus = 1 if transport in ON_GPUS else 0
         self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(transport, megabytes)
 
     def start(self, method: str, *arguments: Any, lane: str = MAIN, returns: int = 1) -> Any:

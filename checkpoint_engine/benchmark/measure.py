@@ -15,11 +15,11 @@ import psutil
 import torch
 
 from checkpoint_engine.base import DeliveryOptions
-from checkpoint_engine.benchmark.actors import ReceiverEnd, Receiving, SenderEnd, Sending
+from checkpoint_engine.benchmark.actors import ON_GPUS, ReceiverEnd, Receiving, SenderEnd, Sending
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.process_group import SENDER
-from checkpoint_engine.transports import NCCL, OBJECT_STORE
+from checkpoint_engine.transports import OBJECT_STORE
 
 TICK_SECONDS = 0.002
 """Between two looks at the event loop's lag."""
@@ -168,7 +168,7 @@ async def after_kill(transport: str) -> dict[str, Any]:
 def obstacle(transport: str, megabytes: float, receivers: int) -> str | None:
     """Why a cell can't be measured here: too little memory, or fewer GPUs than members."""
     name = f"{transport} {megabytes:g} MB to {receivers}"
-    if transport == NCCL and torch.cuda.device_count() <= receivers:
+    if transport in ON_GPUS and torch.cuda.device_count() <= receivers:
         return f"{name}: needs {receivers + 1} GPUs, {torch.cuda.device_count()} are here"
     needed, free = memory_needed(megabytes, receivers), psutil.virtual_memory().available / 1e9
     return f"{name}: may take {needed:.0f} GB, {free:.0f} GB are free" if needed > free else None

@@ -12,6 +12,7 @@ from checkpoint_engine import Publisher, Receiver
 from checkpoint_engine.collective import CollectiveSender, Member
 from checkpoint_engine.errors import TransferCorrupted, TransferFailed
 from checkpoint_engine.process_group import Epoch, TorchLink
+from checkpoint_engine.side_stream import on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +77,7 @@ def test_a_broadcast_sends_the_staged_bytes_and_seals_them_meanwhile(make: Calla
     sender.ready(0, publisher.draft(0))
     sender.send(publisher.draft(0))
     header, data = publisher.payload(0)
-    assert member._buffer is not None and torch.equal(member._buffer.cpu(), torch.from_numpy(data.copy()))
+    assert member._buffer is None, "nothing is copied"
     assert header == publisher.draft(0).sealed(publisher.layout.digests(data))
     sender.close()
 
@@ -87,14 +88,16 @@ def test_bytes_that_arrive_on_the_device_are_digested_bucket_by_bucket_and_kept(
     header = publisher.seal(0)
     receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in tensors().items()})
     intake = receiver.expect(publisher.draft(0))
-    intake.storage.copy_(torch.from_numpy(publisher.payload(0)[1].copy()))
+    with on(intake.side):  # as a transport does
+        intake.storage.copy_(torch.from_numpy(publisher.payload(0)[1].copy()))
     for end in (1000, 300_000, header.nbytes):
         intake.arrived(end)
     assert intake.accept(header).digest == header.digest
     assert receiver.activate("policy", 0) == receiver.live_digest() == header.digest
     damaged = receiver.expect(publisher.draft(0))
-    damaged.storage.copy_(intake.storage)
-    damaged.storage[5] ^= 1
+    with on(damaged.side):
+        damaged.storage.copy_(intake.storage)
+        damaged.storage[5] ^= 1
     damaged.arrived(header.nbytes)
     with pytest.raises(TransferCorrupted, match="wrong bytes in m0"):
         damaged.accept(header)
@@ -138,6 +141,7 @@ def test_staging_on_the_device_is_ordered_before_what_changes_the_weights() -> N
         assert all((view == float(version)).all() for view in views.values()), header.version
 
 
+@pytest.mark.real_gpu
 def test_activation_under_a_captured_graph() -> None:
     """Replaying the graph after an activation computes with the new weights: addresses never changed."""
     source = tensors()
@@ -165,6 +169,7 @@ def test_activation_under_a_captured_graph() -> None:
         assert torch.equal(out, torch.mv(expected, x))
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("megabytes", [377.0, 849.0])
 def test_times(megabytes: float, record_property: Callable[[str, object], None]) -> None:
     """Staging, sealing, receiving and activating, in milliseconds: recorded, printed with -s, not judged."""

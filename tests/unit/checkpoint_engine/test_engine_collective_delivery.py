@@ -10,15 +10,17 @@ from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Ack, Publisher
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
+from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 
 
 class Ends:
     """A sender and a receiver that only note what is asked of them, by virtual time: 1 s per collective."""
 
-    name, node = "a", "n0"
+    node = "n0"
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "a") -> None:
+        self.name = name
         self.publisher = Publisher(lora(), alpha=ALPHA, rank=RANK)
         self.log: list[tuple[str, int]] = []
 
@@ -107,8 +109,85 @@ def test_a_member_that_never_answers_ends_in_an_abort_and_no_acknowledgement(lat
         assert not isinstance(results["a"], Ack) or late == "send"
         return asyncio.get_running_loop().time() - began
 
-    assert run_virtual(main()) < 15.0
+    assert run_virtual(main()) < 45.0
     assert ("abort", -1) in both.log and broadcast.failures == 1
+
+
+def epochs(sender: Ends) -> int:
+    return sender.log.count(("open", 0))
+
+
+def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_under_way() -> None:
+    sender, one, other = Ends("sender"), Ends("a"), Ends("b")
+    broadcast = CollectiveBroadcast(sender)
+
+    async def main() -> None:
+        await broadcast(1, [one])
+        await broadcast.regroup([one])
+        assert epochs(sender) == 1, "nobody has come"
+        assert list(await broadcast(2, [one, other])) == ["a"] and epochs(sender) == 1
+        await broadcast.regroup([one, other])
+        assert epochs(sender) == 2
+        assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
+
+    run_virtual(main())
+
+
+def test_who_has_left_is_left_out_of_the_next_group_and_nothing_has_failed() -> None:
+    sender, one, other = Ends("sender"), Ends("a"), Ends("b")
+    broadcast = CollectiveBroadcast(sender)
+
+    async def main() -> None:
+        await broadcast(1, [one, other])
+        again = Ends("b")  # a new process by the same name
+        assert sorted(await broadcast(2, [one, again])) == ["a", "b"] and again.log[0] == ("open", 2)
+        assert list(await broadcast(3, [one])) == ["a"]
+        assert (epochs(sender), broadcast.failures) == (3, 0)
+
+    run_virtual(main())
+
+
+def test_while_a_member_is_busy_versions_go_one_by_one_and_the_group_stays() -> None:
+    sender, one, other = Ends("sender"), Ends("a"), Ends("b")
+    broadcast = CollectiveBroadcast(sender)
+
+    async def main() -> None:
+        await broadcast(1, [one, other])
+        assert await broadcast(2, [one], [other]) == {}
+        await broadcast.regroup([one])
+        assert sorted(await broadcast(3, [one, other])) == ["a", "b"]
+        assert (epochs(sender), broadcast.failures) == (1, 0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("error", "tried"), [(ConnectionResetError, 8), (TransferFailed, 3)])
+def test_deaths_of_members_say_nothing_about_the_transport(error: type[Exception], tried: int) -> None:
+    class Failing(Ends):
+        async def accept(self, draft: Draft) -> Ack:
+            raise error("the peer is gone")
+
+    sender = Ends("sender")
+    broadcast = CollectiveBroadcast(sender)
+
+    async def main() -> None:
+        for version in range(8):
+            await broadcast(version, [Failing()])
+
+    run_virtual(main())
+    assert broadcast.failures == epochs(sender) == tried
+
+
+def test_limits_of_a_group_come_from_outside_and_grow_with_its_size() -> None:
+    opened: list[Epoch] = []
+
+    class Noting(Ends):
+        async def open_group(self, epoch: Epoch, rank: int) -> None:
+            opened.append(epoch)
+
+    broadcast = CollectiveBroadcast(Noting(), setup_seconds=7.0, ready_seconds=3.0)
+    run_virtual(broadcast(1, [Noting(f"r{i}") for i in range(9)]))
+    assert {epoch.seconds for epoch in opened} == {3.0} and opened[0].setup.total_seconds() == 8.0
 
 
 def test_staging_takes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,14 +180,14 @@ def test_staging_waits_for_the_version_before_the_last_one() -> None:
 
 def test_several_threads_may_seal_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher, _ = ends(lora())
-    copy, copies = publisher._to_host, []
+    copy, copies = publisher._from_host, []
 
-    def slow(staged):
+    def slow(version, staged):
         copies.append(staged)
         time.sleep(0.05)
-        return copy(staged)
+        return copy(version, staged)
 
-    monkeypatch.setattr(publisher, "_to_host", slow)
+    monkeypatch.setattr(publisher, "_from_host", slow)
     publisher.stage(0)
     with ThreadPoolExecutor(4) as pool:
         headers = list(pool.map(publisher.seal, [0] * 4))

@@ -175,9 +175,13 @@ def test_libraries_that_are_missing_are_named_in_one_sentence() -> None:
     try:
         import cupy  # noqa: F401
     except ImportError:
-        with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
+        with pytest.raises(
+            ValueError, match=r"pynccl needs cupy, which could not be imported.*pip install async-flowrl\[nccl\]"
+        ):
             make_member("pynccl").open(epoch, 0)
-        with pytest.raises(ValueError, match=r"pynccl needs cupy with NCCL.*pip install async-flowrl\[nccl\]"):
+        with pytest.raises(
+            ValueError, match=r"pynccl needs cupy, which could not be imported.*pip install async-flowrl\[nccl\]"
+        ):
             resolve_transport("pynccl", "cuda")
 
 

@@ -37,7 +37,7 @@ def test_the_bytes_are_the_same_by_every_transport(dtype: torch.dtype) -> None:
         assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 
-DEATHS = ("dies opening", "dies before", "dies between", "dies after", "silent between")
+DEATHS = ("dies before", "dies between", "dies after", "silent between")
 WIDE = {"modules": 4, "width": 2048}
 """Several buckets, so that there is a between."""
 
@@ -52,8 +52,6 @@ def test_a_receiver_lost_in_any_phase_of_a_broadcast_hangs_nobody(fault: str, ca
             await made.join("b", fault=fault)
             await made.publish(0)
             await made.check("a", "b", "c", version=0)
-            if fault == "dies opening":
-                await made.join("d")
             made.train()
             await made.publish(1)
             assert made.replaced == [("b", "TimeoutError" if "silent" in fault else "ConnectionResetError")]
@@ -69,6 +67,31 @@ def test_a_receiver_lost_in_any_phase_of_a_broadcast_hangs_nobody(fault: str, ca
         await made.check(*survivors, version=2)
         assert made.delivery.stats.fallbacks == fallbacks, "the survivors meet in a new epoch"
         assert made.broadcast is not None and made.broadcast.failures == fallbacks
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+
+
+def test_a_newcomer_comes_into_the_group_beside_the_work_and_a_death_there_costs_no_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with rig("gloo", names=("a", "c"), retries=1) as made:
+            assert made.broadcast is not None
+            await made.join("b", fault="dies opening")
+            await made.publish(0)
+            group = made.broadcast._number
+            await made.join("d")
+            await made.publish(1)
+            await made.check("a", "c", "d", version=1)
+            assert (made.delivery.stats.fallbacks, made.broadcast.failures) == (0, 1)
+            assert made.broadcast._number == group + 1 and made.broadcast._in_a_row == 0
+            assert "4 receivers form no group of gloo" in caplog.text
+            await made.publish(2)
+            assert made.replaced == [("b", "ConnectionResetError")]
+            await made.publish(3)
+            await made.check("a", "c", "d", version=3)
+            assert made.delivery.stats.fallbacks == 1
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
