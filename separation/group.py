@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
 
 class WorkerDied(RuntimeError):
     """The worker's process is gone; `worker` names it."""
@@ -58,6 +60,13 @@ class PoolSpec:
     gang: bool = False
     """The workers live and die together (ranks of one process group): reserved first, and as one placement group."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Set in every worker that is a process, before its factory is imported."""
+    allocator: str = ""
+    """Settings of torch's memory allocator in workers that own a GPU, where their environment says none."""
+
+    def __post_init__(self) -> None:
+        if VISIBLE_DEVICES in self.environment:
+            raise ValueError(f"{VISIBLE_DEVICES} of the pool {self.name} follows from its seats and can't be set")
 
 
 class Worker(Protocol):

@@ -12,11 +12,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from separation.group import VISIBLE_DEVICES
 from separation.processes import identity
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The names under which torch reads its allocator's settings; the first one is today's."""
 
 
 class RemoteError(Exception):
@@ -81,11 +86,31 @@ class Host:
         return method_or_function
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a worker's process finds in its environment, besides its threads."""
+
+    environment: Mapping[str, str]
+    owns_gpu: bool
+    allocator: str = ""
+    """Settings of torch's memory allocator, where the environment says none; empty leaves it alone."""
+
+    def variables(self) -> dict[str, str]:
+        """What is set whatever was there. Which devices the owner of a GPU sees, Ray has said by then.
+
+        The owner of none must see none, which Ray alone does not see to: its newer versions show it every GPU.
+        """
+        hidden = {} if self.owns_gpu else {VISIBLE_DEVICES: ""}
+        return {**self.environment, **hidden}
+
+
 class ProcessHost(Host):
     """A Host that has a process of its own."""
 
-    def __init__(self, name: str, *, threads: int, environment: Mapping[str, str], log_file: str | None) -> None:
-        os.environ.update({**thread_environment(threads), **environment})
+    def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
+        os.environ.update({**thread_environment(threads), **surroundings.variables()})
+        if surroundings.allocator and not any(name in os.environ for name in ALLOCATOR_NAMES):
+            os.environ[ALLOCATOR_NAMES[0]] = surroundings.allocator
         super().__init__(name, threads=threads)
         if log_file is not None:
             redirect_output(Path(log_file))

@@ -9,6 +9,9 @@ from separation.table import format_table
 
 Resources = Mapping[str, float]
 
+STRICT_PACK, PACK = "STRICT_PACK", "PACK"
+"""Ray's strategies: all bundles on one node, or on as few as can be."""
+
 MAX_PROCESSES_PER_CORE = 8
 """Worker processes per core on a machine of our own."""
 
@@ -154,6 +157,22 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
     for bundle in bundles:
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
+
+
+def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
+    """Ray's strategy for a placement group: all on one node where what is free on one suffices, else on few nodes."""
+    asked = totals(reservation.bundles)
+    one = any(all(node.get(name, 0) >= amount - 1e-6 for name, amount in asked.items()) for node in free)
+    return STRICT_PACK if one else PACK
+
+
+def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
+    """How the workers of a placement group are spread, from the node of every bundle."""
+    ranks: dict[str, list[str]] = {}
+    for seat in reservation.seats:
+        ranks.setdefault(nodes[seat.bundle], []).append(f"{seat.pool}-{seat.index}")
+    where = "; ".join(f"{node}: {', '.join(workers)}" for node, workers in ranks.items())
+    return f"{reservation.name}: on {len(ranks)} node{'s' if len(ranks) > 1 else ''} ({where})"
 
 
 def check_store(needed: int, nodes: Sequence[Resources]) -> None:

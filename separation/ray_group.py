@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from separation.group import PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
-from separation.host import ProcessHost, RemoteError
+from separation.host import ProcessHost, RemoteError, Surroundings
 from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.supervise import deadline, together
@@ -98,6 +98,7 @@ class RayWorker:
 
     def _create(self, place: Place) -> Any:
         share = dict(place.share)
+        owns_gpu = share.get("GPU", 0) > 0
         lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
         options = ray.remote(concurrency_groups=lanes)(ProcessHost).options(
             num_cpus=share.pop("CPU", 0),
@@ -112,7 +113,7 @@ class RayWorker:
         return options.remote(
             self.name,
             threads=self._spec.threads,
-            environment=dict(self._spec.environment),
+            surroundings=Surroundings(dict(self._spec.environment), owns_gpu, self._spec.allocator if owns_gpu else ""),
             log_file=str(self._log) if self._log else None,
         )
 

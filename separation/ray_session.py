@@ -1,6 +1,7 @@
 """This process's connection to a Ray cluster: joins one or starts its own, and leaves nothing of its own behind."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -16,17 +17,23 @@ from typing import Any
 import psutil
 import ray
 from ray._private import worker as ray_worker
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
+from ray._private.state import available_resources_per_node
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from separation.group import PoolSpec, WorkerGroup
 from separation.placement import (
+    STRICT_PACK,
     Reservation,
     Resources,
     ResourcesMissing,
     check_fits,
     check_store,
+    describe_spread,
     own_cluster,
+    packing,
     reserve,
     shortage,
     totals,
@@ -144,11 +151,13 @@ class RaySession:
         try:
             async with asyncio.timeout(seconds):
                 for reservation in reservations:
-                    taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy="PACK")
+                    strategy = packing(reservation, free_by_node())
+                    taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
                     self._placement_groups.append(taken)
                     pending.append(taken)
                     if len(reservation.bundles) > 1:
                         await _created(taken)
+                        _log_spread(reservation, nodes_of(taken), nodes)
                     for seat in reservation.seats:
                         places[seat.pool, seat.index] = Place(taken, seat.bundle, seat.share)
                 for taken in pending:
@@ -159,6 +168,40 @@ class RaySession:
             text = shortage(reservations, nodes, headline, free=lambda name: free.get(name, 0.0))
             raise ResourcesMissing(text) from error
         return places
+
+
+def free_by_node() -> list[Resources]:
+    """What is free on every node that lives; all of a node that has not reported yet."""
+    free = available_resources_per_node()
+    return [free.get(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Address and short id of the node of every bundle."""
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [f"{address[node]} {node[:6]}" for _, node in sorted(placed.items())]
+
+
+def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequence[Resources]) -> None:
+    spread = describe_spread(reservation, of_bundles)
+    if len(set(of_bundles)) > 1 and packing(reservation, nodes) == STRICT_PACK:
+        log.warning("%s, as others hold what one node would need: whatever its workers exchange is slower", spread)
+    else:
+        log.info("%s", spread)
+
+
+def gpus_here() -> float:
+    """GPUs that a cluster started on this machine would have, as Ray counts them: it asks the driver, not CUDA."""
+    if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
+        return float(given["GPU"])
+    if (manager := get_accelerator_manager_for_resource("GPU")) is None:
+        return 0.0
+    count, visible = (
+        manager.get_current_node_num_accelerators(),
+        manager.get_current_process_visible_accelerator_ids(),
+    )
+    return float(count if visible is None else min(count, len(visible)))
 
 
 async def _created(group: PlacementGroup) -> None:

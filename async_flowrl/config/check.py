@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
+from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import settings
@@ -25,6 +27,10 @@ def check(config: Config) -> None:
     _check_mode(config)
     _check_sizes(config)
     _check_placement(config)
+    _check_devices(config)
+    _check_trainer(config)
+    _check_group_setup(config)
+    _check_environment(config)
     _check_engine(config)
 
 
@@ -74,6 +80,52 @@ def _check_placement(config: Config) -> None:
         )
 
 
+def _check_devices(config: Config) -> None:
+    if obstacle := ranks_on_one_device(config):
+        raise ConfigError(f"{obstacle}, where NCCL cannot connect them: ask for more than half a GPU each, or for none")
+    transport = config.checkpoint_engine.transport
+    if transport in ("nccl", "pynccl") and (obstacle := nccl_obstacle(config)):
+        raise ConfigError(
+            f"checkpoint_engine.transport={transport} needs a GPU of its own for the trainer and for every rollout "
+            f"worker, but {obstacle}: use gloo, object_store or auto"
+        )
+
+
+def _check_trainer(config: Config) -> None:
+    trainer, rollout = config.trainer, config.rollout
+    if trainer.cpu_offload and trainer.shard == "none":
+        raise ConfigError(
+            "trainer.cpu_offload=true is FSDP2's, which shards the base: set trainer.shard to full or auto, got none"
+        )
+    spread = [("trainer", "a trainer rank", trainer.gpus_per_worker)]
+    if rollout.engine != "vllm_omni":
+        spread.append(("rollout", f"a rollout worker with rollout.engine={rollout.engine}", rollout.gpus_per_worker))
+    for pool, what, gpus in spread:
+        if gpus > 1:
+            raise ConfigError(
+                f"{pool}.gpus_per_worker={gpus:g}, but {what} computes on one GPU and would leave the others idle: use "
+                f"more {pool}.num_workers"
+            )
+
+
+def _check_group_setup(config: Config) -> None:
+    """The trainer's publish lane makes the group, and whatever waits for that lane has deadlines.publish for it."""
+    seconds = config.checkpoint_engine.setup_seconds + 0.1 * (config.rollout.num_workers + 1)
+    if config.checkpoint_engine.transport != "object_store" and seconds >= config.deadlines.publish:
+        raise ConfigError(
+            f"deadlines.publish={config.deadlines.publish:g} leaves no time beside making a group of "
+            f"{config.rollout.num_workers} rollout workers, which may take {seconds:g} s by "
+            "checkpoint_engine.setup_seconds: give it more, or the group less"
+        )
+
+
+def _check_environment(config: Config) -> None:
+    for pool in ("rollout", "trainer", "reward"):
+        environment = getattr(config, pool).environment
+        if refusal := environment_refusal(f"{pool}.environment", environment, config.runtime.backend):
+            raise ConfigError(refusal)
+
+
 def _check_engine(config: Config) -> None:
     if config.rollout.engine != "vllm_omni":
         return
@@ -90,6 +142,10 @@ def _check_engine(config: Config) -> None:
     if config.rollout.compile:
         raise ConfigError(
             "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
+        )
+    if config.rollout.text_encoder != "resident":
+        raise ConfigError(
+            "rollout.text_encoder=offload is for rollout.engine=diffusers: vllm_omni holds its text encoder itself"
         )
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):

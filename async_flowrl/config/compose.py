@@ -35,6 +35,7 @@ WORDS: dict[Any, str] = {
     list[int] | None: "a list of integers, such as [1,2], or null",
     tuple[float, float]: "two numbers, such as [0.9,0.99]",
     tuple[int, int] | None: "two integers, such as [0,5], or null",
+    dict[str, str]: "a dictionary of texts, such as {NCCL_DEBUG: WARN}",
     dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
 }
 """Types of configuration fields in words."""

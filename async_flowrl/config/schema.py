@@ -84,7 +84,8 @@ class RolloutConfig:
     """Where the diffusers engine keeps the text encoder: resident on the device, or offload: in host memory, and on the
     device only while a prompt that is not cached is encoded."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
-    """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}."""
+    """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
+    `+rollout.environment={…}`."""
     resolution: int = setting(32, at_least=1)
     """Pixels along each side of an image; the model family says which multiples there are."""
     num_inference_steps: int = setting(6, at_least=2)
@@ -157,7 +158,8 @@ class TrainerConfig:
     """Environment variables of the pool's processes, e.g. {NCCL_DEBUG: WARN, PYTORCH_CUDA_ALLOC_CONF: …}."""
     shard: str = setting("auto", choices=("auto", "none", "full"), changes=NOTHING)
     """How several ranks hold the frozen base: full (FSDP2: a share each, gathered block by block), none (each all of
-    it, nothing to gather), or auto: none where it takes at most 60 % of a GPU's memory, full elsewhere."""
+    it, nothing to gather), or auto: none where it takes at most 60 % of a GPU's memory (twice where placement=colocated
+    has a rollout worker hold it there, too), full elsewhere and on CPUs."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
     """Samples per forward pass and rank; must divide group_size / num_workers."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
@@ -197,7 +199,8 @@ class CheckpointEngineConfig:
     """How new weights get from the trainer to the rollout workers."""
 
     transport: str = setting("object_store", choices=("object_store", "gloo", "nccl", "pynccl", "auto"))
-    """What carries the bytes: Ray's object store, or a broadcast; auto picks by the trainer's device."""
+    """What carries the bytes: Ray's object store, or a broadcast by gloo or NCCL; auto = nccl where the trainer and
+    every rollout worker have a GPU of their own, object_store elsewhere."""
     retries: int = setting(3, at_least=0)
     """Retries of a delivery that failed or arrived damaged, before the worker is replaced."""
     setup_seconds: float = setting(60.0, above=0)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_flowrl.controller.context import Context, book_span
+from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.tickets.table import TRAIN, Ticket, describe
 from async_flowrl.types import RolloutReport, Scores
 from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
@@ -147,6 +148,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     await asyncio.sleep(pause)
     fresh = await ctx.rollout.replace(index)
     ctx.observer.event("worker", worker=fresh.name, pid=fresh.pid, node=fresh.node)
+    await download_model(model_of(ctx.rollout), loaders([fresh]), seconds=ctx.config.deadlines.download)
     check_base(fresh, await load_rollout(fresh, seconds=ctx.config.deadlines.load), ctx.base_digest)
     ctx.observer.state(fresh.name, "sync")
     ctx.table.join(fresh.name)

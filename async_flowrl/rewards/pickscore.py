@@ -16,7 +16,8 @@ class PickScore:
 
     flow_grpo trains on it divided by 26 and reports it raw, about 20 to 24: `scale: 1`. Weights are loaded with the
     first call, from a local folder or the hub: safetensors, no code of the repository's. Prompts are cut to what CLIP's
-    text encoder takes (77 tokens). `device`: auto takes a GPU where this process sees one.
+    text encoder takes (77 tokens). `device`: auto takes a GPU where this process sees one, which reward workers on Ray
+    do not: they own none.
     """
 
     def __init__(
@@ -57,9 +58,22 @@ class PickScore:
             import torch
             from transformers import CLIPModel, CLIPProcessor
 
-            name = self._device if self._device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-            device = torch.device(name)
+            device = _device(self._device)
             options = {"revision": self._revision, "use_safetensors": True, "trust_remote_code": False}
             model = CLIPModel.from_pretrained(self._model, dtype=torch.float32, **options)
             self._loaded = model.eval().to(device), CLIPProcessor.from_pretrained(self._processor), device
         return self._loaded
+
+
+def _device(wanted: str) -> "torch.device":
+    """Raises ValueError for a GPU where this process sees none."""
+    import torch
+
+    seen = torch.cuda.is_available()
+    device = torch.device("cuda" if seen else "cpu") if wanted == "auto" else torch.device(wanted)
+    if device.type == "cuda" and not seen:
+        raise ValueError(
+            f"the PickScore reward's device is {wanted}, and this process sees no GPU, as reward workers on Ray own "
+            "none: use auto or cpu"
+        )
+    return device

@@ -22,6 +22,7 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.report import mfu
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.run.devices import CheckDevices, compare_devices
 from async_flowrl.run.finish import finish
 from async_flowrl.run.launch import (
     check_machine,
@@ -34,8 +35,8 @@ from async_flowrl.run.launch import (
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
+from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
-from checkpoint_engine.transports import resolve_transport
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -52,10 +53,12 @@ def run(
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     *,
     predict: Predict = lambda run_directory: None,
+    check_devices: CheckDevices = lambda config, memory: (),
 ) -> int:
     """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/.
 
-    `hydra_record` holds the files of `.hydra/` by name. `predict` is called when a run has written its results.
+    `hydra_record` holds the files of `.hydra/` by name. `check_devices` is called when the pools have started and have
+    GPUs, `predict` when a run has written its results.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
@@ -72,7 +75,7 @@ def run(
     if sentence := ends_before_its_epochs(prepared):
         logger.warning("%s", sentence)
     try:
-        return asyncio.run(train(prepared, directory, predict))
+        return asyncio.run(train(prepared, directory, predict, check_devices))
     except KeyboardInterrupt:
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
@@ -93,11 +96,11 @@ def run(
         directory.release()
 
 
-async def train(prepared: Prepared, directory: RunDirectory, predict: Predict) -> int:
+async def train(prepared: Prepared, directory: RunDirectory, predict: Predict, check_devices: CheckDevices) -> int:
     """A whole run, from its start or its checkpoint to its end; returns the exit code."""
     stop = StopRequest()
     try:
-        summary = await train_until(stop, prepared, directory)
+        summary = await train_until(stop, prepared, directory, check_devices)
         return conclude(summary, directory, stop, await asyncio.to_thread(predict, directory.root))
     except Exception as error:
         version = last_resort(error, stop, directory)
@@ -119,13 +122,17 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirectory) -> dict[str, Any]:
+async def train_until(
+    stop: StopRequest, prepared: Prepared, directory: RunDirectory, check_devices: CheckDevices
+) -> dict[str, Any]:
     """Trains until all is done or `stop` is asked; returns the summary."""
     config = prepared.config
     resume = find_resume(config, directory)
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups:
+            await compare_devices(config, groups, check_devices)
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
+            transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
             warn_of_other_numerics(config, resume, info["device"])
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
@@ -135,7 +142,6 @@ async def train_until(stop: StopRequest, prepared: Prepared, directory: RunDirec
             ledgers = open_ledgers(prepared, directory, resume)
             try:
                 digest, device = info["base_digest"], info["device"]
-                transport = resolve_transport(config.checkpoint_engine.transport, device)
                 run = Run(prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives)
                 ctx = await train_with_recovery(run, resume)
                 return await finish(run, ctx)

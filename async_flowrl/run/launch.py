@@ -7,23 +7,30 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import REWARD, ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
+from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
+from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
-from checkpoint_engine.transports import resolve_transport
+from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.placement import ResourcesMissing, own_cluster
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
+
+EXPANDABLE = "expandable_segments:True"
+"""torch's allocator then grows its segments, which leaves no gaps between blocks of many sizes (FSDP2's shards, prompts
+of any length). Not for vllm_omni: its all-reduce between the GPUs of a worker cannot share such memory."""
+NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whether there is a GPU, torch then asks the driver instead of starting CUDA, which vllm_omni's processes must not
+inherit started."""
 
 Negatives = dict[Wording, Conditioning]
 """Negative prompt → what the model family needs of it."""
@@ -32,6 +39,7 @@ Negatives = dict[Wording, Conditioning]
 def pools(prepared: Prepared) -> list[PoolSpec]:
     """Trainer first: it is reserved first."""
     config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
+    vllm_omni = config.rollout.engine == "vllm_omni"
     return [
         PoolSpec(
             TRAINER,
@@ -42,6 +50,8 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             threads=config.trainer.threads,
             lanes=("publish", "save", "control"),
             gang=True,
+            environment=config.trainer.environment,
+            allocator=EXPANDABLE,
         ),
         PoolSpec(
             ROLLOUT,
@@ -51,6 +61,8 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
             lanes=("sync", "control"),
+            environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
+            allocator="" if vllm_omni else EXPANDABLE,
         ),
         PoolSpec(
             REWARD,
@@ -58,6 +70,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             config.reward.num_workers,
             arguments={"config": config.reward, "delays": config.debug.delays, "seed": config.seed},
             threads=config.reward.threads,
+            environment=config.reward.environment,
         ),
     ]
 
@@ -84,21 +97,26 @@ def describe_run(prepared: Prepared) -> str:
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport."""
+    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport.
+
+    Of other clusters nothing is known here: they answer when the pools start.
+    """
     config, runtime = prepared.config, prepared.config.runtime
     if runtime.address is not None:
         return
-    on_gpu = torch.cuda.is_available() and config.trainer.gpus_per_worker > 0
-    try:
-        resolve_transport(config.checkpoint_engine.transport, "cuda" if on_gpu else "cpu")
-    except ValueError as error:
-        raise ConfigError(f"checkpoint_engine.transport: {error}") from error
     if runtime.backend != "ray":
         return
     try:
         own_cluster(pools(prepared), os.cpu_count() or 1)
     except ResourcesMissing as error:
         raise ConfigError(str(error)) from error
+    if config.checkpoint_engine.transport in (NCCL, PYNCCL):
+        from separation.ray_session import gpus_here
+
+        try:
+            resolve_transport(config.checkpoint_engine.transport, "cuda" if gpus_here() else "cpu")
+        except ValueError as error:
+            raise refusal(str(error)) from error
 
 
 def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
@@ -115,8 +133,13 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:
-    """Loads the models everywhere at once. Raises StartError unless trainer and rollouts hold the same base weights."""
+    """Loads the models everywhere at once, when their files are there.
+
+    Raises StartError unless trainer and rollouts hold the same base weights.
+    """
     rollouts = groups[ROLLOUT].workers
+    everyone = loaders(rollouts, groups[TRAINER].workers)
+    await download_model(model_of(groups[ROLLOUT]), everyone, seconds=config.deadlines.download)
     async with asyncio.TaskGroup() as tasks:
         trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]

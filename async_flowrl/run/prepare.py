@@ -29,7 +29,10 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError."""
+    """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError.
+
+    In what it returns `model.dtype` is never `auto`: it is what the run computes in, and a resume is compared with it.
+    """
     try:
         check(config)
         algorithm = build_algorithm(config)
@@ -43,6 +46,7 @@ def prepare(config: Config) -> Prepared:
         check_prompts(config.reward, [*train, *evaluation])
         check_output(config)
         model = resolve_model(config.model)
+        config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
             check_family(model.family)
         check_prompts_of(model, [*train, *evaluation])

@@ -8,12 +8,14 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import StartError
+from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run as run_loop
@@ -109,6 +111,8 @@ async def recover(run: Run) -> Resume:
     config, trainer = run.prepared.config, run.groups[TRAINER]
     for index in range(len(trainer.workers)):
         await trainer.replace(index)
+    ranks = loaders(trainers=trainer.workers)
+    await download_model(run.prepared.model, ranks, seconds=config.deadlines.download)
     info = await load_trainer(config, trainer, run.trainers)
     if info["base_digest"] != run.base_digest:
         raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
@@ -158,7 +162,14 @@ def context_of(run: Run, resume: Resume) -> Context:
         run.groups,
         run.trainers,
         ledgers.events,
-        AfterStep(run.directory, ledgers.metrics, ledgers.monitor, checkpoints, ledgers.pools),
+        AfterStep(
+            run.directory,
+            ledgers.metrics,
+            ledgers.monitor,
+            checkpoints,
+            ledgers.pools,
+            latent_elements=prod(run.prepared.shapes.latents),
+        ),
         base_digest=run.base_digest,
         transport=run.transport,
         first_step=first_step,

@@ -60,9 +60,13 @@ ONE_LINE = {
         ["data.train=prompts/ocr_trian.txt"],
         ["data.train=prompts/ocr_trian.txt does not", "ocr_train.txt?"],
     ),
-    "nccl without a GPU": (
+    "nccl from the CPU": (
         ["checkpoint_engine.transport=nccl", "trainer.gpus_per_worker=0"],
-        ["transport nccl needs weights on a GPU, here they are on cpu", "use gloo, object_store or auto"],
+        ["trainer.gpus_per_worker=0 leaves its workers on the CPU", "use gloo, object_store or auto"],
+    ),
+    "devices of one's own choice": (
+        ["+rollout.environment={CUDA_VISIBLE_DEVICES: 1}"],
+        ["rollout.environment cannot set CUDA_VISIBLE_DEVICES"],
     ),
     "group of one": (["group_size=1"], ["group_size must be at least 2, got 1"]),
     "negative staleness": (["max_staleness=-1"], ["max_staleness must be at least 0, got -1"]),
@@ -85,6 +89,14 @@ ONE_LINE = {
         ["runtime.backend=local", "trainer.num_workers=2"],
         ["runtime.backend=local", "trainer.num_workers=2"],
     ),
+    "a base that is whole and offloaded": (
+        ["trainer.shard=none", "trainer.cpu_offload=true"],
+        ["trainer.cpu_offload=true is FSDP2's", "set trainer.shard to full or auto, got none"],
+    ),
+    "GPUs that nothing uses": (
+        ["rollout.gpus_per_worker=2"],
+        ["rollout.gpus_per_worker=2", "computes on one GPU", "more rollout.num_workers"],
+    ),
     "pairs that cannot meet": (["algorithm=dpo", "trainer.micro_batch_size=1"], ["must be at least 2, got 1"]),
     "no evaluation steps": (["evaluate.num_inference_steps=0"], ["evaluate.num_inference_steps must be at least 1"]),
     "no average": (["trainer.ema_every=0"], ["trainer.ema_every must be at least 1, got 0"]),
@@ -105,6 +117,24 @@ def test_one_line(
     for part in told:
         assert part in message
     assert not out.exists()
+
+
+def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a cluster of our own would have is what Ray counts here."""
+    arguments = ["checkpoint_engine.transport=nccl", f"output_dir={tmp_path / 'run'}"]
+    for seen_by_torch in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_by_torch: seen)
+        monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')
+        message = refuse(arguments, capfd, monkeypatch)
+        assert "transport nccl needs weights on a GPU, here they are on cpu" in message
+        assert "use gloo, object_store or auto" in message
+        monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+        monkeypatch.setattr(sys, "argv", ["main", *arguments, "dry_run=true"])
+        assert main() == 0
+        capfd.readouterr()
 
 
 def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
@@ -220,6 +250,16 @@ def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str
     assert len(done.stderr.splitlines()) == 1
     again = command("total_steps=0", f"runtime.address={existing_cluster}", f"output_dir={out}")
     assert "is not empty" not in again.stderr
+
+
+def test_nccl_on_an_existing_cluster_without_gpus(tmp_path: Path, existing_cluster: str) -> None:
+    """Known when the trainer's first rank has started, and before any model is loaded."""
+    out = tmp_path / "run"
+    done = command("checkpoint_engine.transport=nccl", f"runtime.address={existing_cluster}", f"output_dir={out}")
+    assert done.returncode == 2, done.stderr
+    told = "async_flowrl: checkpoint_engine.transport: transport nccl needs weights on a GPU, here they are on cpu"
+    assert done.stderr.splitlines()[-1].startswith(told)
+    assert "Traceback" not in done.stderr
 
 
 def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What only processes can suffer: signals, lost nodes, missing resources, a driver that dies."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import ray
 
 from separation.cluster import cluster
-from separation.group import PoolSpec, RefLost, WorkerDied
+from separation.group import PoolSpec, RefLost, Worker, WorkerDied
 from separation.placement import ResourcesMissing
 from separation.processes import alive, descendants, kill
 from separation.rendezvous import join_process_group
@@ -76,22 +77,31 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
 
 
 @contextmanager
-def second_node(resources: str) -> Iterator[list[psutil.Process]]:
-    """Another Ray node on this machine; yields its processes."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
+def second_node(resources: str = "{}", *, gpus: str = "") -> Iterator[list[psutil.Process]]:
+    """Another Ray node on this machine, which takes devices of these numbers for its GPUs; yields its processes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--disable-usage-stats"]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
-    start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    command += [f"--num-gpus={len(gpus.split(','))}"] if gpus else []
+    visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+    start = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **visible}
+    )
     try:
-        end = time.monotonic() + 180
-        while len([node for node in ray.nodes() if node["Alive"]]) < 2:
-            assert time.monotonic() < end, "the second node did not come up"
-            time.sleep(0.1)
+        wait_for_nodes(2)
         yield descendants(start.pid)
     finally:
         for process in descendants(start.pid):
             kill(process)
         start.kill()
         start.wait()
+    wait_for_nodes(1)
+
+
+def wait_for_nodes(count: int) -> None:
+    end = time.monotonic() + 180
+    while len([node for node in ray.nodes() if node["Alive"]]) != count:
+        assert time.monotonic() < end, f"there are not {count} nodes"
+        time.sleep(0.1)
 
 
 @pytest.mark.chaos
@@ -111,6 +121,45 @@ def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
                 assert await home.call("total", small) == 2.0, "a small result travelled with the answer"
 
     rays.run(test)
+
+
+@pytest.mark.chaos
+def test_workers_see_the_gpus_of_their_seats_and_no_others(rays: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """No GPU is needed: Ray tells each worker the numbers of its devices without looking at any."""
+    allocator = "expandable_segments:True"
+    pools = [
+        PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, gang=True, allocator=allocator),
+        PoolSpec(
+            "chooser", TOY, 1, gpus_per_worker=1.0, allocator=allocator, environment={"PYTORCH_CUDA_ALLOC_CONF": "x:1"}
+        ),
+        PoolSpec("none", TOY, 3, allocator=allocator),
+    ]
+
+    async def seen(worker: Worker) -> tuple[str | None, str | None]:
+        names = "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"
+        return await worker.call("os:getenv", names[0]), await worker.call("os:getenv", names[1])
+
+    async def test(bench: Bench) -> None:
+        with second_node(gpus="4,5,6"):
+            async with cluster(pools, start_deadline=180) as groups:
+                owners = await together(*(seen(worker) for worker in groups["owner"].workers))
+                (chooser,) = await together(*(seen(worker) for worker in groups["chooser"].workers))
+                assert sorted([*owners, (chooser[0], allocator)]) == [(number, allocator) for number in "456"]
+                assert chooser[1] is None, "the allocator is left to what the pool's environment says"
+                nothing = await together(*(seen(worker) for worker in groups["none"].workers))
+                assert nothing == [("", None)] * 3
+                assert await seen(await groups["none"].replace(0)) == ("", None)
+                assert await seen(await groups["owner"].replace(1)) == owners[1]
+                made = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+                gangs = [
+                    group["strategy"] for group in made if len(group["bundles"]) == 2 and "GPU" in group["bundles"][0]
+                ]
+                assert gangs == ["STRICT_PACK"]
+
+    with caplog.at_level(logging.INFO, logger="separation.ray_session"):
+        rays.run(test)
+    (spread,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("owner: on")]
+    assert spread.startswith("owner: on 1 node (") and spread.endswith("owner-0, owner-1)")
 
 
 def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:

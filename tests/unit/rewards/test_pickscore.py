@@ -76,3 +76,10 @@ def test_it_is_built_without_its_weights() -> None:
 def test_what_cannot_be_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=f"reward.terms.pickscore: .*{message}"):
         build_reward(RewardConfig(terms={"pickscore": RewardTerm(options=dict(options))}))
+
+
+def test_a_gpu_that_the_process_does_not_see_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device is cuda, and this process sees no GPU.* use auto or cpu"):
+        PickScore(str(folder), str(folder), device="cuda")(pictures(1), PROMPT)
+    assert len(PickScore(str(folder), str(folder), device="auto")(pictures(1), PROMPT)) == 1

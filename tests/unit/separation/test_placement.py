@@ -10,7 +10,9 @@ from separation.placement import (
     StoreTooSmall,
     check_fits,
     check_store,
+    describe_spread,
     own_cluster,
+    packing,
     reserve,
     totals,
 )
@@ -104,6 +106,40 @@ def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
     with pytest.raises(ResourcesMissing, match="2 cores") as caught:
         own_cluster([spec("rollout", 2 * MAX_PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
     assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]
+
+
+def node(gpus: float) -> dict[str, float]:
+    return {"CPU": 32.0, "GPU": gpus}
+
+
+@pytest.mark.parametrize(
+    ("free", "strategy"),
+    [
+        ([node(4)], "STRICT_PACK"),
+        ([node(2), node(4)], "STRICT_PACK"),
+        ([node(2), node(2)], "PACK"),
+        ([node(3), node(3), node(3)], "PACK"),
+        ([{"CPU": 1.0, "GPU": 8.0}, {"CPU": 64.0}], "PACK"),
+    ],
+)
+def test_a_gang_stays_on_one_node_where_one_has_enough_free(free: list[dict[str, float]], strategy: str) -> None:
+    (gang,) = plan([spec("trainer", 4, gpus=1, gang=True)], {"GPU": 8})
+    assert packing(gang, free) == strategy
+
+
+def test_the_spread_of_a_gang_names_nodes_and_ranks() -> None:
+    (gang,) = plan([spec("trainer", 3, gpus=1, gang=True)], {"GPU": 8})
+    assert describe_spread(gang, ["a", "a", "a"]) == "trainer: on 1 node (a: trainer-0, trainer-1, trainer-2)"
+    assert describe_spread(gang, ["a", "b", "a"]) == "trainer: on 2 nodes (a: trainer-0, trainer-2; b: trainer-1)"
+    pools = [spec("trainer", 2, gpus=1, gang=True), spec("rollout", 2, gpus=1)]
+    (pairs,) = plan(pools, {"GPU": 2}, "colocated")
+    told = "rollout+trainer: on 2 nodes (a: rollout-0, trainer-0; b: rollout-1, trainer-1)"
+    assert describe_spread(pairs, ["a", "b"]) == told
+
+
+def test_a_pools_environment_cannot_say_which_devices_are_seen() -> None:
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES of the pool rollout follows from its seats"):
+        PoolSpec("rollout", "pkg.module:factory", 1, environment={"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_store_that_is_too_small_is_refused() -> None:

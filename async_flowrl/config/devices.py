@@ -1,0 +1,43 @@
+"""Which workers may find themselves on one device, by the configuration alone, and what follows for NCCL.
+
+NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
+"""
+
+from async_flowrl.config.schema import Config
+
+
+def nccl_obstacle(config: Config) -> str | None:
+    """Why NCCL cannot carry weights from the trainer to the rollout workers, which takes a GPU of its own for each.
+
+    None where nothing in the configuration stands against it.
+    """
+    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
+    if config.runtime.backend == "local":
+        return "runtime.backend=local has all workers in one process"
+    if config.placement == "colocated":
+        return "placement=colocated has a rollout worker and a trainer rank share each device"
+    if config.rollout.engine == "vllm_omni":
+        return "rollout.engine=vllm_omni receives weights in host memory"
+    for key, gpus in (("trainer.gpus_per_worker", trainer), ("rollout.gpus_per_worker", rollout)):
+        if gpus == 0:
+            return f"{key}=0 leaves its workers on the CPU"
+    if may_share(trainer, rollout):
+        return f"trainer.gpus_per_worker={trainer:g} and rollout.gpus_per_worker={rollout:g} fit on one device"
+    if config.rollout.num_workers > 1 and may_share(rollout, rollout):
+        return f"rollout.gpus_per_worker={rollout:g} lets several rollout workers share a device"
+    return None
+
+
+def ranks_on_one_device(config: Config) -> str | None:
+    """Why the trainer ranks could not form their own process group on GPUs; None where they could."""
+    key, gpus = "trainer.gpus_per_worker", config.trainer.gpus_per_worker
+    if config.placement == "colocated" and config.rollout.gpus_per_worker > gpus:
+        key, gpus = "rollout.gpus_per_worker", config.rollout.gpus_per_worker
+    if config.trainer.num_workers > 1 and may_share(gpus, gpus):
+        return f"{key}={gpus:g} lets two of the {config.trainer.num_workers} trainer ranks share a device"
+    return None
+
+
+def may_share(one: float, other: float) -> bool:
+    """Whether workers with these shares of a GPU fit on one."""
+    return min(one, other) > 0 and one + other <= 1 + 1e-9

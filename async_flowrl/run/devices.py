@@ -1,0 +1,44 @@
+"""The memory of the devices that the pools have found, and its comparison with a plan before models are loaded."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import ROLLOUT, TRAINER
+from separation.group import WorkerGroup
+from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
+
+CheckDevices = Callable[[Config, Mapping[str, int]], Sequence[str]]
+"""Compares a configuration with bytes of device memory by pool: sentences to warn with, or ConfigError."""
+
+
+async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], check: CheckDevices) -> None:
+    """Warns of devices that are tight. Raises ConfigError for those that are too small."""
+    async with deadline(config.deadlines.load, "load: memory of the devices"):
+        memory = await device_memory(config, groups)
+    if memory:
+        for sentence in await asyncio.to_thread(check, config, memory):
+            logger.warning("%s", sentence)
+
+
+async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:
+    """Bytes of the smallest device of each pool that has any.
+
+    Rollout workers of vllm_omni are left out: they start CUDA in processes of their own, and plan their memory.
+    """
+    asked = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
+    if config.rollout.engine == "vllm_omni":
+        del asked[ROLLOUT]
+    found: dict[str, int] = {}
+    for pool in (name for name, gpus in asked.items() if gpus > 0):
+        calls = (
+            worker.call("async_flowrl.observability.devices:total_memory", lane="control")
+            for worker in groups[pool].workers
+        )
+        sizes = [size for size in await asyncio.gather(*calls) if size is not None]
+        if sizes:
+            found[pool] = min(sizes)
+    return found

@@ -1,0 +1,124 @@
+"""Which workers may share a device, and what the pools' environments may say."""
+
+from dataclasses import replace
+
+import pytest
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.devices import may_share, nccl_obstacle, ranks_on_one_device
+from async_flowrl.config.environment import TAKEN, environment_refusal
+from separation.host import thread_environment
+from separation.rendezvous import rank_environment
+
+COLOCATED = ("placement=colocated", "mode=sync", "max_staleness=0", "hand_over=batch")
+SHARED = {
+    "colocated": (COLOCATED, "placement=colocated has a rollout worker and a trainer rank share each device"),
+    "threads": (("runtime.backend=local",), "runtime.backend=local has all workers in one process"),
+    "trainer on the CPU": (("trainer.gpus_per_worker=0",), "trainer.gpus_per_worker=0 leaves its workers on the CPU"),
+    "rollout on the CPU": (("rollout.gpus_per_worker=0",), "rollout.gpus_per_worker=0 leaves its workers on the CPU"),
+    "one of each": (("trainer.gpus_per_worker=0.3", "rollout.gpus_per_worker=0.7"), "fit on one device"),
+    "two rollout workers": (
+        ("rollout.num_workers=2", "rollout.gpus_per_worker=0.5"),
+        "rollout.gpus_per_worker=0.5 lets several rollout workers share a device",
+    ),
+}
+APART = {
+    "a GPU each": (),
+    "more than half each": ("trainer.gpus_per_worker=0.6", "rollout.gpus_per_worker=0.6", "rollout.num_workers=3"),
+    "one rollout worker of half": ("rollout.gpus_per_worker=0.5",),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_nccl_is_refused_where_two_of_its_ranks_may_meet_on_one_device(case: str) -> None:
+    overrides, reason = SHARED[case]
+    config = compose_config(overrides=list(overrides))
+    assert reason in str(nccl_obstacle(config))
+    check(config)
+    for transport in ("nccl", "pynccl"):
+        engine = replace(config.checkpoint_engine, transport=transport)
+        with pytest.raises(
+            ConfigError, match=f"checkpoint_engine.transport={transport} needs a GPU of its own"
+        ) as told:
+            check(replace(config, checkpoint_engine=engine))
+        assert reason in str(told.value) and "use gloo, object_store or auto" in str(told.value)
+
+
+@pytest.mark.parametrize("case", APART)
+def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(case: str) -> None:
+    config = compose_config(overrides=[*APART[case], "checkpoint_engine.transport=nccl"])
+    assert nccl_obstacle(config) is None
+    check(config)
+
+
+def test_shares_of_a_device() -> None:
+    assert may_share(0.5, 0.5) and may_share(0.1 + 0.2, 0.7)
+    assert not may_share(0.5, 0.6) and not may_share(0, 0.5) and not may_share(1, 0)
+
+
+def test_trainer_ranks_that_would_meet_on_one_device_are_refused() -> None:
+    two = ("trainer.num_workers=2", "trainer.micro_batch_size=4")
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 lets two of the 2 trainer ranks share a device"):
+        check(compose_config(overrides=[*two, "trainer.gpus_per_worker=0.5"]))
+    for apart in ("trainer.gpus_per_worker=0.6", "trainer.gpus_per_worker=0", "trainer.num_workers=1"):
+        check(compose_config(overrides=[*two, apart]))
+    pairs = [*COLOCATED, *two, "rollout.num_workers=2", "trainer.gpus_per_worker=0.2"]
+    assert ranks_on_one_device(compose_config(overrides=[*pairs, "rollout.gpus_per_worker=1"])) is None
+    told = ranks_on_one_device(compose_config(overrides=[*pairs, "rollout.gpus_per_worker=0.4"]))
+    assert told == "rollout.gpus_per_worker=0.4 lets two of the 2 trainer ranks share a device"
+
+
+ENVIRONMENTS = {
+    "devices": (
+        "+trainer.environment={CUDA_VISIBLE_DEVICES: '0'}",
+        "cannot set CUDA_VISIBLE_DEVICES: each worker",
+    ),
+    "threads": (
+        "+reward.environment={OMP_NUM_THREADS: 4}",
+        "cannot set OMP_NUM_THREADS: it follows",
+    ),
+    "determinism": (
+        "+rollout.environment={CUBLAS_WORKSPACE_CONFIG: ':16:8'}",
+        "rollout.environment cannot set CUBLAS_WORKSPACE_CONFIG: it follows from deterministic",
+    ),
+    "what is read before": ("+rollout.environment={LD_PRELOAD: a.so}", "export it where Ray is started"),
+    "another cache": ("+rollout.environment={HF_HOME: /models}", "all pools of a node share one cache of the hub"),
+    "YAML's true": ("+rollout.environment={SOME_FLAG: true}", "rollout.environment.SOME_FLAG must be text, got True"),
+    "not a dictionary": ("rollout.environment=3", "rollout.environment must be a dictionary of texts"),
+    "a name that is none": (r"+rollout.environment={A\=B: c}", "no name of an environment variable: 'A=B'"),
+    "no text at all": ("+rollout.environment={A: null}", "'rollout.environment.A' is not Optional"),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_environments_that_are_refused(case: str) -> None:
+    override, told = ENVIRONMENTS[case]
+    with pytest.raises(ConfigError) as refused:
+        check(compose_config(overrides=[override]))
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_environments_that_are_taken() -> None:
+    given = "+rollout.environment={NCCL_SOCKET_IFNAME: eth0, NCCL_IB_DISABLE: 1, LOWER: 'true', EMPTY: ''}"
+    config = compose_config(overrides=[given, "+trainer.environment.PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:512'"])
+    check(config)
+    assert config.rollout.environment == {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_DISABLE": "1",
+        "LOWER": "true",
+        "EMPTY": "",
+    }
+    assert config.trainer.environment == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+
+
+def test_threads_of_one_process_have_one_environment() -> None:
+    told = environment_refusal("reward.environment", {"API_KEY": "x"}, "local")
+    assert told is not None and "got API_KEY with runtime.backend=local" in told and "export it" in told
+    assert environment_refusal("reward.environment", {}, "local") is None
+
+
+def test_every_variable_that_pools_set_themselves_is_taken() -> None:
+    ranks = rank_environment(rank=0, world=1, address="", port=1, timeout=1)
+    assert {*thread_environment(1), *ranks} - {"PROCESS_GROUP_TIMEOUT"} <= TAKEN.keys()

@@ -1,0 +1,108 @@
+"""Which files of a hub model are fetched, from a stand-in of the hub: each once, and nothing is asked again."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.download import components, patterns
+from async_flowrl.policies.registry import resolve_model
+from tests.support.hub import Hub, serving
+
+ROOT = Path(__file__).parents[3]
+MARK = "/api/models/stand/in/revision/main?mark"
+PART_BY_PART = """
+import sys
+import torch
+from diffusers import DiffusionPipeline
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.download import download
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.stored import StoredWeights
+from urllib.request import urlopen
+
+model = resolve_model(ModelConfig(path="stand/in"))
+for parts in ("structure", "transformer", "all"):
+    folder = download(model.path, model.revision, parts)
+    print(sum(file.is_file() for file in folder.rglob("*.safetensors")))
+urlopen(sys.argv[1])
+for parts in ("structure", "transformer", "all"):
+    load_policy(model, dtype="float32", device="cpu", parts=parts)
+assert "x_embedder.weight" not in StoredWeights(model.path, dtype=torch.float32, revision=model.revision)
+urlopen(sys.argv[1])
+DiffusionPipeline.download(model.path, revision=model.revision, use_safetensors=True)
+"""
+NEVER = (
+    "transformer/diffusion_pytorch_model.fp16.safetensors",
+    "text_encoder/model.fp16-00001-of-00002.safetensors",
+    "text_encoder/pytorch_model.bin",
+    "transformer/code.py",
+    "everything_in_one.safetensors",
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The tiny model as a repository, beside files that no run needs."""
+    folder = tmp_path / "repository"
+    shutil.copytree(resolve_model(ModelConfig()).path, folder)
+    for name in NEVER:
+        (folder / name).write_bytes(b"not needed")
+    return folder
+
+
+def run_with(hub: Hub, cache: Path, code: str) -> str:
+    """What a process prints whose hub this is."""
+    environment = {**os.environ, **hub.environment(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, hub.address + MARK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(repository: Path, tmp_path: Path) -> None:
+    with serving({"stand/in": repository}) as hub:
+        printed = run_with(hub, tmp_path / "cache", PART_BY_PART)
+    assert printed.split() == ["0", "1", "3"], "weights that structure, transformer and all have brought"
+    needed = {str(file.relative_to(repository)) for file in repository.rglob("*") if file.is_file()} - set(NEVER)
+    assert hub.fetched() == dict.fromkeys(needed, 1), "diffusers, asked last, finds all of its files as well"
+    marks = [index for index, line in enumerate(hub.asked) if line == f"GET {MARK}"]
+    assert marks[1] == marks[0] + 1, f"while models were loaded: {hub.asked[marks[0] + 1 : marks[1]]}"
+
+
+def test_what_a_part_needs_the_larger_parts_need_as_well() -> None:
+    index = {
+        "_class_name": "StableDiffusion3Pipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "image_encoder": [None, None],
+        "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+        "transformer": ["diffusers", "SD3Transformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    folders = components(index)
+    assert folders == ["scheduler", "text_encoder", "transformer", "vae"]
+    files = [
+        "model_index.json",
+        "README.md",
+        "scheduler/scheduler_config.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "text_encoders/clip_g.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
+    wanted = {
+        parts: set(filter_repo_objects(files, allow_patterns=patterns(folders, parts)))
+        for parts in ("structure", "transformer", "all", "offload")
+    }
+    weights = {parts: {name for name in names if name.endswith(".safetensors")} for parts, names in wanted.items()}
+    assert weights["structure"] == set()
+    assert weights["transformer"] == {"transformer/diffusion_pytorch_model-00001-of-00002.safetensors"}
+    assert wanted["structure"] < wanted["transformer"] < wanted["all"] == wanted["offload"]
+    assert wanted["all"] == set(files) - {"README.md", "text_encoders/clip_g.safetensors"}

@@ -1,0 +1,66 @@
+"""The transport of a run is chosen where the weights are, in the trainer's process."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.transport import choose_transport, transport_here
+from separation.group import Worker, WorkerFailed
+
+
+@dataclass
+class Sender:
+    """A trainer rank that answers with what it is given, or raises it."""
+
+    answer: str | WorkerFailed = ""
+    name: str = "trainer-0"
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> str:
+        self.asked.append((method, *args))
+        if isinstance(self.answer, WorkerFailed):
+            raise self.answer
+        return self.answer
+
+
+def choose(sender: Sender, *overrides: str) -> str:
+    return asyncio.run(choose_transport(compose_config(overrides=list(overrides)), cast("Worker", sender)))
+
+
+def failed(kind: str, message: str) -> WorkerFailed:
+    return WorkerFailed("trainer-0", "transport_here", kind, message, "")
+
+
+def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seen_here in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_here: seen)
+        sender = Sender("nccl")
+        assert choose(sender, "checkpoint_engine.transport=auto") == "nccl"
+        assert sender.asked == [("async_flowrl.run.transport:transport_here", "auto")]
+
+
+def test_auto_is_the_object_store_where_workers_share_a_device() -> None:
+    sender = Sender("nccl")
+    shared = ("placement=colocated", "mode=sync", "max_staleness=0", "hand_over=batch")
+    assert choose(sender, "checkpoint_engine.transport=auto", *shared) == "object_store"
+    assert sender.asked == []
+
+
+def test_what_cannot_work_there_is_one_sentence_and_other_failures_stay_what_they_are() -> None:
+    refused = Sender(failed("ValueError", "transport nccl needs weights on a GPU, here they are on cpu"))
+    with pytest.raises(ConfigError, match=r"^checkpoint_engine.transport: transport nccl needs weights on a GPU"):
+        choose(refused, "checkpoint_engine.transport=nccl")
+    with pytest.raises(WorkerFailed, match="ImportError"):
+        choose(Sender(failed("ImportError", "libtorch")), "checkpoint_engine.transport=nccl")
+
+
+def test_here_is_this_processs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert transport_here("auto") == "nccl"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert transport_here("auto") == "object_store"
