@@ -23,12 +23,16 @@ CLIP_L_PROJECTION = 768 * 768
 
 @dataclass(frozen=True)
 class Architecture:
-    """Configurations as in the model's folders, and the parameters of all its text encoders together."""
+    """Configurations as in the model's folders, and the parameters of all its text encoders together.
+
+    `dtype` is what the transformer's files are in.
+    """
 
     family: str
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
     text_parameters: int
+    dtype: str = "bfloat16"
 
 
 _QWEN_IMAGE = Architecture(
@@ -81,5 +85,6 @@ KNOWN: Mapping[str, Architecture] = {
         {},
         {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
         4_022_468_096,
+        "float32",
     ),
 }

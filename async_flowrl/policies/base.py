@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.types import ByteArray, Conditioning, Prompt, Sampling, Wording
+from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Policy(Protocol):
     @property
     def blocks(self) -> Sequence[nn.Module]:
         """The units of FSDP, torch.compile and gradient checkpointing, in forward order."""
+        ...
+
+    @property
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """The modules that `encode` computes with and nothing else does; `encode` runs on the device they are on."""
         ...
 
     def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
@@ -76,8 +81,8 @@ class Policy(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
-        """Images uint8 [n, H, W, 3]; only in processes that loaded the VAE."""
+    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+        """Images uint8 [n, H, W, 3] on the latents' device; only in processes that loaded the VAE."""
         ...
 
 
@@ -97,8 +102,9 @@ class PolicyFamily(Protocol):
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> Policy:
-        """`parts` is "all" (rollout), "transformer" (a trainer alone) or "structure" (a trainer rank among others).
+        """`parts` is "all" or "offload" (rollout), "transformer" (a lone trainer) or "structure" (a rank among others).
 
+        "offload" is "all" with the text encoders in host memory, so that `device` need not have room for them;
         "structure" is the transformer with its parameters on the meta device; they are filled shard by shard.
         """
         ...

@@ -1,11 +1,29 @@
-"""Kernels of a network: diffusers' attention backends, and torch.compile block by block."""
+"""Kernels of a network: those that repeat their bits, diffusers' attention backends, torch.compile block by block."""
 
+import os
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.policies.base import Policy
+
+
+def repeatable_kernels() -> None:
+    """Makes CUDA give the same bits for the same work, in this process; CPUs do that anyway and are left as they are.
+
+    Call it before the first matrix product. Afterwards torch raises RuntimeError, naming the operation, instead of
+    running one that has no such kernel.
+    """
+    if not torch.cuda.is_available():
+        return
+    # Read when cuBLAS makes its first workspace.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    # Only there to expose reads of uninitialised memory, at the price of filling every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_attention(transformer: nn.Module, name: str) -> None:

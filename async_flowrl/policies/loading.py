@@ -1,7 +1,7 @@
 """Loading of weights, alike for every model family."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,23 @@ def quiet() -> Iterator[None]:
             logger.enable_progress_bar()
 
 
-def settle_pipeline(pipeline: Any, device: torch.device) -> None:
-    for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
+def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool, **options: Any) -> Any:
+    """The pipeline of class `stock`, settled: its weights go straight to `device`, or stay in host memory if
+    `text_on_host` and they are a text encoder's."""
+    given: dict[str, Any] = {}
+    if text_on_host:
+        text = stock.from_pretrained(path, transformer=None, vae=None, trust_remote_code=False, **options)
+        settle_pipeline(text, torch.device("cpu"))
+        given = {name: part for name, part in text.components.items() if part is not None}
+    pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **given, **options)
+    settle_pipeline(pipeline, device, except_for=given)
+    return pipeline
+
+
+def settle_pipeline(pipeline: Any, device: torch.device, *, except_for: Container[str] = ()) -> None:
+    """Settles the networks among its components, but for those named."""
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and name not in except_for:
             settle(component, device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.policies.base import Shapes
-from async_flowrl.types import ByteArray, Conditioning, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
 
 JOINT_ATTENTION = (
     "attn.to_q",
@@ -69,6 +69,13 @@ class PipelinePolicy(ABC):
     def embeds_guidance(self) -> bool:
         """Whether the network takes `guidance_scale` as an input (a guidance-distilled model)."""
         return False
+
+    @property
+    def text_encoders(self) -> Sequence[nn.Module]:
+        """The pipeline's, in the order of their numbers; empty where it was not loaded."""
+        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        found = [getattr(self._pipeline, name, None) for name in names]
+        return [encoder for encoder in found if encoder is not None]
 
     @torch.no_grad()
     def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
@@ -159,7 +166,7 @@ class PipelinePolicy(ABC):
     ) -> Tensor:
         """Guided velocity [n, ...] float32 of `latents` [n, ...] at noise level `sigma` [n] float32.
 
-        Both branches of true CFG go in one batch, with gradients through both.
+        True CFG has two branches, with gradients through both: in one batch, or in two where `_apart`.
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
@@ -168,8 +175,12 @@ class PipelinePolicy(ABC):
             return self._network(latents, sigma, [positive], sampling)
         if negative is None:
             raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
-        both = self._network(torch.cat([latents, latents]), torch.cat([sigma, sigma]), [positive, negative], sampling)
-        conditional, unconditional = both.chunk(2)
+        if _apart(positive, negative, latents.device):
+            conditional = self._network(latents, sigma, [positive], sampling)
+            unconditional = self._network(latents, sigma, [negative], sampling)
+        else:
+            rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+            conditional, unconditional = self._network(*rows, [positive, negative], sampling).chunk(2)
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
@@ -204,11 +215,11 @@ class PipelinePolicy(ABC):
         return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
-        """Images uint8 [n, H, W, 3] of final latents, rounded as diffusers' image processor does."""
+    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+        """Images uint8 [n, H, W, 3] of final latents, on their device, rounded as diffusers' image processor does."""
         pipeline = self._whole("decode images")
-        images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="np")
-        return cast("ByteArray", (images * 255).round().astype(np.uint8))
+        images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
+        return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
         """Images [n, 3, H, W] as the VAE gives them."""
@@ -241,3 +252,12 @@ class PipelinePolicy(ABC):
             "true_cfg_scale": sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
+
+
+def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
+    """Whether the branches of guidance go through the network one after the other: on CUDA, for texts of other lengths.
+
+    In one batch the shorter text is padded and masked, and with a mask there is no flash attention; text positions do
+    not depend on padding, so the mathematics is the same. A CPU has no such kernel to win.
+    """
+    return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)

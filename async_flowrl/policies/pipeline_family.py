@@ -35,23 +35,22 @@ class PipelineFamily:
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
-        """`parts` is "all" (weights go straight to `device`), "transformer" (no text encoder, no VAE weights) or
-        "structure" (the transformer with its parameters on the meta device)."""
+        """`parts` is "all" (weights go straight to `device`), "offload" (the same, but the text encoders' stay in host
+        memory), "transformer" (no text encoder, no VAE weights) or "structure" (the transformer with its parameters on
+        the meta device)."""
         import diffusers
 
-        from async_flowrl.policies.loading import quiet, settle, settle_pipeline, weight_options
+        from async_flowrl.policies.loading import load_whole, quiet, settle, weight_options
 
         kind = getattr(diffusers, self.transformer)
         with quiet():
-            if parts == "all":
-                pipeline = getattr(diffusers, self.pipeline).from_pretrained(
-                    path, device_map=device.type, trust_remote_code=False, **weight_options(dtype, revision)
-                )
-                settle_pipeline(pipeline, device)
+            if parts in ("all", "offload"):
+                stock, options = getattr(diffusers, self.pipeline), weight_options(dtype, revision)
+                pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
             if parts == "structure":
                 described = kind.load_config(path, subfolder="transformer", revision=revision)
-                transformer: Any = _structure(kind, described, dtype)
+                transformer: Any = structure(kind, described, dtype)
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **weight_options(dtype, revision))
                 settle(transformer, device)
@@ -101,15 +100,19 @@ class PipelineFamily:
         for tensor in [*network.parameters(), *decoder.parameters()]:
             tensor.data = tensor.data.to(dtype)
         stock = getattr(diffusers, self.pipeline)
-        factor = 8 if "block_out_channels" not in vae else 2 ** (len(vae["block_out_channels"]) - 1)
         pipeline = SimpleNamespace(
             transformer=network,
             scheduler=None,
             vae=decoder,
-            vae_scale_factor=factor,
+            vae_scale_factor=self.scale_factor(vae),
             _unpack_latents=getattr(stock, "_unpack_latents", None),
         )
         return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
+
+    @staticmethod
+    def scale_factor(vae: Mapping[str, Any]) -> int:
+        """Pixels per latent and side, from the configuration of the VAE."""
+        return 8 if "block_out_channels" not in vae else int(2 ** (len(vae["block_out_channels"]) - 1))
 
     def shapes(
         self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
@@ -146,7 +149,7 @@ class PipelineFamily:
         return self.policy.guidance_arguments(sampling)
 
 
-def _structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """The network as `from_pretrained` makes it before it reads weights: parameters on meta, tables computed."""
     from accelerate import init_empty_weights
 

@@ -29,6 +29,7 @@ class QwenImagePolicy(PipelinePolicy):
         super().__init__(transformer, scheduler, **options)
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
+        self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
     @property
     def lora_exclude(self) -> str:
@@ -90,13 +91,20 @@ class QwenImagePolicy(PipelinePolicy):
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
         vae = pipeline.vae
         unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor).to(vae.dtype)
-        mean, std = (
-            torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, std = self._statistics(vae.config, unpacked)
         # Divided by the reciprocal, as the pipeline does: the same bits as its images.
         decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0]
         return cast("Tensor", decoded[:, :, 0])
+
+    def _statistics(self, config: Any, like: Tensor) -> list[Tensor]:
+        """Mean and standard deviation of the VAE's latents, [1, C, 1, 1, 1] each; copied to the device once."""
+        kind = like.device, like.dtype
+        if kind not in self._known_statistics:
+            self._known_statistics[kind] = [
+                torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1, 1)
+                for values in (config.latents_mean, config.latents_std)
+            ]
+        return self._known_statistics[kind]
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:

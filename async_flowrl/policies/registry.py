@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
@@ -15,6 +15,8 @@ from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
+from async_flowrl.policies.download import download
+from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.types import Prompt
 
@@ -31,8 +33,8 @@ PIPELINES = {
     "ZImagePipeline": "z_image",
 }
 """`_class_name` of model_index.json to family."""
-PARTS = ("all", "transformer", "structure")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PARTS = ("all", "offload", "transformer", "structure")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -41,12 +43,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class ResolvedModel:
     """`path`: a local diffusers folder or a hub name; `revision`: the hub commit, None for a local folder.
 
-    `family` is a registered name or `pkg.module:attr`.
+    `family` is a registered name or `pkg.module:attr`; `dtype` is what `model.dtype` says, or what its `auto` means.
     """
 
     path: str
     family: str
     revision: str | None
+    dtype: str
     max_sequence_length: int | None = None
     attention_backend: str | None = None
 
@@ -55,51 +58,58 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     """Builds the tiny model, checks a local folder, or looks a hub name up. Loads no weights.
 
     Raises ValueError in one sentence on a field out of bounds, on a path that is neither, on a folder without
-    model_index.json and on a pipeline or family that is not known.
+    model_index.json, on a pipeline or family that is not known, and where `model.dtype=auto` cannot be told.
     """
     check_fields(config, "model.")
     if config.family not in ("auto", *FAMILIES):
         if ":" not in config.family:
             raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
         load_family(config.family)
-    return replace(
-        _resolve(config), max_sequence_length=config.max_sequence_length, attention_backend=config.attention_backend
+    path, family, revision = _found(config)
+    return ResolvedModel(
+        path,
+        family,
+        revision,
+        dtype_of_files(path, revision) if config.dtype == "auto" else config.dtype,
+        max_sequence_length=config.max_sequence_length,
+        attention_backend=config.attention_backend,
     )
 
 
-def _resolve(config: ModelConfig) -> ResolvedModel:
+def _found(config: ModelConfig) -> tuple[str, str, str | None]:
+    """Path, family and revision."""
     if config.path == "tiny":
         from async_flowrl.policies.tiny.build import build_tiny
 
         folder = build_tiny(config.tiny)
-        return ResolvedModel(str(folder), _family(config.family, folder / "model_index.json", "tiny"), None)
+        return str(folder), _family(config.family, folder / "model_index.json", "tiny"), None
     local = Path(config.path).expanduser()
     if local.exists():
         index = local / "model_index.json"
         if not index.is_file():
             raise ValueError(f"model.path {config.path} is not a diffusers folder: it has no model_index.json")
-        return ResolvedModel(str(local.resolve()), _family(config.family, index, config.path), None)
+        return str(local.resolve()), _family(config.family, index, config.path), None
     if not _HUB_NAME.fullmatch(config.path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
         raise ValueError(_missing(config.path, "no such folder", near))
     index, revision = _hub_index(config)
-    return ResolvedModel(config.path, _family(config.family, index, config.path), revision)
+    return config.path, _family(config.family, index, config.path), revision
 
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
     """The policy with its weights in torch's own aligned memory; all processes get equal bits.
 
-    `parts` is "all" (rollout: with text encoder and VAE), "transformer" (trainer) or "structure" (the transformer
-    without weights).
+    `parts` is "all" (rollout: with text encoder and VAE), "offload" (the same, the text encoder in host memory),
+    "transformer" (trainer) or "structure" (the transformer without weights).
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
+    path, revision = resolved.path, resolved.revision
     policy = load_family(resolved.family).load(
-        resolved.path,
+        path if revision is None else str(download(path, revision, parts)),
         dtype=DTYPES[dtype],
         device=torch.device(device),
         parts=parts,
-        revision=resolved.revision,
         max_sequence_length=resolved.max_sequence_length,
     )
     if resolved.attention_backend is not None:

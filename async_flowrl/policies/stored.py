@@ -10,9 +10,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line
+from async_flowrl.policies.download import download
 
-_FOLDER = "transformer"
-_NAME = "diffusion_pytorch_model.safetensors"
+FOLDER = "transformer"
+FILE = "diffusion_pytorch_model.safetensors"
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -23,16 +24,16 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None) -> None:
-        folder = (Path(path) if revision is None else _download(path, revision)) / _FOLDER
-        index = folder / f"{_NAME}.index.json"
+        folder = (Path(path) if revision is None else download(path, revision, "transformer")) / FOLDER
+        index = folder / f"{FILE}.index.json"
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             self._files = {name: folder / file for name, file in files.items()}
-        elif (folder / _NAME).is_file():
-            with safe_open(folder / _NAME, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), folder / _NAME)
+        elif (folder / FILE).is_file():
+            with safe_open(folder / FILE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), folder / FILE)
         else:
-            raise ValueError(f"{folder} holds no {_NAME}: only safetensors weights are loaded")
+            raise ValueError(f"{folder} holds no {FILE}: only safetensors weights are loaded")
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> Tensor:
@@ -63,10 +64,3 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
         return cast("dict[str, Any]", json.loads(file.read_text()))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error
-
-
-def _download(path: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    wanted = [f"{_FOLDER}/*.safetensors", f"{_FOLDER}/*.json"]
-    return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))

@@ -1,11 +1,9 @@
 """The reference rollout engine: a diffusers model denoised by our own loop, in float32 outside the network."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,29 +12,39 @@ from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_layers, lora_modules, lora_parameters
 from async_flowrl.rollout.base import Export, Rollout
+from async_flowrl.rollout.prompts import Prompts
+from async_flowrl.rollout.text_encoder import Offloaded, Resident
+from async_flowrl.rollout.transfers import download
 from async_flowrl.seeds import generator
-from async_flowrl.types import TRAIN, ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
+from async_flowrl.transfers import upload
+from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation, LoraModule, binding_probe
-
-_CACHED_PROMPTS = 1024
-"""Embeddings kept, least recently used out first; a negative prompt is used all the time and so stays."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Images start .. start + n of a request: final latents [n, ...], recorded points [n, P, ...], log-probs [n, W]."""
+    """Images start .. start + n of a request: final latents [n, ...], recorded points [n, P, ...], log-probs [n, W].
+
+    `finite` is a boolean without dimensions: whether all final latents are. All four are on the device.
+    """
 
     final: Tensor
     recorded: Tensor
     log_probs: Tensor
+    finite: Tensor
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all chunks of a request share; `points` are the schedule positions whose latents are recorded."""
+    """What all chunks of a request share; `points` are the schedule positions whose latents are recorded.
+
+    `sigmas` [T+1] and `encoded` are on the host; `levels`, the same noise levels, and both branches on the device.
+    """
 
     request: RolloutRequest
     sigmas: Tensor
+    levels: Tensor
+    encoded: Conditioning
     positive: Mapping[str, Tensor]
     negative: Mapping[str, Tensor] | None
     noisy: frozenset[int]
@@ -47,16 +55,26 @@ class DiffusersEngine:
     """Denoises tickets in fixed chunks. The same request on the same weights gives the same bits.
 
     `batch_size` images go through the network at once (None: the whole ticket). An image's noise depends on its seeds
-    alone; its chunk neighbours touch only the last float bits.
+    alone; its chunk neighbours touch only the last float bits. On CUDA the host waits twice per ticket whose prompts
+    are cached, for the trajectory and for the images, and never between two denoising steps.
     """
 
-    def __init__(self, policy: Policy, *, batch_size: int | None = None, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        batch_size: int | None = None,
+        device: str | torch.device = "cpu",
+        text_encoder: str = "resident",
+    ) -> None:
+        """`text_encoder` is `rollout.text_encoder`; ValueError for offload where the policy has no text encoder."""
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._meter = Meter(policy.transformer)
-        self._prompts: OrderedDict[tuple[Wording, str | None], dict[str, Tensor]] = OrderedDict()
+        offload = text_encoder == "offload"
+        self._prompts = Prompts(policy, Offloaded(policy.text_encoders, self.device) if offload else Resident())
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        return self.policy.encode(texts)
+        return self._prompts.encode(texts)
 
     def lora_parameters(self) -> Mapping[str, Tensor]:
         return lora_parameters(self.policy.transformer)
@@ -82,9 +100,10 @@ class DiffusersEngine:
         shape = request.sampling, len(request.images), _shapes(plan.positive), _shapes(plan.negative or {})
         with self._meter.measure(shape):
             chunks = [self._denoise(plan, images) for images in parts]
-        trajectory = self._trajectory(plan, chunks) if request.kind == TRAIN else None
+            trajectory = self._finish(plan, chunks)
         denoised = time.time()
-        images = self._decode(chunks, request.sampling.resolution)
+        decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
+        images = download([torch.cat(decoded)], self.device)[0].numpy()
         generated = Span("generate", begun, denoised, self._meter.flops(shape))
         made = None if trajectory is None else images.nbytes + trajectory.nbytes
         spans = (generated, Span("decode", denoised, time.time(), bytes=made))
@@ -93,29 +112,27 @@ class DiffusersEngine:
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
         _check(request)
-        negative = None
+        asked = [(request.prompt.wording, request.prompt.system)]
         if sampling.true_cfg_scale > 1:
-            negative = self._conditioning(request.prompt.negative_wording(sampling.negative_prompt), None)
+            asked.append((request.prompt.negative_wording(sampling.negative_prompt), None))
+        encoded = self._prompts.embeddings(asked)
+        branches = [self._uploaded(branch) for branch in encoded]
+        sigmas = self.policy.sigmas(sampling.num_inference_steps, sampling.resolution)
         # Without noise there are no transitions to train on: the rows of train_steps are made from the final latents.
         recorded = {point for step in request.train_steps if request.noise_steps for point in (step, step + 1)}
         return _Plan(
             request,
-            self.policy.sigmas(sampling.num_inference_steps, sampling.resolution),
-            self._conditioning(request.prompt.wording, request.prompt.system),
-            negative,
+            sigmas,
+            upload(sigmas, self.device),
+            encoded[0],
+            branches[0],
+            branches[1] if len(branches) > 1 else None,
             frozenset(request.noise_steps) if train else frozenset(),
             tuple(sorted(recorded or {sampling.num_inference_steps})) if train else (),
         )
 
-    def _conditioning(self, text: Wording, system: str | None) -> dict[str, Tensor]:
-        key = text, system
-        if key not in self._prompts:
-            (encoded,) = self.policy.encode([text], system=system)
-            self._prompts[key] = {name: torch.from_numpy(value).to(self.device) for name, value in encoded.items()}
-            if len(self._prompts) > _CACHED_PROMPTS:
-                self._prompts.popitem(last=False)
-        self._prompts.move_to_end(key)
-        return self._prompts[key]
+    def _uploaded(self, encoded: Conditioning) -> dict[str, Tensor]:
+        return {name: upload(torch.from_numpy(value), self.device) for name, value in encoded.items()}
 
     def _denoise(self, plan: _Plan, images: range) -> _Chunk:
         request = plan.request
@@ -130,16 +147,12 @@ class DiffusersEngine:
                 recorded[step + 1] = latents
             if step in request.train_steps and value is not None:
                 log_probs.append(value)
-        if not bool(latents.isfinite().all()):
-            raise FloatingPointError(
-                f"ticket {request.ordinal} (step {request.step}, group {request.group}) with policy version "
-                f"{request.version}: the generated latents are not finite"
-            )
         empty = latents.new_empty(len(images), 0)
         return _Chunk(
             latents,
             torch.stack([recorded[point] for point in plan.points], dim=1) if plan.points else empty,
             torch.stack(log_probs, dim=1) if log_probs else empty,
+            latents.isfinite().all(),
         )
 
     def _step(
@@ -147,7 +160,7 @@ class DiffusersEngine:
     ) -> tuple[Tensor, Tensor | None]:
         """The next latents, and their log-prob [n] float32 where the step is noisy."""
         sampling, n = plan.request.sampling, len(latents)
-        sigma, sigma_next = (plan.sigmas[i].expand(n).to(self.device) for i in (step, step + 1))
+        sigma, sigma_next = (plan.levels[i].expand(n) for i in (step, step + 1))
         velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
         if step not in plan.noisy:
             return sde.ode_step(latents, velocity, sigma, sigma_next), None
@@ -156,7 +169,7 @@ class DiffusersEngine:
             velocity,
             sigma,
             sigma_next,
-            sigma_after_first=plan.sigmas[1].to(self.device),
+            sigma_after_first=plan.levels[1],
             sde_type=sampling.sde_type,
             noise_level=sampling.noise_level,
         )
@@ -164,21 +177,35 @@ class DiffusersEngine:
         return following, sde.log_prob(following, transition, sampling.sde_type).float()
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
-        """Standard normal [n, ...] float32, row i from generator i."""
-        return torch.stack([torch.randn(shape, generator=source) for source in sources]).to(self.device)
+        """Standard normal [n, ...] float32 on the device, row i from generator i of the host."""
+        drawn = torch.empty(len(sources), *shape, pin_memory=self.device.type == "cuda")
+        for row, source in zip(drawn, sources, strict=True):
+            torch.randn(shape, generator=source, out=row)
+        return upload(drawn, self.device)
 
-    def _trajectory(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory:
+    def _finish(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory | None:
+        """Waits for the denoising. The trajectory of a training request; FloatingPointError on latents not finite."""
+        request = plan.request
+        found = [torch.stack([chunk.finite for chunk in chunks])]
+        if request.kind == TRAIN:
+            found += [torch.cat([chunk.recorded for chunk in chunks]), torch.cat([chunk.log_probs for chunk in chunks])]
+        finite, *recorded = download(found, self.device)
+        if not bool(finite.all()):
+            raise FloatingPointError(
+                f"ticket {request.ordinal} (step {request.step}, group {request.group}) with policy version "
+                f"{request.version}: the generated latents are not finite"
+            )
+        if request.kind != TRAIN:
+            return None
+        latents, log_probs = (tensor.numpy() for tensor in recorded)
         return Trajectory(
-            latents=torch.cat([chunk.recorded for chunk in chunks]).cpu().numpy(),
+            latents=latents,
             points=plan.points,
-            train_steps=plan.request.train_steps,
-            log_probs=torch.cat([chunk.log_probs for chunk in chunks]).cpu().numpy(),
+            train_steps=request.train_steps,
+            log_probs=log_probs,
             sigmas=plan.sigmas.numpy(),
-            conditioning={name: value.cpu().numpy() for name, value in plan.positive.items()},
+            conditioning=dict(plan.encoded),
         )
-
-    def _decode(self, chunks: Sequence[_Chunk], resolution: int) -> ByteArray:
-        return np.concatenate([self.policy.decode(chunk.final, resolution) for chunk in chunks])
 
 
 def _shapes(conditioning: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:

@@ -8,6 +8,9 @@ from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from checkpoint_engine import base_digest
 
+PARTS = {"resident": "all", "offload": "offload"}
+"""`rollout.text_encoder` to the parts of the model that are loaded."""
+
 
 def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[RolloutEngine, str]:
     """The engine with its adapter attached, and the digest to be compared with the trainer's.
@@ -19,10 +22,11 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
 
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
-    policy = load_policy(model, dtype=config.model.dtype, device=device, parts="all")
+    policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
     digest = base_digest(dict(policy.transformer.named_parameters()))
     add_lora(policy.transformer, config.lora, policy, config.seed)
     policy.transformer.requires_grad_(False).eval()
     if config.rollout.compile:
         compile_blocks(policy)
-    return DiffusersEngine(policy, batch_size=config.rollout.batch_size, device=device), digest
+    size, where = config.rollout.batch_size, config.rollout.text_encoder
+    return DiffusersEngine(policy, batch_size=size, device=device, text_encoder=where), digest

@@ -15,6 +15,7 @@ from torch import Tensor
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.observability.profiler import StepProfiler
+from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import RolloutEngine
@@ -50,6 +51,8 @@ class RolloutWorker:
             return self._load()
 
     def _load(self) -> dict[str, str]:
+        if self.config.deterministic:
+            repeatable_kernels()
         self.engine, digest = load_engine(self.config, self.model, device())
         self.receiver = Receiver(
             self.engine.lora_parameters(),
@@ -58,7 +61,7 @@ class RolloutWorker:
             alpha=self.config.lora.alpha,
             rank=self.config.lora.rank,
         )
-        self.collective = ReceivingEnd(self.receiver, torch.device(device()))
+        self.collective = ReceivingEnd(self.receiver)
         return {"base_digest": digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
+from async_flowrl.policies.download import download
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.vllm_omni.names import network_shapes
@@ -181,9 +182,7 @@ def _folder(model: ResolvedModel) -> str:
     """The model as a local folder at exactly its revision: vllm-omni would take the hub's newest."""
     if model.revision is None:
         return model.path
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(model.path, revision=model.revision))
+    return str(download(model.path, model.revision, "all"))
 
 
 def reply(method: str, results: Any, kind: type[T]) -> T:

@@ -37,7 +37,7 @@ def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
     """
     policy = load_family(model.family).load(
         model.path,
-        dtype=DTYPES[config.model.dtype],
+        dtype=DTYPES[model.dtype],
         device=torch.device("cpu"),
         parts="structure",
         revision=model.revision,

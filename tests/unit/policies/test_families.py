@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,9 +20,17 @@ from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig, TinyConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import FlopCounter
+from async_flowrl.policies import pipeline as pipeline_module
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
-from async_flowrl.policies.registry import check_prompts_of, family_of, load_family, resolve_model, shapes_of
+from async_flowrl.policies.registry import (
+    check_prompts_of,
+    family_of,
+    load_family,
+    load_policy,
+    resolve_model,
+    shapes_of,
+)
 from async_flowrl.policies.tiny.build import build_tiny
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -100,7 +109,7 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
 
 def test_images_are_the_pipelines(policy: Policy, family: str) -> None:
     pipeline = pipeline_of(family)
-    images = policy.decode(made(pipeline, policy, how(family)), 32)
+    images = policy.decode(made(pipeline, policy, how(family)), 32).numpy()
     theirs = np.stack([np.asarray(image) for image in made(pipeline, policy, how(family), "pil")])
     assert images.dtype == np.uint8 and images.shape == (N, 32, 32, 3)
     assert np.abs(images.astype(int) - theirs).max() <= 1
@@ -317,3 +326,33 @@ def test_the_tiny_pipeline_is_the_same_bytes_every_time(family: str, tmp_path: P
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
     with pytest.raises(ValueError, match=r"model\.tiny\.family must be one of .*did you mean 'flux'"):
         build_tiny(TinyConfig(family="fluxx"), tmp_path)
+
+
+def test_guidance_in_two_passes_is_guidance_in_one(policy: Policy, family: str) -> None:
+    """On CUDA, for texts of other lengths, the branches go apart and need no mask; a CPU takes them in one batch."""
+    sampling = how(family, cfg=4.0)
+    positive, negative = conditioning(policy)
+    x, sigma = latents(policy), torch.full((N,), 0.7)
+    with patch.object(policy, "_network", wraps=policy._network) as network:
+        together = policy.velocity(x, sigma, positive, negative, sampling)
+        assert network.call_count == 1
+        with patch.object(pipeline_module, "_apart", return_value=True):
+            apart = policy.velocity(x, sigma, positive, negative, sampling)
+        assert network.call_count == 3
+    assert (apart - together).abs().max() < 1e-5
+    assert apart.requires_grad == together.requires_grad
+
+
+def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(family: str) -> None:
+    """The encoders stay on the host while the rest is loaded, and hold the same weights."""
+    resolved = resolve_model(model_config(family))
+    resident, offloaded = (
+        load_policy(resolved, dtype="float32", device="cpu", parts=parts) for parts in ("all", "offload")
+    )
+    assert len(offloaded.text_encoders) == {"sd3": 3, "flux": 2}.get(family, 1)
+    asked = request(N, how=how(family, cfg=4.0))
+    one = DiffusersEngine(resident).generate(asked)
+    two = DiffusersEngine(offloaded, text_encoder="offload").generate(asked)
+    assert np.array_equal(one.images, two.images)
+    assert one.trajectory is not None and two.trajectory is not None
+    assert np.array_equal(one.trajectory.latents, two.trajectory.latents)

@@ -65,7 +65,7 @@ def test_unknown_and_missing_backends_are_refused() -> None:
 
 
 def test_a_resumed_run_has_the_revision_it_began_with() -> None:
-    model = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "new")
+    model = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "new", "bfloat16")
     check_revision({"model": {"path": "Qwen/Qwen-Image", "revision": "new"}}, model, "step_3")
     check_revision({"model": {"path": "tiny", "revision": None}}, replace(model, revision=None), "step_3")
     with pytest.raises(ValueError, match=r"step_3 was trained on revision old .*: set model\.revision=old"):

@@ -32,7 +32,7 @@ def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
         (ModelConfig(path="tinny"), "model.path 'tinny' was not found: no such folder; did you mean 'tiny'?"),
         (
             ModelConfig(dtype="bfloat"),
-            "model.dtype must be one of bfloat16, float32, got 'bfloat'; did you mean 'bfloat16'?",
+            "model.dtype must be one of auto, bfloat16, float32, got 'bfloat'; did you mean 'bfloat16'?",
         ),
         (
             ModelConfig(family="qwen_imge"),
@@ -72,7 +72,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path, component: str) -> None:
     (weights,) = (folder / component).glob("*.safetensors")
     torch.save(load_file(weights), weights.with_suffix(".bin"))
     weights.unlink()
-    resolved = resolve_model(ModelConfig(path=str(folder)))
+    resolved = resolve_model(ModelConfig(path=str(folder), dtype="float32"))
     for parts in ("all", "transformer") if component == "transformer" else ("all",):
         with pytest.raises(OSError, match="safetensors"):
             load_policy(resolved, dtype="float32", device="cpu", parts=parts)
@@ -159,7 +159,7 @@ def test_a_trainer_process_has_no_text_encoder_and_no_vae() -> None:
         policy.encode([RED.text])
     with pytest.raises(RuntimeError, match="only the transformer and cannot decode images"):
         policy.decode(torch.zeros(1, 4, 64), 32)
-    with pytest.raises(ValueError, match="parts must be one of all, structure, transformer, got 'vae'"):
+    with pytest.raises(ValueError, match="parts must be one of all, offload, structure, transformer, got 'vae'"):
         load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="vae")
 
 

@@ -213,7 +213,7 @@ def test_without_trained_steps_the_final_latents_are_recorded(policy: QwenImageP
     rollout = engine.generate(request(2, noise_steps=()))
     found = trajectory_of(rollout)
     assert found.points == (6,) and found.latents.shape == (2, 1, 4, 64) and found.log_probs.shape == (2, 0)
-    assert np.array_equal(policy.decode(torch.from_numpy(found.latents[:, 0]), 32), rollout.images)
+    assert np.array_equal(policy.decode(torch.from_numpy(found.latents[:, 0]), 32).numpy(), rollout.images)
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])

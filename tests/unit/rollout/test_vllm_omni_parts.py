@@ -162,10 +162,15 @@ def test_the_configuration_is_refused_where_the_engine_cannot_run() -> None:
     compiled.rollout.compile = True
     with pytest.raises(ConfigError, match=r"^rollout\.compile=true is for rollout\.engine=diffusers"):
         check(compiled)
+    offloaded = engine_config()
+    offloaded.rollout.text_encoder = "offload"
+    with pytest.raises(ConfigError, match=r"^rollout\.text_encoder=offload is for rollout\.engine=diffusers"):
+        check(offloaded)
     split.rollout.gpus_per_worker = 1.5
     with pytest.raises(ConfigError, match=r"tensor parallel size .* whole number, got 1\.5"):
         check(split)
-    check(replace(split, rollout=replace(split.rollout, engine="diffusers")))
+    with pytest.raises(ConfigError, match="rollout.engine=diffusers computes on one GPU and would leave the others"):
+        check(replace(split, rollout=replace(split.rollout, engine="diffusers")))
 
 
 def test_a_missing_or_foreign_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

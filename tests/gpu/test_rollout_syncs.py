@@ -1,0 +1,200 @@
+"""On one GPU, real or pretended: a ticket's host waits, its noise, and the text encoders out of the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import add_lora
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.rollout import text_encoder, transfers
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.registry import PARTS
+from async_flowrl.seeds import generator
+from async_flowrl.types import RolloutRequest
+from tests.support.families import NAMES, how, model_config
+from tests.support.tiny import request
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+IMAGES = 3
+FAMILIES = pytest.mark.parametrize("family", NAMES)
+
+
+def policy_on_device(family: str, where: str = "resident") -> Policy:
+    policy = load_policy(resolve_model(model_config(family)), dtype="float32", device="cuda", parts=PARTS[where])
+    add_lora(policy.transformer, LoraConfig(rank=4, alpha=10.0), policy, seed=0)
+    policy.transformer.requires_grad_(False).eval()
+    return policy
+
+
+def engine_of(family: str, where: str = "resident", *, batch_size: int | None = None) -> DiffusersEngine:
+    policy = policy_on_device(family, where)
+    return DiffusersEngine(policy, batch_size=batch_size, device="cuda", text_encoder=where)
+
+
+def ticket(family: str, guidance: float) -> RolloutRequest:
+    return request(IMAGES, how=how(family, cfg=guidance))
+
+
+class Waits:
+    """Counts calls of `transfers.wait`; any other wait of the host is an error, or on a pretended device counted."""
+
+    def __init__(self) -> None:
+        self.meant = 0
+        self.others: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        watch = self._on_pretended if "pretended" in torch.cuda.get_device_name() else self._on_real
+        with watch():
+            yield
+
+    @contextmanager
+    def _on_real(self) -> Iterator[None]:
+        wait = transfers.wait
+
+        def meant(device: torch.device) -> None:
+            self.meant += 1
+            torch.cuda.set_sync_debug_mode("default")
+            wait(device)
+            torch.cuda.set_sync_debug_mode("error")
+
+        with patch.object(transfers, "wait", meant):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @contextmanager
+    def _on_pretended(self) -> Iterator[None]:
+        from pretended.report import SYNC, watched
+
+        with patch.object(transfers, "wait", wraps=transfers.wait) as wait, watched(SYNC) as seen:
+            yield
+        self.meant = wait.call_count
+        self.others = [f"{count} x {one}" for one, count in seen.items() if "rollout/transfers.py" not in one.where]
+
+
+@FAMILIES
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_ticket_waits_twice_whatever_its_steps_and_chunks(family: str, guidance: float) -> None:
+    """For the trajectory and for the images; never in a denoising step. The prompts are cached."""
+    engine, asked = engine_of(family, batch_size=1), ticket(family, guidance)
+    engine.generate(asked)
+    waits = Waits()
+    with waits.watched():
+        engine.generate(asked)
+    assert waits.others == []
+    assert waits.meant == 2
+
+
+def test_a_wait_in_a_step_would_be_noticed() -> None:
+    engine, asked = engine_of("qwen_image"), ticket("qwen_image", 1.0)
+    engine.generate(asked)
+    step = sde.ode_step
+
+    def waits_too(x: Tensor, *others: Tensor) -> Tensor:
+        assert float(x.sum()) != 0.5
+        return step(x, *others)
+
+    waits = Waits()
+    with patch.object(sde, "ode_step", waits_too):
+        try:
+            with waits.watched():
+                engine.generate(asked)
+        except RuntimeError as error:
+            waits.others.append(str(error))
+    assert len(waits.others) == 1
+
+
+def test_the_noise_on_the_device_is_what_the_seeds_draw_on_the_host() -> None:
+    """Every step's noise is drawn into pinned memory while copies of earlier steps may still be under way."""
+    engine, asked = engine_of("qwen_image"), ticket("qwen_image", 1.0)
+    used: list[Tensor] = []
+    sample = sde.sample
+
+    def kept(step: sde.Transition, noise: Tensor) -> Tensor:
+        used.append(noise.clone())
+        return sample(step, noise)
+
+    with patch.object(sde, "sample", kept):
+        found = engine.generate(asked).trajectory
+    assert found is not None and len(used) == len(asked.noise_steps)
+    for row, (initial, noise) in enumerate(zip(asked.initial_seeds, asked.noise_seeds, strict=True)):
+        shape = found.latents.shape[2:]
+        assert np.array_equal(found.latents[row, 0], torch.randn(shape, generator=generator(initial)).numpy())
+        source = generator(noise)
+        for drawn in used:
+            assert torch.equal(drawn[row].cpu(), torch.randn(shape, generator=source))
+
+
+@FAMILIES
+def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str) -> None:
+    """Images, trajectory and the trainer's negatives are equal; the device is freed of the encoders' bytes."""
+    asked = ticket(family, 3.0)
+    engine_of(family).generate(asked)  # tables that networks keep on the device once they have run
+    held = {}
+    made = {}
+    for where in PARTS:
+        before = torch.cuda.memory_allocated()
+        engine = engine_of(family, where)
+        made[where] = engine.generate(asked), engine.encode(["another negative"])
+        held[where] = torch.cuda.memory_allocated() - before
+        encoders = engine.policy.text_encoders
+        weights = sum(tensor.nbytes for part in encoders for tensor in (*part.parameters(), *part.buffers()))
+        del engine, encoders
+    assert held["resident"] - held["offload"] >= weights > 0
+    (one, negative), (two, other) = made["resident"], made["offload"]
+    assert one.trajectory is not None and two.trajectory is not None
+    assert np.array_equal(one.images, two.images)
+    assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
+    for name, value in negative[0].items():
+        assert np.array_equal(value, other[0][name])
+
+
+def test_text_encoders_come_for_new_prompts_alone() -> None:
+    engine, asked = engine_of("sd3", "offload"), ticket("sd3", 3.0)
+    encoders, seen = engine.policy.text_encoders, []
+    encode = engine.policy.encode
+
+    def where(*args: object, **options: object) -> object:
+        seen.append({parameter.device.type for part in encoders for parameter in part.parameters()})
+        return encode(*args, **options)  # type: ignore[arg-type]
+
+    with (
+        patch.object(engine.policy, "encode", where),
+        patch.object(text_encoder, "upload", wraps=text_encoder.upload) as up,
+    ):
+        engine.generate(asked)
+        once = up.call_count
+        engine.generate(asked)
+        assert seen == [{"cuda"}, {"cuda"}] and up.call_count == once
+        engine.generate(replace(asked, prompt=replace(asked.prompt, text="blue")))
+        assert seen == [{"cuda"}] * 3 and up.call_count == 2 * once
+    assert all(parameter.is_pinned() for part in encoders for parameter in part.parameters())
+
+
+def test_pinned_copies_share_slabs_and_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoder, "SLAB_BYTES", 4096)
+    source = generator(0)
+    shapes = ((3, 5), (70, 40), (), (64,), (0, 4), (513,))
+    tensors = [torch.randn(shape, generator=source) for shape in shapes]
+    tensors += [torch.randn(9, 7, generator=source).bfloat16().t(), torch.arange(11)]
+    copies = text_encoder.pinned(tensors)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert copy.is_pinned() or copy.numel() == 0
+        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
+    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
+    assert copies[2].untyped_storage().data_ptr() == copies[3].untyped_storage().data_ptr()

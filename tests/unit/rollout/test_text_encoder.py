@@ -1,0 +1,137 @@
+"""Prompts are encoded once and together, and offloaded text encoders are on the device for that alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout import prompts as prompts_module
+from async_flowrl.rollout import text_encoder
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.prompts import Prompts
+from async_flowrl.rollout.registry import load_engine
+from async_flowrl.rollout.text_encoder import Offloaded
+from async_flowrl.types import Conditioning, Wording
+from tests.support.tiny import adapted_policy, request, sampling
+
+
+class Tied(nn.Module):
+    """Two names for one weight, as T5's embedding has them, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.again = nn.Embedding(5, 3), nn.Embedding(5, 3)
+        self.again.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(4))
+
+
+class Visited:
+    """A policy and a residence of its text encoders in one: keeps what was encoded, and in which visit."""
+
+    def __init__(self) -> None:
+        self.visits, self.inside = 0, False
+        self.encoded: list[tuple[int, Wording, str | None]] = []
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        self.visits, self.inside = self.visits + 1, True
+        yield
+        self.inside = False
+
+    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+        assert self.inside
+        self.encoded += [(self.visits, text, system) for text in texts]
+        return [{"prompt_embeds": np.full(3, len(self.encoded), np.float32)} for _ in texts]
+
+
+def prompts_of(visited: Any) -> Prompts:
+    return Prompts(visited, visited)
+
+
+def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
+    visited = Visited()
+    prompts = prompts_of(visited)
+    first = prompts.embeddings([("red", None), (" ", None)])
+    assert visited.encoded == [(1, "red", None), (1, " ", None)]
+    assert prompts.embeddings([("red", None), (" ", None)])[1] is first[1]
+    prompts.embeddings([("red", "Be bold."), (" ", None), ("red", "Be bold.")])
+    assert visited.encoded[2:] == [(2, "red", "Be bold.")] and visited.visits == 2
+    prompts.encode(["green", "blue"])
+    assert [text for _, text, _ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
+
+
+def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "CACHED_PROMPTS", 2)
+    visited = Visited()
+    prompts = prompts_of(visited)
+    for text in ("red", "blue", "green"):
+        prompts.embeddings([(text, None), (" ", None)])
+    prompts.embeddings([("green", None), (" ", None)])
+    assert [text for _, text, _ in visited.encoded] == ["red", " ", "blue", "green"]
+    prompts.embeddings([("red", None)])
+    assert visited.encoded[-1][1] == "red"
+
+
+def test_more_prompts_than_the_cache_holds_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "CACHED_PROMPTS", 1)
+    found = prompts_of(Visited()).embeddings([("red", None), ("blue", None)])
+    assert [float(one["prompt_embeds"][0]) for one in found] == [1.0, 2.0]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in host memory stands in for the one on a device."""
+    monkeypatch.setattr(text_encoder, "upload", lambda tensor, device: tensor.clone())
+
+
+def places(module: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.usefixtures("copied")
+def test_a_visit_takes_every_weight_to_the_device_and_back_untouched() -> None:
+    module = Tied()
+    bits = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    offloaded = Offloaded([module], torch.device("cpu"))
+    home = places(module)
+    with offloaded.visit():
+        assert all(place != home[name] for name, place in places(module).items())
+        assert module.again.weight is module.embedding.weight
+        assert all(torch.equal(tensor, bits[name]) for name, tensor in module.state_dict().items())
+        module.embedding.weight.data.zero_()
+    assert places(module) == home
+    assert all(torch.equal(tensor, bits[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.usefixtures("copied")
+def test_a_visit_ends_when_encoding_fails() -> None:
+    module = Tied()
+    offloaded = Offloaded([module], torch.device("cpu"))
+    home = places(module)
+    with pytest.raises(KeyError), offloaded.visit():
+        raise KeyError("no such token")
+    assert places(module) == home
+
+
+def test_a_model_without_text_encoders_has_none_to_offload() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.text_encoder=offload: .* names no text encoder"):
+        DiffusersEngine(adapted_policy(parts="transformer"), text_encoder="offload")
+
+
+def test_the_configuration_chooses_where_text_encoders_are() -> None:
+    made = {}
+    for where in ("resident", "offload"):
+        config = compose_config("one_step_off", [f"rollout.text_encoder={where}"])
+        engine, _ = load_engine(config, resolve_model(config.model), "cpu")
+        with patch.object(text_encoder, "upload", wraps=text_encoder.upload) as upload:
+            made[where] = engine.generate(request(2, how=sampling(cfg=3.0)))
+            engine.encode([" "])
+        assert (upload.call_count > 0) == (where == "offload")
+    assert np.array_equal(made["resident"].images, made["offload"].images)
