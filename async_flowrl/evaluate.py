@@ -24,7 +24,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.data.prompts import load_prompts
 from async_flowrl.generate import apply_lora, from_config, open_pipeline, run_pipeline
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.registry import DTYPES, family_of
+from async_flowrl.policies.registry import family_of
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
@@ -59,7 +59,7 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
     settings = from_config(config)
     model = config.model
     policy = family_of(pipeline, model.family).around(
-        pipeline, DTYPES[model.dtype], max_sequence_length=model.max_sequence_length
+        pipeline, pipeline.transformer.dtype, max_sequence_length=model.max_sequence_length
     )
     scores = []
     with ThreadPoolExecutor(config.reward.threads) as executor:

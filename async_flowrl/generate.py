@@ -54,7 +54,7 @@ def settings_of(lora: Path | None, model: str | None) -> Settings:
         raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
     if model == "tiny":
         return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
-    config = ModelConfig(path=model, dtype="bfloat16")
+    config = ModelConfig(path=model)
     true_cfg_scale, guidance_scale = load_family(resolve_model(config).family).usual_guidance
     return Settings(config, Sampling(512, 28, true_cfg_scale, guidance_scale, " ", "ode", 0.0))
 
@@ -67,7 +67,8 @@ def from_config(config: Config) -> Settings:
 
 def open_pipeline(settings: Settings, device: str) -> Any:
     """diffusers' pipeline for the model, on `device`, silent."""
-    pipeline = load_pipeline(resolve_model(settings.model), dtype=settings.model.dtype, device=device)
+    resolved = resolve_model(settings.model)
+    pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

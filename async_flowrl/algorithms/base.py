@@ -41,11 +41,13 @@ class MicroBatch:
     sigma_next: Tensor
     """[B] float32."""
     steps: Tensor
-    """[B] int64, index of the denoising step in the schedule."""
+    """[B] int64, index of the denoising step in the schedule; in host memory, so that asking waits for no device."""
     sigmas: Tensor
     """[T+1] float32, the whole schedule."""
     advantages: Tensor
     """[B] float32."""
+    positive: tuple[bool, ...]
+    """[B] whether the row's advantage is above 0; in host memory."""
     rollout_log_prob: Tensor
     """[B] float32, mean over latent elements, computed by the sampler; zeros for records = "final"."""
     seeds: tuple[int, ...]

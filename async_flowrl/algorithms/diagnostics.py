@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_flowrl.algorithms.correction import effective_sample_size
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
@@ -49,9 +50,31 @@ def sample_size(metrics: Mapping[str, float]) -> float | None:
     return effective_sample_size(metrics["importance_weight"], metrics["importance_weight_squared"])
 
 
-def warnings(metrics: Mapping[str, float], *, correction: str, kept: float) -> list[str]:
-    """Sentences about updates that do less than they seem to."""
+def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
+    """`clip_range` on the scale of log-probs averaged over the `elements` of a latent; None where no ratio is clipped.
+
+    (flow_dppo's is a divergence.)
+    """
+    if config.name == "flow_dppo":
+        return None
+    return config.clip_range / elements if config.clip_unit == "nats" else config.clip_range
+
+
+def warnings(metrics: Mapping[str, float], *, correction: str, kept: float, clip: float | None = None) -> list[str]:
+    """Sentences about updates that do less, or other things, than they seem to.
+
+    `kept`: share of the gradients that clip and mask leave; `clip`: see `clip_of_means`.
+    """
     sentences = []
+    gap = metrics.get("behaviour_gap", 0.0)
+    if clip is not None and gap >= clip:
+        sentences.append(
+            f"rollout and trainer disagree by {gap:.1e} on the log-probs of one policy (behaviour_gap), as much as the "
+            f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
+            "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
+            "both have) or in model.dtype=float32; algorithm.correction=mask and tis allow for the age of samples, "
+            "which the trainer recomputes, and not for this"
+        )
     size = sample_size(metrics)
     if correction == "tis" and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
         sentences.append(

@@ -10,6 +10,7 @@ from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Vel
 from async_flowrl.algorithms.forward import draw
 from async_flowrl.algorithms.sde import mean_over_latent
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.transfers import upload
 
 
 class DPO(GroupAdvantages):
@@ -56,11 +57,11 @@ class DPO(GroupAdvantages):
             raise ValueError("dpo needs the reference model's prediction, got none")
         winners, losers = pairs(batch)
         gain = current["error"] - reference["error"].detach()
-        partner = torch.empty(len(batch.seeds), dtype=torch.int64, device=gain.device)
-        sign = torch.ones_like(gain)
-        index_w, index_l = torch.tensor(winners, device=gain.device), torch.tensor(losers, device=gain.device)
-        partner[index_w], partner[index_l] = index_l, index_w
-        sign[index_l] = -1.0
+        partner = torch.empty(len(batch.seeds), dtype=torch.int64)
+        partner[winners], partner[losers] = torch.tensor(losers), torch.tensor(winners)
+        sign = torch.ones(len(batch.seeds), dtype=gain.dtype)
+        sign[losers] = -1.0
+        sign, partner = upload(sign, gain.device), upload(partner, gain.device)
         margin = -self.config.beta / 2.0 * sign * (gain - gain[partner])
         ones = torch.ones_like(margin)
         metrics = {
@@ -76,8 +77,7 @@ class DPO(GroupAdvantages):
 
 def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
     """Rows of winners (advantage > 0) and of losers (< 0), in the order in which they are partners."""
-    positive = [value > 0 for value in batch.advantages.tolist()]
-    steps = batch.steps.tolist()
+    positive, steps = batch.positive, batch.steps.tolist()
     winners = sorted((row for row in range(len(steps)) if positive[row]), key=lambda row: steps[row])
     losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])
     if [steps[row] for row in winners] != [steps[row] for row in losers]:

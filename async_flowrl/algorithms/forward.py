@@ -8,6 +8,7 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive, generator
+from async_flowrl.transfers import upload
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -17,6 +18,7 @@ def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """
     device, shape = batch.latents.device, batch.latents.shape[1:]
     # Drawn on the CPU, so that a run gives the same numbers on every kind of device.
-    noise = torch.stack([torch.randn(shape, generator=generator(derive(seed, "noise"))) for seed in seeds]).to(device)
+    noise = torch.stack([torch.randn(shape, generator=generator(derive(seed, "noise"))) for seed in seeds])
+    noise = upload(noise, device)
     weight = expand(batch.sigma.float(), noise)
     return noise, (1.0 - weight) * batch.latents.float() + weight * noise

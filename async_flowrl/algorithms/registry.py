@@ -3,7 +3,6 @@
 import importlib
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
@@ -56,9 +55,10 @@ def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: in
     steps = possible_steps(config, len(sigmas) - 1)
     validate_schedule(sigmas, config.sde_type if steps else "ode")
     correction = resolve_correction(config, max_staleness)
-    if config.sde_type == "cps" and uses_density(config, correction, config.name == FlowDPPO.name):
+    by_mean = bool(getattr(_factory(config.name), "needs_proximal_mean", False))
+    if config.sde_type == "cps" and uses_density(config, correction, by_mean):
         for index in steps:
-            check_density(torch.tensor(cps_std(float(sigmas[index + 1]), config.noise_level)))
+            check_density(cps_std(float(sigmas[index + 1]), config.noise_level))
 
 
 def _factory(name: str) -> Any:

@@ -70,13 +70,14 @@ def transition(
 ) -> Transition:
     """The distribution of x' given x; rows may sit at different steps.
 
-    x, velocity [B, ...]; sigma, sigma_next [B]; noise_level a number or [B]; sigma_after_first = sigmas[1].
+    x, velocity [B, ...]; sigma, sigma_next [B]; noise_level a number or [B]; sigma_after_first = sigmas[1]. Tensors
+    belong on the device of x: another one's are copied, and the host waits for that.
     sde: Flow-GRPO (arXiv 2505.05470, eq. 9 and sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
     same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: Euler.
     """
     x, velocity = x.float(), velocity.float()
     s, s_next = sigma.float(), sigma_next.float()
-    level = torch.as_tensor(noise_level, dtype=torch.float32, device=x.device).expand_as(s)
+    level = _filled(noise_level, s)
     if sde_type == "cps":
         mean, std = _cps(x, velocity, s, s_next, level)
     elif sde_type == "ode":
@@ -84,12 +85,19 @@ def transition(
     elif sde_type in ("sde", "dance_sde"):
         coefficient = level
         if sde_type == "sde":
-            after_first = torch.as_tensor(sigma_after_first, dtype=torch.float32, device=x.device)
-            coefficient = level * torch.sqrt(s / (1.0 - torch.where(s >= START, after_first, s)))
+            coefficient = level * torch.sqrt(s / (1.0 - torch.where(s >= START, _filled(sigma_after_first, s), s)))
         mean, std = _diffusion(x, velocity, s, s_next, coefficient)
     else:
         raise ValueError(unknown_name("sde_type", sde_type, SDE_TYPES))
     return Transition(mean, expand(std, x), std == 0.0)
+
+
+def _filled(value: float | Tensor, like: Tensor) -> Tensor:
+    """Float32 in the shape and on the device of `like`. A number is written there by the device itself: as a tensor
+    of the host it would be copied, and the host would wait."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, torch.float32).expand_as(like)
+    return torch.full_like(like, value)
 
 
 def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,7 +132,7 @@ def step_of(config: Config, role: str) -> Any:
     from async_flowrl.policies.registry import DTYPES, load_policy
 
     prepared = prepare(config)
-    policy = load_policy(prepared.model, dtype=config.model.dtype, device="cpu", parts="transformer")
+    policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="transformer")
     targets = targeted_modules(policy.transformer, config.lora, policy)
     rollout, n, count = config.rollout, config.group_size, trained_steps(config)
     with quiet():
@@ -142,7 +142,7 @@ def step_of(config: Config, role: str) -> Any:
             steps=rollout.num_inference_steps,
             targets=targets,
             rank=config.lora.rank,
-            dtype=DTYPES[config.model.dtype],
+            dtype=DTYPES[prepared.model.dtype],
         )
     tickets = [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
     texts = [prepared.requests.prompt(ticket).text for ticket in tickets]

@@ -4,7 +4,7 @@ import logging
 import re
 from dataclasses import dataclass, field
 
-from async_flowrl.algorithms.diagnostics import warnings
+from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
 from async_flowrl.algorithms.registry import resolve_correction
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Checkpoints
@@ -31,6 +31,8 @@ class AfterStep:
     monitor: Monitor
     checkpoints: Checkpoints
     pools: PoolLedger
+    latent_elements: int
+    """Numbers in the latents of one image."""
     evaluations: Evaluations = field(init=False)
     evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
@@ -128,8 +130,9 @@ class AfterStep:
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
-        for sentence in warnings(line, correction=correction, kept=kept / total if total else 1.0):
-            kind = re.sub(r"[\d.]+", "", sentence)
+        clip = clip_of_means(ctx.config.algorithm, self.latent_elements)
+        for sentence in warnings(line, correction=correction, kept=kept / total if total else 1.0, clip=clip):
+            kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
             if kind not in self.warned:
                 self.warned.add(kind)
                 logger.warning("step %d: %s", line["step"], sentence)

@@ -4,6 +4,7 @@ Matrix products, convolutions and attention count, by torch's own formulas; norm
 What runs counts: frozen weights have no gradient, and passes that gradient checkpointing repeats count every time.
 """
 
+import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,31 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-TENSOR_PEAK_FLOPS_PER_SECOND = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 peak of tensor cores by a part of the device's name, from the vendors' data sheets (SXM)."""
+TENSOR_PEAK_FLOPS_PER_SECOND = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16 peak of tensor cores with float32 sums, by words of the device's name: NVIDIA's data sheets of these
+cards, half of what they give with sparsity. Where nothing else is said, of the SXM module."""
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
+FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
 """Operation → torch's formula. The registry lacks the attention kernel of CPUs."""
 
 
@@ -37,7 +58,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", func))
+        formula = FORMULAS.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=result)
         return result
@@ -72,8 +93,14 @@ def device_peak() -> float | None:
     """FLOP/s of the device this process computes on, where its name is known."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for known, peak in TENSOR_PEAK_FLOPS_PER_SECOND.items() if known in name), None)
+    return tensor_peak(torch.cuda.get_device_name())
+
+
+def tensor_peak(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of the device of this name; None for one that is not in the table."""
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    known = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
+    return TENSOR_PEAK_FLOPS_PER_SECOND[max(known, key=len)] if known else None
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:

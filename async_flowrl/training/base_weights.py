@@ -1,6 +1,6 @@
-"""Base weights into sharded ranks: the first rank reads them, one tensor at a time, and every rank keeps its share.
+"""Base weights into several ranks: the first rank reads them, one tensor at a time, and every rank keeps its share.
 
-No rank but the first opens the files, and none ever holds more than its shard and one whole tensor.
+No rank but the first opens the files, and none ever holds more than what it keeps and one whole tensor.
 """
 
 from collections.abc import Mapping
@@ -17,30 +17,28 @@ from async_flowrl.training.fsdp import World
 from checkpoint_engine import base_digest
 
 
-def digest_of_stored(model: ResolvedModel, dtype: str, world: World, parameters: set[str]) -> str:
+def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -> str:
     """The base's digest from the files, on the first rank; empty on the others, which do not read them.
 
     Only `parameters` count, as where a model is loaded whole.
     """
     if world.rank != 0:
         return ""
-    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision)
-    return base_digest(_Chosen(stored, parameters))
+    return base_digest(_Chosen(_stored(model), parameters))
 
 
 def stream_base(
-    transformer: nn.Module, model: ResolvedModel, dtype: str, world: World, *, device: torch.device
+    transformer: nn.Module, model: ResolvedModel, world: World, *, device: torch.device, offload: bool
 ) -> None:
     """Gives every parameter on the meta device memory and every weight of the files its place.
 
-    Call it after sharding, with the adapter attached and already in memory; `device` is where collectives run. Raises
-    ValueError where files and network name different tensors.
+    Call it after `shard`, with the adapter attached and already in memory. `device` is where collectives run and, but
+    for what is offloaded to the CPU, where the weights stay. Raises ValueError where files and network name different
+    tensors.
     """
-    offloaded = any(isinstance(p, DTensor) and p.to_local().device.type == "cpu" for p in transformer.parameters())
-    cast("Any", transformer)._apply(
-        lambda t: torch.empty_like(t, device="cpu" if offloaded else device) if t.is_meta else t
-    )
-    stored = StoredWeights(model.path, dtype=DTYPES[dtype], revision=model.revision) if world.rank == 0 else None
+    home = torch.device("cpu") if offload else device
+    cast("Any", transformer)._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t)
+    stored = _stored(model) if world.rank == 0 else None
     targets = base_tensors(transformer)
     _same_names(targets, stored)
     for name in sorted(targets):
@@ -56,6 +54,10 @@ def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by their names in the model's files, without the adapter."""
     state = cast("Any", transformer).state_dict(keep_vars=True)
     return {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
+
+
+def _stored(model: ResolvedModel) -> StoredWeights:
+    return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The trainer ranks: FSDP2 shards the frozen base; the adapter is replicated and summed once per step."""
+"""The trainer ranks: FSDP2 shards the frozen base, or each holds all of it; the adapter is summed once per step."""
 
 import functools
 import warnings
@@ -11,7 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
+
+WHOLE_SHARE = 0.6
+"""trainer.shard=auto: largest share of a GPU's memory that the base may take where every rank holds all of it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,37 @@ class World:
         return by_rank
 
 
-def shard(policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, offload: bool) -> str:
-    """Shards the base over the ranks block by block, or just moves it to `device` for a rank alone. Says which it did.
+def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
+    """Whether ranks that joined a process group hold a share of the base each, by `trainer.shard`.
 
-    The adapter stays out of FSDP as plain float32 tensors: it is small, every rank steps it the same way, and one
-    all-reduce of its flat gradient replaces a collective per tensor.
+    `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU.
+    """
+    trainer = config.trainer
+    if trainer.cpu_offload or trainer.shard == "full":
+        return True
+    if trainer.shard == "none":
+        return False
+    # A rollout worker on the same device holds the base, too.
+    copies = 2 if config.placement == "colocated" else 1
+    return memory is None or copies * base_bytes > WHOLE_SHARE * memory
+
+
+def smallest_memory(world: World, device: torch.device) -> int | None:
+    """Bytes of the smallest GPU among those of all ranks, the same number on each; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    mine = torch.tensor([torch.cuda.get_device_properties(device).total_memory], device=device)
+    return min(int(memory) for memory in world.gather(mine))
+
+
+def shard(
+    policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, sharded: bool, offload: bool
+) -> str:
+    """Shards the base over the ranks block by block, or leaves it whole and on `device`. Says which it did.
+
+    Of ranks that joined a process group the base is still on the meta device, and `stream_base` fills it. The adapter
+    stays out of FSDP as plain float32 tensors: it is small, every rank steps it the same way, and one all-reduce of its
+    flat gradient replaces a collective per tensor.
     """
     transformer = policy.transformer
     if not world.joined:
@@ -55,6 +85,10 @@ def shard(policy: Policy, adapter: set[nn.Parameter], world: World, *, device: t
             raise ValueError("trainer.cpu_offload needs FSDP2, so the rank must join a process group first")
         transformer.to(device)
         return "one process"
+    if not sharded:
+        for buffer in transformer.buffers():
+            buffer.data = buffer.data.to(device)
+        return f"whole on each of {world.size}"
     # True of a block's output, but nothing in the networks writes to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("dp",))

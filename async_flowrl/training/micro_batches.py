@@ -10,11 +10,15 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.seeds import derive
 from async_flowrl.training.messages import GroupMeta
+from async_flowrl.transfers import upload
 from async_flowrl.types import Conditioning, Trajectory
 
 
 class Group:
-    """One group as a rank trains on it: its share of the selected samples, as tensors on the rank's device."""
+    """One group as a rank trains on it: its share of the selected samples, as tensors on the rank's device.
+
+    The host makes them and waits for none of their copies.
+    """
 
     def __init__(self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device) -> None:
         if len(tickets) != meta.tickets or not tickets:
@@ -31,7 +35,8 @@ class Group:
         self.meta, self._tickets, self._device = meta, tickets, device
         self.train_steps = first.train_steps
         self.conditioning = to_device(first.conditioning, device)
-        self._sigmas = torch.tensor(first.sigmas, dtype=torch.float32, device=device)
+        self._levels = torch.tensor(first.sigmas, dtype=torch.float32)
+        self._sigmas = upload(self._levels, device)
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, *, rank: int, world: int, samples: int, steps: int) -> Iterator[MicroBatch]:
@@ -61,10 +66,10 @@ class Group:
         """Latents [m, P, ...] and log-probs [m, W] of the chosen images; only they go to the device."""
         latents = np.stack([ticket.latents[i] for ticket, i in self._locate(chosen)])
         log_probs = np.stack([ticket.log_probs[i] for ticket, i in self._locate(chosen)])
-        return (
-            torch.from_numpy(latents).to(self._device, torch.float32, non_blocking=True),
-            torch.from_numpy(log_probs).to(self._device, torch.float32, non_blocking=True),
-        )
+        return self._upload(torch.from_numpy(latents)), self._upload(torch.from_numpy(log_probs))
+
+    def _upload(self, values: Tensor) -> Tensor:
+        return upload(values.to(torch.float32), self._device)
 
     def _locate(self, chosen: Sequence[int]) -> Iterator[tuple[Trajectory, int]]:
         for image in chosen:
@@ -81,21 +86,22 @@ class Group:
         self, records: str, chosen: Sequence[int], columns: range, *, latents: Tensor, log_probs: Tensor
     ) -> MicroBatch:
         indices = [self.train_steps[c] for c in columns]
-        steps = torch.tensor(indices, device=self._device).repeat_interleave(len(chosen))
+        steps = torch.tensor(indices).repeat_interleave(len(chosen))
         final = records == "final"
-        last = len(self._sigmas) - 1
+        last = len(self._levels) - 1
         before = [self._point(last if final else i) for i in indices]
         after = [self._point(last if final else i + 1) for i in indices]
-        advantages = torch.tensor([self.meta.advantages[i] for i in chosen], dtype=torch.float32, device=self._device)
+        advantages = torch.tensor([self.meta.advantages[i] for i in chosen], dtype=torch.float32).repeat(len(indices))
         recorded = log_probs.new_zeros(len(chosen), len(self.train_steps)) if final else log_probs
         return MicroBatch(
             latents=torch.cat([latents[:, p] for p in before]),
             next_latents=torch.cat([latents[:, p] for p in after]),
-            sigma=self._sigmas[steps],
-            sigma_next=self._sigmas[steps + 1],
+            sigma=self._upload(self._levels[steps]),
+            sigma_next=self._upload(self._levels[steps + 1]),
             steps=steps,
             sigmas=self._sigmas,
-            advantages=advantages.repeat(len(indices)),
+            advantages=self._upload(advantages),
+            positive=tuple((advantages > 0).tolist()),
             rollout_log_prob=torch.cat([recorded[:, c] for c in columns]),
             seeds=tuple(derive(self.meta.seeds[i], "row", index) for index in indices for i in chosen),
             age=self.meta.age,
@@ -109,7 +115,7 @@ class Group:
 
 def to_device(conditioning: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Copies, because arrays that came through the object store are read-only."""
-    return {name: torch.tensor(value, device=device) for name, value in conditioning.items()}
+    return {name: upload(torch.tensor(value), device) for name, value in conditioning.items()}
 
 
 def _agree(one: Trajectory, other: Trajectory) -> bool:

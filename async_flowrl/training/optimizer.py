@@ -23,12 +23,15 @@ class Optimizer:
 
     def __init__(self, config: TrainerConfig, parameters: FlatParameters) -> None:
         self._config, self._parameters = config, parameters
+        self._fused = parameters.values.device.type == "cuda"
         self._adam = torch.optim.AdamW(
             [parameters.values],
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            # On CUDA one kernel without temporaries; on CPUs its roundings would not be those of the runs before.
+            fused=self._fused,
             foreach=False,
         )
         self.steps = 0
@@ -63,14 +66,14 @@ class Optimizer:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """`<moment>/<tensor name>` → float32 copies on the CPU; empty before the first step."""
+        """`<moment>/<tensor name>` → float32 views of one CPU copy per moment; empty before the first step."""
         kept = self._adam.state.get(self._parameters.values)
         if not kept:
             return {}
         return {
-            f"{moment}/{name}": view.to("cpu", copy=True)
+            f"{moment}/{name}": view
             for moment in MOMENTS
-            for name, view in self._parameters.named(kept[moment]).items()
+            for name, view in self._parameters.named(kept[moment].to("cpu", copy=True)).items()
         }
 
     def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
@@ -80,7 +83,8 @@ class Optimizer:
         if not tensors:
             return
         kept = self._adam.state[self._parameters.values]
-        kept["step"] = torch.tensor(float(steps))
+        # The fused kernel counts on the device.
+        kept["step"] = torch.tensor(float(steps), device=self._parameters.values.device if self._fused else "cpu")
         for moment in MOMENTS:
             mine = {n.removeprefix(f"{moment}/"): t for n, t in tensors.items() if n.startswith(f"{moment}/")}
             kept[moment] = self._parameters.pack(mine, where=f"optimizer state {moment}")

@@ -129,13 +129,9 @@ class Update:
                 sums.set_mean("behaviour_gap", passes.behaviour_gap(batch, behaviour))
         if sums.rows == 0:
             return
-        totals = sums.totals()
-        self._check_finite(group, totals["loss"], step)
-        measured.groups.append(GroupMetrics(group.meta, min(group.train_steps), totals, sums.rows))
-
-    def _check_finite(self, group: Group, loss: float, step: int) -> None:
-        """Here and not only on the summed gradient, so that the message can name the group."""
-        gradient = float(self._inputs.parameters.gradients.sum(dtype=torch.float64))
-        for what, value in (("loss", loss), ("gradient", gradient)):
+        # Here and not only on the summed gradient, so that the message can name the group.
+        totals, gradient = sums.totals(self._inputs.parameters.gradients.sum(dtype=torch.float64))
+        for what, value in (("loss", totals["loss"]), ("gradient", gradient)):
             if not math.isfinite(value):
                 raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {value}")
+        measured.groups.append(GroupMetrics(group.meta, min(group.train_steps), totals, sums.rows))

@@ -112,8 +112,9 @@ class RowSums:
         if mean is not None:
             self._means[name] = mean
 
-    def totals(self) -> dict[str, float]:
-        """One device-to-host copy for all of them."""
+    def totals(self, other: Tensor) -> tuple[dict[str, float], float]:
+        """All of them, and `other`, a float64 number on the same device: one device-to-host copy."""
         sums = self._sums | {name: mean * self.rows for name, mean in self._means.items()}
         names = sorted(sums)
-        return dict(zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True)) if names else {}
+        *values, last = torch.stack([*(sums[name] for name in names), other]).tolist()
+        return dict(zip(names, values, strict=True)), last

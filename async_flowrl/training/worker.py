@@ -3,7 +3,6 @@
 Everything but sealing, sending and writing runs on the main lane, one call at a time.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -16,7 +15,7 @@ from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.kernels import compile_blocks
+from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.lora import add_lora, load_warm_start, lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
@@ -25,7 +24,7 @@ from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
-from async_flowrl.training.fsdp import World, checkpoint_blocks, prefetch, shard
+from async_flowrl.training.fsdp import World, checkpoint_blocks, is_sharded, prefetch, shard, smallest_memory
 from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
@@ -50,7 +49,7 @@ class TrainerWorker:
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.index, self.name = config, model, index, name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.type == "cuda":
+        if config.deterministic:
             repeatable_kernels()
         self.world = World()
         self.algorithm: Algorithm = build_algorithm(config)
@@ -76,16 +75,14 @@ class TrainerWorker:
         config, trainer = self.config, self.config.trainer
         # Alone on the CPU first. Several ranks read nothing until each has memory for its shard, and no more.
         parts = "structure" if self.world.joined else "transformer"
-        policy = load_policy(self.model, dtype=config.model.dtype, device="cpu", parts=parts)
+        policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
         sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
         check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
-        if self.world.joined:
-            digest = digest_of_stored(self.model, config.model.dtype, self.world, set(base))
-        else:
-            digest = base_digest(base)
+        size = sum(parameter.nbytes for parameter in base.values())
+        digest = digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
         add_lora(policy.transformer, config.lora, policy, config.seed)
         if config.lora.path is not None:
             load_warm_start(policy.transformer, config.lora, policy)
@@ -95,10 +92,8 @@ class TrainerWorker:
             checkpoint_blocks(policy)
         if trainer.compile:
             compile_blocks(policy)
-        layout = shard(policy, set(adapter.values()), self.world, device=self.device, offload=trainer.cpu_offload)
+        layout = self._place(policy, set(adapter.values()), size)
         prefetch(policy, trainer.prefetch)
-        if self.world.joined:
-            stream_base(policy.transformer, self.model, config.model.dtype, self.world, device=self.device)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters)
@@ -113,6 +108,16 @@ class TrainerWorker:
             "trainable_tensors": len(adapter),
             "device": str(self.device),
         }
+
+    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter], base_bytes: int) -> str:
+        """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
+        config, world, device = self.config, self.world, self.device
+        offload = config.trainer.cpu_offload
+        sharded = world.joined and is_sharded(config, base_bytes, smallest_memory(world, device))
+        layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
+        if world.joined:
+            stream_base(policy.transformer, self.model, world, device=device, offload=offload)
+        return layout
 
     def _inputs(self) -> UpdateInputs:
         return UpdateInputs(
@@ -208,11 +213,3 @@ class TrainerWorker:
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)
-
-
-def repeatable_kernels() -> None:
-    """Makes CUDA give the same bits for the same work, as CPUs do anyway. Before the first matrix product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # Only there to expose reads of uninitialised memory, at the price of filling every new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

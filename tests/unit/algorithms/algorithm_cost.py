@@ -40,6 +40,7 @@ def rows(policy: Policy, algorithm: Algorithm) -> MicroBatch:
         steps=steps,
         sigmas=sigmas,
         advantages=torch.tensor([1.0, -1.0]).repeat(len(steps) // 2),
+        positive=(True, False) * (len(steps) // 2),
         rollout_log_prob=torch.zeros(len(steps)),
         seeds=tuple(range(len(steps))),
         age=1,

@@ -102,6 +102,7 @@ def micro_batch(points: Tensor, advantages: Array, index: int) -> MicroBatch:
         steps=torch.full((count,), index),
         sigmas=sigmas,
         advantages=torch.from_numpy(advantages).float(),
+        positive=tuple(value > 0 for value in advantages),
         rollout_log_prob=torch.zeros(count),
         seeds=tuple(range(count)),
         age=1,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, warnings, window_metrics
+from async_flowrl.algorithms.diagnostics import WindowGroup, clip_of_means, sample_size, warnings, window_metrics
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 
 def test_metrics_by_window() -> None:
@@ -33,3 +34,17 @@ def test_warnings() -> None:
     assert warnings(poor, correction="mask", kept=0.8) == []
     (message,) = warnings({}, correction="none", kept=0.79)
     assert "only 0.79 of the gradients" in message
+
+
+def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
+    (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5)
+    assert "disagree by 3.0e-05" in message and "algorithm.clip_range" in message and "model.dtype=float32" in message
+    assert warnings({"behaviour_gap": 9e-6}, correction="none", kept=1.0, clip=1e-5) == []
+    assert warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=None) == []
+
+
+def test_the_clip_range_on_the_scale_of_the_gap() -> None:
+    """The gap is a mean over latent elements; clip_unit=nats bounds their sum."""
+    assert clip_of_means(AlgorithmConfig(clip_range=1e-4), 256) == 1e-4
+    assert clip_of_means(AlgorithmConfig(clip_range=0.64, clip_unit="nats"), 64) == 0.01
+    assert clip_of_means(AlgorithmConfig(name="flow_dppo", clip_range=1e-6), 64) is None

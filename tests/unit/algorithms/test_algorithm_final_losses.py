@@ -200,6 +200,7 @@ def test_dpo_pairs_whatever_the_order_of_rows() -> None:
         batch,
         **{name: getattr(batch, name)[order] for name in names},
         seeds=tuple(batch.seeds[index] for index in order),
+        positive=tuple(batch.positive[index] for index in order),
     )
     other = algorithm.loss(
         shuffled,

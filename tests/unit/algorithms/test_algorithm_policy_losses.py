@@ -321,18 +321,6 @@ def test_clip_in_nats_does_not_depend_on_resolution() -> None:
         assert algorithm.loss(batch, current, proximal, None, None).metrics["clip_fraction"].tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"kl_coef": 0.1}, {"correction": "mask"}, {"clip_unit": "nats"}, {"name": "flow_dppo"}]
-)
-def test_sharp_cps_steps_are_refused_where_a_density_is_needed(fields: dict[str, Any]) -> None:
-    batch = replace(rows([3], [1.0]), sigma_next=torch.tensor([0.05]))
-    plain = policy_gradient(sde_type="cps", noise_level=0.8)
-    assert torch.isfinite(plain.predict(batch, frozen(Network(3, 1)))["log_prob"]).all()
-    algorithm = policy_gradient(sde_type="cps", noise_level=0.8, **fields)
-    with pytest.raises(ValueError, match=r"std 0\.0476"):
-        algorithm.predict(batch, frozen(Network(3, 1)))
-
-
 @pytest.mark.parametrize("fields", [{}, {"correction": "mask"}])
 def test_log_prob_gap_compares_equal_forms(fields: dict[str, Any]) -> None:
     """The sampler records the field's cps form; the gap to the density is taken after converting it."""

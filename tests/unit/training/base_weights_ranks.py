@@ -1,6 +1,7 @@
 """What two ranks do in the tests of streamed weights; a module of its own, so that it can be spawned."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,15 @@ def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> No
 
 
 def _load(family: str, dtype: str) -> dict[str, Any]:
-    world, model = World.current(), resolve_model(model_config(family))
+    world, model = World.current(), resolve_model(replace(model_config(family), dtype=dtype))
     policy = load_policy(model, dtype=dtype, device="cpu", parts="structure")
-    digest = digest_of_stored(model, dtype, world, {name for name, _ in policy.transformer.named_parameters()})
+    digest = digest_of_stored(model, world, {name for name, _ in policy.transformer.named_parameters()})
     add_lora(policy.transformer, LoraConfig(rank=2), policy, seed=0)
     adapter = lora_parameters(policy.transformer)
-    shard(policy, set(adapter.values()), world, device=torch.device("cpu"), offload=False)
+    device = torch.device("cpu")
+    shard(policy, set(adapter.values()), world, device=device, sharded=True, offload=False)
     with Allocations() as counted:
-        stream_base(policy.transformer, model, dtype, world, device=torch.device("cpu"))
+        stream_base(policy.transformer, model, world, device=device, offload=False)
     tensors = {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in base_tensors(policy.transformer).items()

@@ -8,6 +8,8 @@ import pytest
 import trainer_rig as rig
 from trainer_ranks import Job, Outcome, run_alone, run_ranks
 
+from async_flowrl.training.fsdp import is_sharded
+
 
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, Job]:
@@ -22,6 +24,7 @@ def jobs() -> dict[str, Job]:
         "again": (config, batches),
         "every pass": (every, stale),
         "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0), batches),
+        "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
     }
 
@@ -66,6 +69,23 @@ def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[O
 def test_the_base_can_be_offloaded(two: dict[str, list[Outcome]]) -> None:
     assert two["offload"][0]["info"]["layout"] == "fsdp2 over 2, base offloaded"
     assert two["offload"][0]["digest"] == two["plain"][0]["digest"]
+
+
+def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, list[Outcome]]) -> None:
+    one, other = two["whole"]
+    assert one["info"]["layout"] == "whole on each of 2" and one["sharded"] == 0
+    assert one["digest"] == other["digest"] == two["plain"][0]["digest"]
+    assert one["metrics"] == two["plain"][0]["metrics"]
+
+
+def test_what_auto_does_with_the_base() -> None:
+    auto = rig.tiny_config()
+    assert not is_sharded(auto, 60, 100) and is_sharded(auto, 61, 100)
+    assert is_sharded(auto, 1, None), "on CPUs memory is shared by all ranks of a machine"
+    colocated = replace(auto, placement="colocated")
+    assert not is_sharded(colocated, 30, 100) and is_sharded(colocated, 31, 100)
+    assert is_sharded(rig.tiny_config(shard="full"), 1, 100) and not is_sharded(rig.tiny_config(shard="none"), 99, 100)
+    assert is_sharded(rig.tiny_config(cpu_offload=True), 1, 100)
 
 
 def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outcome]]) -> None:

@@ -61,7 +61,8 @@ class Sampler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        policy = load_policy(resolve_model(config.model), dtype=config.model.dtype, device="cpu", parts="all")
+        model = resolve_model(config.model)
+        policy = load_policy(model, dtype=model.dtype, device="cpu", parts="all")
         add_lora(policy.transformer, config.lora, policy, config.seed)
         self.policy = policy
         self.engine = DiffusersEngine(policy, batch_size=None, device=torch.device("cpu"))

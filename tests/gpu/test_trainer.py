@@ -1,0 +1,155 @@
+"""On one GPU, real or pretended: a trainer rank's base weights, kernels and optimizer, and the waits of its host."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.training.fsdp import WHOLE_SHARE, World, is_sharded, smallest_memory
+from async_flowrl.training.worker import TrainerWorker
+from separation.rendezvous import join, leave, rank_environment
+from tests.support.families import NAMES, model_config
+from tests.support.ports import free_port
+from tests.unit.training import trainer_rig as rig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def other_kernels_afterwards() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone, over NCCL."""
+    join(rank_environment(rank=0, world=1, address="127.0.0.1", port=free_port(), timeout=60.0))
+    try:
+        yield
+    finally:
+        leave()
+
+
+def base(worker: TrainerWorker) -> list[torch.Tensor]:
+    return [p for name, p in worker.policy.transformer.named_parameters() if ".lora_" not in name]
+
+
+def trained(config: Config) -> tuple[TrainerWorker, str]:
+    """A rank after one update, and the digest of its weights."""
+    handed = [rig.Sampler(config).group(0, index) for index in (0, 1)]
+    worker = rig.trainer(config)
+    rig.update(worker, 0, handed)
+    return worker, worker.weights_digest()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_base_whole_sharded_and_offloaded_train_alike() -> None:
+    whole, one = trained(rig.tiny_config(shard="none"))
+    assert all(p.device.type == "cuda" and not isinstance(p, DTensor) for p in base(whole))
+    sharded, other = trained(rig.tiny_config(shard="full"))
+    assert all(isinstance(p, DTensor) and p.to_local().device.type == "cuda" for p in base(sharded))
+    offloaded, third = trained(rig.tiny_config(cpu_offload=True))
+    assert all(isinstance(p, DTensor) and p.to_local().device.type == "cpu" for p in base(offloaded))
+    assert one == other == third
+
+
+@pytest.mark.usefixtures("group")
+def test_auto_keeps_the_base_whole_where_it_fits() -> None:
+    memory = smallest_memory(World.current(), torch.device("cuda"))
+    assert memory is not None and memory > 2**30
+    assert not is_sharded(rig.tiny_config(), int(WHOLE_SHARE * memory), memory)
+    assert is_sharded(rig.tiny_config(), int(WHOLE_SHARE * memory) + 1, memory)
+    worker, _ = trained(rig.tiny_config())
+    assert not any(isinstance(p, DTensor) for p in base(worker))
+
+
+def test_two_trainers_give_the_same_bits() -> None:
+    assert trained(rig.tiny_config())[1] == trained(rig.tiny_config())[1]
+
+
+def test_kernels_that_do_not_repeat_their_bits_are_refused_unless_they_are_asked_for() -> None:
+    """Refused and not warned of: with a warning, torch still takes attention kernels that do not repeat theirs."""
+    for worker in (TrainerWorker, RolloutWorker):
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(False)
+            config = replace(rig.tiny_config(), deterministic=deterministic)
+            worker(config, resolve_model(config.model), 0, "worker-0").load()
+            assert torch.are_deterministic_algorithms_enabled() == deterministic
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_the_optimizer_is_one_kernel_and_its_state_comes_back() -> None:
+    config = rig.tiny_config()
+    handed = [rig.Sampler(config).group(0, index) for index in (0, 1)]
+    one = rig.trainer(config)
+    assert one.optimizer._adam.param_groups[0]["fused"]
+    rig.update(one, 0, handed)
+    state, weights = one.optimizer.state(), one.parameters.snapshot()
+    rig.update(one, 1, handed)
+    other = rig.trainer(config)
+    other.parameters.load(weights)
+    other.optimizer.load(state, 1)
+    rig.update(other, 1, handed)
+    assert one.weights_digest() == other.weights_digest()
+
+
+@contextmanager
+def waits() -> Iterator[Callable[[], int]]:
+    """How often the host waited for the device inside."""
+    if "pretended" in torch.cuda.get_device_name():
+        from pretended.report import SYNC, watched
+
+        with watched(SYNC) as seen:
+            yield lambda: sum(seen.values())
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield lambda: sum("called a synchronizing CUDA operation" in str(one.message) for one in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def settings(name: str) -> Config:
+    config = rig.tiny_config(micro_batch_size=1)
+    if name in NAMES:
+        config.model = model_config(name)
+        config.rollout.guidance_scale = 3.5 if name == "flux" else 0.0
+    elif name == "guidance":
+        config.rollout.true_cfg_scale = 3.0
+    else:
+        config.algorithm.name = name
+    if name in ("diffusion_nft", "dpo"):
+        config.trainer.micro_batch_size = 2
+    return config
+
+
+@pytest.mark.parametrize("name", [*NAMES, "guidance", "diffusion_nft", "dpo"])
+def test_the_host_waits_once_per_group_and_not_per_micro_batch(name: str) -> None:
+    """Once for a group's sums, three times for the optimizer step: the norm, and the sums of all ranks."""
+    config = settings(name)
+    sampler, worker = rig.Sampler(config), rig.trainer(config)
+    if name == "guidance":
+        worker.update.set_negatives(sampler.negatives())
+    handed = [sampler.group(0, index) for index in (0, 1)]
+    if name == "dpo":
+        handed = [(replace(meta, selected=(0, 1), advantages=(1.0, -1.0, 0.0, 0.0)), t) for meta, t in handed]
+    rig.update(worker, 0, handed)
+    with waits() as counted:
+        rig.update(worker, 1, handed)
+    assert counted() <= len(handed) + 3
+    with waits() as counted:
+        float(worker.parameters.values.detach().sum())
+    assert counted() == 1

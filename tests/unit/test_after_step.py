@@ -1,0 +1,32 @@
+"""What the work after a step warns of, and that it does so once."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.after_step import AfterStep
+
+GAPS = (1e-8, 3.1e-5, 4.2e-5)
+
+
+@pytest.mark.parametrize(
+    ("unit", "clip", "warned_at"), [("mean", 1e-5, 1), ("nats", 1e-5 * 64, 1), ("mean", 1e-3, None)]
+)
+def test_engines_that_disagree_by_the_clip_range_are_warned_of_once(
+    unit: str, clip: float, warned_at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config()
+    config.algorithm.clip_unit, config.algorithm.clip_range = unit, clip
+    unused = cast("Any", None)
+    after = AfterStep(unused, unused, unused, unused, unused, latent_elements=64)
+    with caplog.at_level(logging.WARNING):
+        for step, gap in enumerate(GAPS):
+            after._warn(cast("Any", SimpleNamespace(config=config)), {"step": step, "behaviour_gap": gap})
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (warned_at is not None)
+    for message in told:
+        assert message.startswith(f"step {warned_at}: rollout and trainer disagree by 3.1e-05")
+        assert "algorithm.clip_range" in message and "algorithm.correction=mask and tis" in message
