@@ -12,6 +12,7 @@ VERBS = {
     "train": ("async_flowrl.main", "train a configuration"),
     "plan": ("async_flowrl.plan", "predict step time, memory and bytes before a run"),
     "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
+    "doctor": ("async_flowrl.doctor", "look at this machine; with --gpu, check its GPUs"),
     "evaluate": ("async_flowrl.evaluate", "score a LoRA on prompts"),
     "generate": ("async_flowrl.generate", "make images with and without a LoRA"),
     "export": ("async_flowrl.export", "write the LoRA of a checkpoint"),

@@ -1,0 +1,121 @@
+"""python -m async_flowrl.doctor [--gpu [--quick] [--minutes 15] [--only CHECK] [--out FOLDER]]: look at this machine.
+
+Without `--gpu`: versions and devices, in a second. With it: an ordered series of checks, each with a time limit and in
+a process of its own, a line per finding, and a report to send on. Exit code 0 where nothing failed, 1 where something
+did, 2 where there is no GPU.
+"""
+
+import argparse
+import datetime
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from async_flowrl.config import exit_codes
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.doctor import machine
+from async_flowrl.doctor.checks import CHECKS, supervise
+from async_flowrl.doctor.findings import Finding, exit_code
+from async_flowrl.doctor.report import PRETENDED_DEVICE, Report
+from async_flowrl.doctor.setting import Setting
+from async_flowrl.plan.arguments import factor
+
+PROGRAM = "async-flowrl doctor"
+NO_GPU = (
+    "--gpu needs a CUDA device, and torch {torch} sees none here: see nvidia-smi, and that this torch is a CUDA build"
+)
+MORE = "--gpu checks determinism, transports, memory, speed, whole runs and tests/gpu, in at most 15 minutes"
+
+
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(prog=PROGRAM, description="Look at this machine.", allow_abbrev=False)
+    option = command_line.add_argument
+    option("--gpu", action="store_true", help=MORE)
+    option("--quick", action="store_true", help="with --gpu: small sizes, no tests, about two minutes")
+    option("--minutes", type=factor, default=15.0, metavar="M", help="with --gpu: of all checks together (default 15)")
+    option("--only", action="append", default=[], metavar="CHECK", help=f"with --gpu: of {', '.join(CHECKS)}")
+    option("--out", type=Path, default=Path("outputs/doctor"), metavar="FOLDER", help="doctor.{json,md}, logs/ go here")
+    return command_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser().parse_args(words)
+    if unknown := [name for name in given.only if name not in CHECKS]:
+        return refused(unknown_name("--only", unknown[0], CHECKS))
+    if not given.gpu:
+        if given.quick or given.only:
+            return refused(f"{'--quick' if given.quick else '--only'} belongs to --gpu")
+        return look()
+    if not torch.cuda.is_available():
+        return refused(NO_GPU.format(torch=torch.__version__))
+    try:
+        return examine(given, shlex.join([PROGRAM, *words]))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"doctor: interrupted; what was found so far is in {given.out}\n")
+        return exit_codes.INTERRUPTED
+
+
+def refused(sentence: str) -> int:
+    sys.stderr.write(f"doctor: {sentence}\n")
+    return exit_codes.CONFIG
+
+
+def look() -> int:
+    """Versions and devices, without computing anything."""
+    rows = [machine.versions_finding(machine.versions())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rows += [machine.device_finding(machine.device(index)) for index in range(count)]
+    for each in rows:
+        say(each)
+    sys.stdout.write(f"{MORE}\n" if count else "no CUDA device here; with one, --gpu checks it\n")
+    return exit_code(rows)
+
+
+def examine(given: argparse.Namespace, command: str) -> int:
+    """All checks in their order, whatever the earlier ones found."""
+    out = given.out.expanduser()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    until = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory(prefix="async_flowrl_doctor_") as work:
+        setting = Setting(
+            devices=torch.cuda.device_count(),
+            device_name=torch.cuda.get_device_name(0),
+            quick=given.quick,
+            work=work,
+            logs=str((out / "logs").resolve()),
+        )
+        report = Report(command, started, setting)
+        if setting.pretended:
+            sys.stdout.write(f"{PRETENDED_DEVICE}\n")
+        for name in [name for name in CHECKS if name in given.only or not given.only]:
+            one(name, report, until - time.monotonic())
+            report.write(out)
+    sys.stdout.write(f"{report.counts()}; wrote doctor.json, doctor.md and logs/ to {out}: send these on\n")
+    return exit_code(report.findings)
+
+
+def one(name: str, report: Report, left: float) -> None:
+    """One check, its lines and its place in the report."""
+    sys.stdout.write(f"{name}: {CHECKS[name].what}\n")
+    sys.stdout.flush()
+    began = time.monotonic()
+    report.checks[name] = supervise(name, report.setting, left)
+    report.seconds[name] = time.monotonic() - began
+    for finding in report.checks[name]:
+        say(finding)
+
+
+def say(finding: Finding) -> None:
+    sys.stdout.write(f"  {finding.line()}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Check `machine`: versions of what matters on GPUs, and the devices as torch sees them."""
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
+from async_flowrl.doctor.setting import PRETENDED, Setting
+from async_flowrl.observability.flops import device_peak
+
+PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "numpy")
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+"""Distributions that bring the import name cupy."""
+LEAST_CAPABILITY = (8, 0)
+"""From there on tensor cores multiply bfloat16."""
+MIN_FREE_SHARE = 0.9
+"""Of a device's memory; less means that something else is on it."""
+GIB = 2**30
+NVIDIA_SMI_SECONDS = 20.0
+
+
+def check(setting: Setting, seconds: float) -> Iterator[Finding]:
+    """Versions, one finding per device, and what the devices can do with one another."""
+    yield versions_finding(versions())
+    devices = [device(index) for index in range(setting.devices)]
+    yield from map(device_finding, devices)
+    yield peers_finding(devices)
+    yield peak()
+
+
+def versions() -> dict[str, str]:
+    """By name; only what is there."""
+    found = {"Python": platform.python_version()}
+    for package in (*PACKAGES, *CUPY):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.version.cuda is not None:
+        found["CUDA of torch"] = torch.version.cuda
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    if (nccl := nccl_version()) is not None:
+        found["NCCL of torch"] = nccl
+    if (driver := driver_version()) is not None:
+        found["driver"] = driver
+    return found
+
+
+def nccl_version() -> str | None:
+    """Of the library that torch brings; None where it brings none."""
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def driver_version() -> str | None:
+    """What nvidia-smi says; None where there is none, or where it fails or does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError):
+        return None
+    return said.split("\n")[0].strip() or None
+
+
+def versions_finding(found: dict[str, str]) -> Finding:
+    """A warning where a transport lacks its library."""
+    sentence = ", ".join(f"{name} {number}" for name, number in found.items())
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        advice = "install a torch with NCCL, or use checkpoint_engine.transport=gloo or object_store"
+        return Finding("versions", WARNING, f"{sentence}; this torch has no NCCL", advice, found)
+    return Finding("versions", OK, sentence, figures=found)
+
+
+def device(index: int) -> dict[str, Any]:
+    """What torch says of one device; memory in bytes. `numa` and `peers` are None where they cannot be known."""
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "index": index,
+        "name": torch.cuda.get_device_name(index),
+        "capability": list(torch.cuda.get_device_capability(index)),
+        "memory": total,
+        "free": free,
+        "numa": numa_node(properties),
+        "peers": peers(index),
+    }
+
+
+def numa_node(properties: Any) -> int | None:
+    """The node of host memory next to a device, from sysfs; None where the kernel or torch does not say."""
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return None
+    domain, bus, slot = (getattr(properties, name) for name in names)
+    file = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node")
+    node = int(file.read_text()) if file.is_file() else -1
+    return node if node >= 0 else None
+
+
+def peers(index: int) -> list[int] | None:
+    """Devices whose memory this one reads directly; None where torch is no CUDA build."""
+    if torch.version.cuda is None:
+        return None
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    return [other for other in others if torch.cuda.can_device_access_peer(index, other)]
+
+
+def device_finding(found: dict[str, Any]) -> Finding:
+    """A failure where bfloat16 has no tensor cores, a warning where something else holds memory."""
+    capability = ".".join(map(str, found["capability"]))
+    sentence = (
+        f"{found['name']}, {found['memory'] / GIB:.1f} GiB, {found['free'] / GIB:.1f} free, capability {capability}"
+    )
+    sentence += f", NUMA node {found['numa']}" if found["numa"] is not None else ""
+    name = f"device {found['index']}"
+    if tuple(found["capability"]) < LEAST_CAPABILITY:
+        return Finding(name, FAILED, sentence, "bfloat16 needs capability 8.0 (Ampere) or newer", found)
+    if PRETENDED in found["name"].lower():
+        return Finding(name, WARNING, sentence, "no figure of this report says anything about a GPU", found)
+    if found["free"] < MIN_FREE_SHARE * found["memory"]:
+        return Finding(name, WARNING, sentence, "something else holds memory there: see nvidia-smi, end it", found)
+    return Finding(name, OK, sentence, figures=found)
+
+
+def peers_finding(devices: list[dict[str, Any]]) -> Finding:
+    """Whether every device reaches every other one's memory: otherwise NCCL goes through the host."""
+    if len(devices) < 2:
+        return Finding("peer access", SKIPPED, "one device", "needs two")
+    if any(each["peers"] is None for each in devices):
+        return Finding("peer access", SKIPPED, "this torch is no CUDA build", "needs one")
+    missing = [
+        f"{each['index']} → {other['index']}"
+        for each in devices
+        for other in devices
+        if other is not each and other["index"] not in each["peers"]
+    ]
+    if missing:
+        advice = "NCCL copies through host memory there, which is slower; see nvidia-smi topo -m"
+        return Finding("peer access", WARNING, f"none from {', '.join(missing)}", advice)
+    return Finding("peer access", OK, f"between all {len(devices)} devices")
+
+
+def peak() -> Finding:
+    """What MFU is a share of."""
+    rate = device_peak()
+    if rate is None:
+        advice = "set hardware.peak_tflops in your runs to the dense bfloat16 figure of the data sheet"
+        return Finding("known peak", WARNING, "the device's name is none of those known, so MFU is not", advice)
+    figures = {"flops_per_second": rate}
+    return Finding(
+        "known peak", OK, f"{rate / 1e12:.0f} TFLOP/s, dense bfloat16, by the device's name", figures=figures
+    )

@@ -1,0 +1,210 @@
+"""Check `pools`: a rollout worker and a trainer rank, one after the other on the first device, on the random model.
+
+Their peak memory is held against the memory plan, and what they compute per second against the device's peak.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
+from async_flowrl.doctor.model import configuration
+from async_flowrl.doctor.setting import Setting
+from async_flowrl.observability.flops import device_peak, utilisation
+from async_flowrl.plan.memory import MARGIN_SHARE, Footprint, plan_memory
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.run.prepare import Prepared, prepare
+from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.tickets.request import sampling
+from async_flowrl.tickets.table import TRAIN, Ticket
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
+from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import POLICY, Span, Trajectory
+from checkpoint_engine import Publisher
+
+GIB = 2**30
+JUDGED_FROM = GIB
+"""Bytes; below, libraries' workspaces are most of a peak, and a plan counts them as its runtime."""
+AGREEMENT = 0.10
+"""A plan may be off by so much of the peak."""
+LOW_MFU = 0.15
+"""Full-sized layers in bfloat16 reach more on a device that is free and cool."""
+
+
+@dataclass(frozen=True)
+class Worked:
+    """One pool's measured rounds, without the first. `peak`: bytes, above what the process held before."""
+
+    peak: int
+    seconds: float
+    """Median of a round."""
+    flops: float | None
+    """Of a round; None where the network's are not known."""
+    images: int
+    """Images, or samples trained on, in a round."""
+
+
+def check(setting: Setting, seconds: float) -> Iterator[Finding]:
+    """Memory and speed of both pools. What a pool raises ends the check: nothing after it would mean anything."""
+    prepared = prepare(configuration(setting))
+    plan = plan_memory(prepared.config)
+    rollout, trajectories = rolled_out(prepared, setting.sizes.rounds)
+    yield memory_finding("rollout worker", rollout, plan.rollout, pretended=setting.pretended)
+    yield speed_finding("rollout worker", rollout, setting, what="images")
+    gc.collect()
+    torch.cuda.empty_cache()
+    trainer = trained(prepared, trajectories, setting.sizes.rounds)
+    yield memory_finding("trainer rank", trainer, plan.trainer, pretended=setting.pretended)
+    yield speed_finding("trainer rank", trainer, setting, what="samples")
+
+
+def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory]]:
+    """A worker that holds every version it can be asked for makes one step's tickets, again and again."""
+    config, before = prepared.config, start()
+    worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
+    worker.load()
+    deliver(worker, config.live_versions)
+    requests = [prepared.requests.request(ticket) for ticket in tickets(config)]
+    spans: list[Span] = []
+    trajectories: list[Trajectory] = []
+
+    def generate() -> None:
+        spans.clear()
+        trajectories.clear()
+        for request in requests:
+            report, _, trajectory = worker.generate(request)
+            spans.extend(report.spans)
+            trajectories.extend([trajectory] if trajectory is not None else [])
+
+    seconds = timed(generate, rounds)
+    return Worked(peak_since(before), seconds, total(spans), images(config)), trajectories
+
+
+def deliver(worker: RolloutWorker, versions: int) -> None:
+    """Versions 0, 1, … with the weights that the worker was loaded with."""
+    weights = {name: tensor.detach().clone() for name, tensor in worker.engine.lora_parameters().items()}
+    lora = worker.config.lora
+    publisher = Publisher({name: t.cpu() for name, t in weights.items()}, alpha=lora.alpha, rank=lora.rank)
+    for version in range(versions):
+        publisher.stage(version)
+        publisher.seal(version)
+        worker.receiver.receive(*publisher.payload(version))
+
+
+def trained(prepared: Prepared, trajectories: Sequence[Trajectory], rounds: int) -> Worked:
+    """A rank alone trains on those trajectories as if each step's images were new."""
+    config, before = prepared.config, start()
+    worker = TrainerWorker(config, prepared.model, 0, "trainer-0")
+    worker.load()
+    worker.sender.stage(0, POLICY)
+    plan = StepPlan(rows=images(config) * trained_steps(config))
+    spans: list[Span] = []
+    steps = iter(range(rounds + 1))
+
+    def update() -> None:
+        spans.clear()
+        step = next(steps)
+        metas = tuple(meta(config, group, step) for group in range(config.prompts_per_step))
+        stats = worker.train(TrainRequest(step, metas, begins=plan, finishes=True), *trajectories)
+        spans.extend(stats.spans if stats is not None else ())
+
+    seconds = timed(update, rounds)
+    return Worked(peak_since(before), seconds, total(spans), images(config))
+
+
+def tickets(config: Config) -> list[Ticket]:
+    """Of the first step, a whole group each."""
+    return [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
+
+
+def meta(config: Config, group: int, step: int) -> GroupMeta:
+    """A group as one_step_off hands it over at this step, with advantages drawn from its number."""
+    size, version = config.group_size, max(0, step - config.max_staleness)
+    advantages = np.random.default_rng([step, group]).standard_normal(size)
+    return GroupMeta(
+        group=group,
+        tickets=1,
+        version=version,
+        age=step - version,
+        advantages=tuple((advantages - advantages.mean()).tolist()),
+        selected=tuple(range(size)),
+        seeds=tuple(range(size)),
+        negative=config.rollout.negative_prompt,
+        sampling=sampling(config),
+    )
+
+
+def images(config: Config) -> int:
+    return config.prompts_per_step * config.group_size
+
+
+def start() -> int:
+    """Bytes that are live before; the peak counts from here."""
+    torch.cuda.reset_peak_memory_stats(0)
+    return torch.cuda.memory_allocated(0)
+
+
+def peak_since(before: int) -> int:
+    return torch.cuda.max_memory_allocated(0) - before
+
+
+def timed(work: Callable[[], Any], rounds: int) -> float:
+    """Median seconds of a round until the device is done; one round before is not measured."""
+    taken = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+def total(spans: Sequence[Span]) -> float | None:
+    """FLOPs of all spans together; None where none says how many it has."""
+    known = [span.flops for span in spans if span.flops is not None]
+    return sum(known) if known else None
+
+
+def memory_finding(pool: str, worked: Worked, plan: Footprint, *, pretended: bool = False) -> Finding:
+    """The allocator's peak against the plan without its margin: too small a plan is worse than too large a one."""
+    planned = sum(plan.parts.values())
+    ratio = planned / worked.peak
+    sentence = f"planned {planned / GIB:.3f} GiB, peak {worked.peak / GIB:.3f} GiB, ratio {ratio:.3f}"
+    name, figures = f"memory of a {pool}", {"planned": planned, "peak": worked.peak, "parts": dict(plan.parts)}
+    if pretended or worked.peak < JUDGED_FROM:
+        return Finding(name, OK, f"{sentence} (too small to be judged)", figures=figures)
+    if worked.peak > planned * (1 + MARGIN_SHARE):
+        advice = "runs may need more memory than `plan --memory` says: leave room, and send the report"
+        return Finding(name, FAILED, sentence, advice, figures)
+    if abs(ratio - 1) > AGREEMENT:
+        advice = f"`plan --memory` is off by more than {AGREEMENT:.0%} here; send the report"
+        return Finding(name, WARNING, sentence, advice, figures)
+    return Finding(name, OK, sentence, figures=figures)
+
+
+def speed_finding(pool: str, worked: Worked, setting: Setting, *, what: str) -> Finding:
+    """Images or samples per second, and the share of the device's peak that the network's products make up."""
+    rate = worked.images / worked.seconds
+    share = utilisation(worked.flops, worked.seconds, device_peak()) if worked.flops is not None else None
+    name = f"speed of a {pool}"
+    figures = {f"{what}_per_second": rate, "seconds": worked.seconds, "flops": worked.flops, "mfu": share}
+    sentence = f"{rate:.3g} {what}/s"
+    if setting.pretended:
+        return Finding(name, SKIPPED, "CPU kernels computed this", "needs a real device", figures)
+    if share is None:
+        return Finding(name, OK, f"{sentence}; MFU not known", figures=figures)
+    sentence += f", MFU {share:.1%}"
+    if setting.small:
+        return Finding(name, OK, f"{sentence} (too small to be judged)", figures=figures)
+    if share < LOW_MFU:
+        advice = "look at nvidia-smi for another process, heat or a power limit, then send the report"
+        return Finding(name, WARNING, sentence, advice, figures)
+    return Finding(name, OK, sentence, figures=figures)
