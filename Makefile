@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-slow test-gpu test-vllm-omni lint prove e2e clean
+.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -29,10 +29,31 @@ test: setup lint
 	$(RUN) -m pytest
 
 test-slow: setup
-	$(RUN) -m pytest -m "slow and not gpu"
+	$(RUN) -m pytest -m "slow and not gpu and not pretend_gpu"
+	$(MAKE) test-pretend-gpu-slow
 
 test-gpu: setup
 	$(RUN) -m pytest -m gpu
+
+# On pretended GPUs (tests/pretend_gpu/README.md): what is marked gpu, but timing and CUDA graphs; what asks for pretended
+# ones; in the slow tier also the unit tests of what runs on a device.
+ON_DEVICE := $(RUN) -m tests.pretend_gpu.launch -m pytest -p tests.pretend_gpu.plugin
+OF_DEVICES := tests/unit/training tests/unit/rollout tests/unit/checkpoint_engine
+
+# Transport pynccl is made of cupy, which imports without a GPU; whoever rehearses it gets it in a folder of its own.
+PRETEND_CUPY := build/pretend_cupy
+
+$(PRETEND_CUPY)/.installed: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PRETEND_CUPY) \
+	  "cupy-cuda13x>=14" cuda-pathfinder
+	touch $@
+
+test-pretend-gpu: setup $(PRETEND_CUPY)/.installed
+	$(ON_DEVICE) -m "(gpu or pretend_gpu) and not real_gpu and not slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
+
+test-pretend-gpu-slow: setup $(PRETEND_CUPY)/.installed
+	$(ON_DEVICE) -m "(gpu or pretend_gpu) and not real_gpu and slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
+	$(ON_DEVICE) $(OF_DEVICES)
 
 # The rollout engine vllm_omni pins older diffusers and transformers, so its tests have an environment of their own. vllm
 # comes without its dependencies, most of which need a GPU; tests/vllm_omni/requirements.txt names the others. PyPI's

@@ -126,7 +126,7 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
         x = torch.randn((copies, *policy.latent_shape(SIDE)), generator=rng)
         for now, after in pairwise(sigmas):
             x = x + (after - now) * policy.velocity(x, now.expand(copies), positive, negative, sampling)
-        images.append(policy.decode(x, SIDE))
+        images.append(policy.decode(x, SIDE).numpy())
     return np.stack(images)
 
 

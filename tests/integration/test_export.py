@@ -93,7 +93,7 @@ def test_the_rollout_engines_images_come_back(trained: QwenImagePolicy, tmp_path
     pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(tmp_path)
-    decoded = tiny_policy().decode(latents_of(pipeline), 32)
+    decoded = tiny_policy().decode(latents_of(pipeline), 32).numpy()
     assert np.abs(made.astype(int) - decoded).max() <= 1
     plain = DiffusersEngine(tiny_policy()).generate(request(N, kind=EVALUATION)).images
     assert np.abs(made.astype(int) - plain).max() > 10

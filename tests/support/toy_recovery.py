@@ -92,7 +92,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     algorithm = build_algorithm(config)
     prepared = Prepared(
         config,
-        ResolvedModel("toy", "toy", None),
+        ResolvedModel("toy", "toy", None, "float32"),
         algorithm,
         RequestBuilder(config, PROMPTS, PROMPTS[:2]),
         Shapes((4,), {}),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.types import ByteArray, Conditioning, Prompt, Sampling
+from async_flowrl.types import Conditioning, Prompt, Sampling
 
 CHANNELS, FRAMES, TEXT = 4, 3, 6
 
@@ -60,10 +60,10 @@ class VideoPolicy(PipelinePolicy):
     ) -> Tensor:
         return self.transformer(latents, sigma, self._rows(branches, "prompt_embeds", len(latents)))
 
-    def decode(self, latents: Tensor, resolution: int) -> ByteArray:
+    def decode(self, latents: Tensor, resolution: int) -> Tensor:
         """The first frame, its first three channels enlarged."""
         pixels = torch.sigmoid(latents[:, :3, 0]).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
-        return (pixels * 255).byte().movedim(1, -1).contiguous().numpy()
+        return (pixels * 255).byte().movedim(1, -1).contiguous()
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:

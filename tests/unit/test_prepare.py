@@ -52,6 +52,13 @@ def test_an_engine_without_a_pipeline_for_the_family(tmp_path: Path) -> None:
     assert prepared(tmp_path, "rollout.engine=vllm_omni").model.family == "qwen_image"
 
 
+def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:
+    """A resume compares it, and every worker reads it."""
+    found = prepared(tmp_path)
+    assert found.config.model.dtype == found.model.dtype == found.requests.config.model.dtype == "float32"
+    assert prepared(tmp_path, "model.dtype=bfloat16").model.dtype == "bfloat16"
+
+
 def test_a_resolution_without_latents(tmp_path: Path) -> None:
     """Which resolutions there are is the family's to say."""
     with pytest.raises(ConfigError, match=r"^resolution must be a multiple of 16, got 40"):

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.flops import FlopCounter, Meter, utilisation
+from async_flowrl.observability.flops import FlopCounter, Meter, tensor_peak, utilisation
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
@@ -111,6 +111,27 @@ def test_the_meta_device_counts_without_computing() -> None:
 def test_utilisation() -> None:
     assert utilisation(1e12, 2.0, 1e12) == 0.5
     assert utilisation(1e12, 2.0, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H20", 148),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_card_by_its_whole_name(name: str, teraflops: float | None) -> None:
+    assert tensor_peak(name) == (None if teraflops is None else teraflops * 1e12)
 
 
 def test_threads_count_their_own_work() -> None:
