@@ -14,10 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint import (
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_step,
+    find_checkpoint,
+    read_checkpoint,
+)
 from async_flowrl.types import EVALUATION, TRAIN
-from checkpoint_engine import weights_digest
+from checkpoint_engine import Draft, Layout, weights_digest
 from separation.table import format_table
 
 FINAL_STATES = ("TRAINED", "SKIPPED")
@@ -143,7 +151,24 @@ def digests(run: RunFiles) -> str:
     for version, sent in checkpoint.controller.get("published", {}).items():
         if {sent} != run.sent.get(("policy", int(version))):
             raise Broken(f"{path.name} names another digest for version {version} than was sent")
+    _check_last_version(path.name, checkpoint, run)
     return f"{path.name}: {digest[:16]}"
+
+
+def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> None:
+    """The last version, as it was sent, is the masters (or the sampling average) in the dtypes it is computed in."""
+    version, lora = checkpoint.trainer["version"], checkpoint.trainer["lora"]
+    prefix = f"{version}/"
+    kept = {key.removeprefix(prefix): t for key, t in checkpoint.tensors["retained"].items() if key.startswith(prefix)}
+    masters = checkpoint.tensors.get("sampling", checkpoint.tensors["weights"])
+    for tensor_name, tensor in kept.items():
+        if not torch.equal(tensor, masters[tensor_name].to(tensor.dtype)):
+            raise Broken(f"{name}: version {version} is not its masters rounded to {tensor.dtype}, at {tensor_name}")
+    layout = Layout.of(kept)
+    draft = Draft("policy", version, layout, lora["alpha"], lora["rank"])
+    digest = draft.sealed(layout.digests(layout.packed(kept))).digest
+    if {digest} != run.sent.get(("policy", version)):
+        raise Broken(f"{name} holds other bytes as version {version} ({digest[:16]}) than were sent")
 
 
 CHECKS: dict[str, Callable[[RunFiles], str]] = {

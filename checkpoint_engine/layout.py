@@ -42,16 +42,17 @@ class Layout:
     """Buffer size, padding included."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
-        """The layout of named tensors. Raises ValueError where there are none."""
+    def of(cls, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> "Layout":
+        """The layout of named tensors, in `dtypes` by name or in their own. Raises ValueError where there are none."""
         if not tensors:
             raise ValueError("a layout needs at least one tensor, got none")
         entries, offset = [], 0
         for name in sorted(tensors):
             tensor = tensors[name]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(Entry(name, tuple(tensor.shape), dtype, offset, tensor.nbytes))
-            offset = _padded(offset + tensor.nbytes)
+            dtype = tensor.dtype if dtypes is None else dtypes[name]
+            nbytes = tensor.numel() * dtype.itemsize
+            entries.append(Entry(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), offset, nbytes))
+            offset = _padded(offset + nbytes)
         return cls(tuple(entries), offset)
 
     @cached_property
@@ -69,6 +70,14 @@ class Layout:
             entry.name: buffer[entry.offset : entry.end].view(dtype_of(entry)).view(entry.shape)
             for entry in self.entries
         }
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> ByteArray:
+        """Named tensors of this layout as a host buffer uint8 [nbytes], zero between them."""
+        buffer = self.empty().zero_()
+        for name, view in self.views(buffer).items():
+            view.copy_(tensors[name])
+        data: ByteArray = buffer.numpy()
+        return data
 
     def digests(self, data: ByteArray) -> tuple[bytes, ...]:
         """One position-dependent digest [16 bytes] per tensor of a host buffer uint8 [nbytes]."""

@@ -48,14 +48,15 @@ class Publisher:
         tensors: Mapping[str, Tensor],
         stream: str = "policy",
         *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
         alpha: float | None = None,
         rank: int | None = None,
         retain: int = 2,
     ) -> None:
-        """Raises ValueError for retain < 1."""
+        """Tensors are cast to `dtypes`, by name, when they are staged. Raises ValueError for retain < 1."""
         if retain < 1:
             raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
-        self.layout = Layout.of(tensors)
+        self.layout = Layout.of(tensors, dtypes)
         self.stream, self.alpha, self.rank, self.retain = stream, alpha, rank, retain
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device

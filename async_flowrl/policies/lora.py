@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -18,9 +17,9 @@ from async_flowrl.config.messages import did_you_mean
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, peft_config
 from async_flowrl.seeds import derive, generator, untouched_rng
 
-ADAPTER = "default"
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
@@ -42,13 +41,7 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     """The adapter with values that still mean nothing, also on the meta device; raises as `add_lora` does."""
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
-    adapter = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targeted_modules(transformer, config, policy),
-        lora_dropout=0.0,
-        bias="none",
-    )
+    adapter = peft_config(config.rank, config.alpha, targeted_modules(transformer, config, policy))
     with untouched_rng():
         cast("Any", transformer).add_adapter(adapter, adapter_name=ADAPTER)
     for layer in lora_modules(transformer).values():
@@ -105,15 +98,22 @@ def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     return dict(sorted(parameters.items()))
 
 
-def lora_weights(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
-    """(A [rank, in], B [out, rank], scaling) of one layer as it computes: y = Wx + scaling · B(Ax)."""
-    live = cast("Any", layer)
-    return live.lora_A[ADAPTER].weight, live.lora_B[ADAPTER].weight, float(live.scaling[ADAPTER])
-
-
 def lora_layers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """`lora_weights` of each of `lora_modules`, for the binding proof."""
-    return {name: lora_weights(module) for name, module in modules.items()}
+    """`compute_copies` of each of `lora_modules`, for the binding proof."""
+    return {name: compute_copies(module) for name, module in modules.items()}
+
+
+def compute_dtypes(transformer: nn.Module) -> dict[str, torch.dtype]:
+    """By layout name, the dtype in which the networks compute with each tensor and in which versions travel."""
+    layers = {name: compute_dtype(layer) for name, layer in lora_modules(transformer).items()}
+    return {f"{name}.lora_{side}.weight": dtype for name, dtype in sorted(layers.items()) for side in "AB"}
+
+
+def keep_compute_copies(transformer: nn.Module) -> None:
+    """Casts the adapter's tensors to the dtypes they are computed in, where no optimizer needs float32 masters."""
+    dtypes = compute_dtypes(transformer)
+    for name, parameter in lora_parameters(transformer).items():
+        parameter.data = parameter.data.to(dtypes[name])
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.kernels import compile_blocks
-from async_flowrl.policies.lora import add_lora
+from async_flowrl.policies.lora import add_lora, keep_compute_copies
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -25,6 +25,7 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
     policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
     digest = base_digest(dict(policy.transformer.named_parameters()))
     add_lora(policy.transformer, config.lora, policy, config.seed)
+    keep_compute_copies(policy.transformer)
     policy.transformer.requires_grad_(False).eval()
     if config.rollout.compile:
         compile_blocks(policy)

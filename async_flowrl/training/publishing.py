@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora import lora_layers, lora_modules
+from async_flowrl.policies.lora import compute_dtypes, lora_layers, lora_modules
 from async_flowrl.seeds import derive
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.versions import Versions
@@ -19,9 +20,11 @@ from checkpoint_engine.ends import SendingEnd
 class DebugPublisher(Publisher):
     """A publisher that `debug.delays.publish` and `debug.freeze_publish` apply to."""
 
-    def __init__(self, config: Config, tensors: Mapping[str, Tensor], stream: str) -> None:
+    def __init__(
+        self, config: Config, tensors: Mapping[str, Tensor], stream: str, *, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         lora, retain = config.lora, config.live_versions
-        super().__init__(tensors, stream, alpha=lora.alpha, rank=lora.rank, retain=retain)
+        super().__init__(tensors, stream, dtypes=dtypes, alpha=lora.alpha, rank=lora.rank, retain=retain)
         self._config = config
         self._frozen = config.debug.freeze_publish and stream == POLICY
 
@@ -46,9 +49,9 @@ class PublishedStreams:
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
-        tensors = parameters.named(parameters.values.data)
-        self.policy = DebugPublisher(config, tensors, POLICY)
-        self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA)
+        tensors, dtypes = parameters.named(parameters.values.data), compute_dtypes(policy.transformer)
+        self.policy = DebugPublisher(config, tensors, POLICY, dtypes=dtypes)
+        self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA, dtypes=dtypes)
         self.collective = SendingEnd(self.policy, parameters.values.device)
 
     def stage(self, version: int, stream: str = POLICY) -> None:

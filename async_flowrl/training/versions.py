@@ -1,7 +1,9 @@
 """The weights beside the live ones: what was published under the last versions, and moving averages."""
 
+import functools
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
@@ -13,11 +15,13 @@ class Versions:
     """Flat vectors in the layout of `parameters`. Version n is what rollouts sample from after n published updates.
 
     `ema` is for evaluation; `sampling`, where the algorithm has one, is the slowly moving policy that rollouts sample
-    from instead of the trained weights.
+    from instead of the trained weights. Both are float32; a version is kept in the dtypes it is computed and sent in.
     """
 
-    def __init__(self, config: Config, parameters: FlatParameters) -> None:
-        self._config, self._parameters = config, parameters
+    def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
+        """`dtypes`: by tensor name, what the networks compute in."""
+        self._config, self._parameters, self._dtypes = config, parameters, dtypes
+        self._dtype = functools.reduce(torch.promote_types, dtypes.values())
         algorithm = config.algorithm
         averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
@@ -49,9 +53,17 @@ class Versions:
 
     def retain(self, version: int) -> None:
         source = self._parameters.values.data if self.sampling is None else self.sampling
-        self._retained[version] = source.clone()
+        self._retained[version] = source.to(self._dtype, copy=True)
         for old in [v for v in self._retained if v < version - self._config.max_staleness]:
             del self._retained[old]
+
+    def changed_share(self, version: int) -> float | None:
+        """Share of the elements that differ between a version and the one before; None where neither is kept or where
+        versions are float32, in which every step shows."""
+        before, now = self._retained.get(version - 1), self._retained.get(version)
+        if self._dtype == torch.float32 or before is None or now is None:
+            return None
+        return int(torch.count_nonzero(before != now)) / self._parameters.numel
 
     def of(self, version: int) -> Tensor:
         """The weights that version `version` names. Raises KeyError in one sentence if they are no longer kept."""
@@ -63,7 +75,8 @@ class Versions:
         """Parts of a checkpoint: CPU tensors by name."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self._retained.items():
-            parts["retained"] |= {f"{version}/{name}": tensor for name, tensor in self._named(flat).items()}
+            tensors = self._named(flat).items()
+            parts["retained"] |= {f"{version}/{name}": tensor.to(self._dtypes[name]) for name, tensor in tensors}
         return parts
 
     def load(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -77,7 +90,7 @@ class Versions:
             version, name = key.split("/", 1)
             by_version.setdefault(int(version), {})[name] = tensor
         self._retained = {
-            version: self._parameters.pack(tensors, where=f"retained version {version}")
+            version: self._parameters.pack(tensors, where=f"retained version {version}").to(self._dtype)
             for version, tensors in sorted(by_version.items())
         }
 

@@ -3,7 +3,9 @@
 Everything but sealing, sending and writing runs on the main lane, one call at a time.
 """
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -17,7 +19,7 @@ from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
-from async_flowrl.policies.lora import add_lora, load_warm_start, lora_parameters
+from async_flowrl.policies.lora import add_lora, compute_dtypes, load_warm_start, lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
@@ -32,6 +34,11 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Trajectory
 from checkpoint_engine import base_digest, weights_digest
+
+logger = logging.getLogger(__name__)
+
+MIN_CHANGED_SHARE = 0.01
+"""A step that changes a smaller share of the adapter as it is computed is worth a warning."""
 
 
 @runtime_checkable
@@ -61,6 +68,7 @@ class TrainerWorker:
         self.sender: PublishedStreams
         """On rank 0 only, which sends the weights; there after `load`."""
         self._snapshot: tuple[int, Checkpoint] | None = None
+        self._warned_of_changes = False
 
     def load(self) -> dict[str, Any]:
         """Builds the model with its adapter, as a rank of the process group if this process joined one, else alone.
@@ -96,7 +104,7 @@ class TrainerWorker:
         prefetch(policy, trainer.prefetch)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
-        self.versions = Versions(config, self.parameters)
+        self.versions = Versions(config, self.parameters, compute_dtypes(policy.transformer))
         if self.world.rank == 0:
             self.sender = PublishedStreams(config, policy, self.parameters, self.versions)
         self.update = Update(self._inputs())
@@ -152,7 +160,25 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step)
+            return self._with_changed_share(stats)
         return stats
+
+    def _with_changed_share(self, stats: UpdateStats) -> UpdateStats:
+        """Adds how much of the new version differs from the one before, where it is narrower than the masters."""
+        share = self.versions.changed_share(self.versions.newest)
+        if stats.skipped or share is None:
+            return stats
+        if share < MIN_CHANGED_SHARE and not self._warned_of_changes:
+            self._warned_of_changes = True
+            logger.warning(
+                "step %d changed only %.2g %% of the adapter's values as rollouts compute with them (%s): the float32 "
+                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
+                "trainer.learning_rate, or model.dtype=float32",
+                stats.step,
+                100 * share,
+                self.config.model.dtype,
+            )
+        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def weights_digest(self) -> str:
         """SHA-256 of the trainable float32 weights; equal on all ranks."""

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.verify import main, verify
-from checkpoint_engine import weights_digest
+from checkpoint_engine import Draft, Layout, weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.unit.test_faults import once
 
@@ -24,15 +26,24 @@ def finished() -> ToyRun:
     return virtual(config, fault=once("rollout-0", "generate", 3, "kill"))
 
 
-def write_run(root: Path, found: ToyRun, events: list[Record]) -> Path:
-    """The files of a run directory that `verify` reads."""
-    tensors = found.groups["trainer"].workers[0].target.tensors
+def write_run(
+    root: Path,
+    found: ToyRun,
+    events: list[Record],
+    *,
+    tensors: dict[str, Tensor] | None = None,
+    retained: dict[str, Tensor] | None = None,
+) -> Path:
+    """The files of a run directory that `verify` reads; with other masters, or another last version, if given."""
+    tensors = tensors or found.groups["trainer"].workers[0].target.tensors
     published = {str(version): digest for version, digest in found.published().items() if version >= STEPS - 1}
-    trainer = {"weights_digest": weights_digest(tensors)}
-    write_checkpoint(
-        root / "checkpoints", STEPS, Checkpoint({"weights": tensors}, trainer, {"published": published}), keep=2
-    )
-    summary = {"max_staleness": 1, "steps": STEPS, "weights_digest": found.digest}
+    if retained is not None:
+        del published[str(STEPS)]
+    retained = retained or tensors
+    trainer = {"version": STEPS, "weights_digest": weights_digest(tensors), "lora": {"alpha": 4.0, "rank": 2}}
+    parts = {"weights": tensors, "retained": {f"{STEPS}/{name}": tensor for name, tensor in retained.items()}}
+    write_checkpoint(root / "checkpoints", STEPS, Checkpoint(parts, trainer, {"published": published}), keep=2)
+    summary = {"max_staleness": 1, "steps": STEPS, "weights_digest": weights_digest(tensors)}
     (root / "summary.json").write_text(json.dumps(summary))
     (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found.lines))
     (root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -135,6 +146,33 @@ def test_two_lives_that_sent_different_bytes_are_noticed(tmp_path: Path, finishe
     other = {"event": "version", "time": 0.0, "stream": "policy", "version": 1, "state": "sent", "digest": "0" * 64}
     root = write_run(tmp_path, finished, [*finished.observer.events, other])
     assert rows(root)["version chain"] == (False, "version 1 of policy was sent with 2 different digests")
+
+
+def sent_as_bfloat16(events: list[Record], retained: dict[str, Tensor]) -> list[Record]:
+    """The run's events as if the last version had gone out in bfloat16."""
+    layout = Layout.of(retained)
+    digest = Draft("policy", STEPS, layout, 4.0, 2).sealed(layout.digests(layout.packed(retained))).digest
+    last = [e.get("version") == STEPS and e.get("stream") == "policy" and "digest" in e for e in events]
+    return [event | {"digest": digest} if is_last else event for event, is_last in zip(events, last, strict=True)]
+
+
+def test_the_last_version_is_the_masters_rounded_to_what_is_computed_with(tmp_path: Path, finished: ToyRun) -> None:
+    """The digest that was sent covers the rounded bytes; the checkpoint's is that of the float32 masters."""
+    found = finished
+    masters = {name: t + 1e-6 for name, t in found.groups["trainer"].workers[0].target.tensors.items()}
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
+    events = sent_as_bfloat16(found.observer.events, rounded)
+    root = write_run(tmp_path / "honest", found, events, tensors=masters, retained=rounded)
+    assert rows(root)["digests"][0], rows(root)["digests"]
+    name = min(rounded)
+    off = rounded | {name: rounded[name] * 2 + 1}
+    root = write_run(tmp_path / "other", found, events, tensors=masters, retained=off)
+    assert rows(root)["digests"] == (
+        False,
+        f"step_5: version 5 is not its masters rounded to torch.bfloat16, at {name}",
+    )
+    root = write_run(tmp_path / "unrounded", found, events, tensors=masters, retained=masters)
+    assert "holds other bytes as version 5" in rows(root)["digests"][1]
 
 
 def test_other_masters_than_the_summarys_are_noticed(tmp_path: Path, finished: ToyRun) -> None:

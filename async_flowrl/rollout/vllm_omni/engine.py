@@ -39,7 +39,7 @@ class VllmOmniEngine:
         # Hundreds of lines of start-up information per worker otherwise.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         shapes = network_shapes(config, model)
-        self._parameters = {name: torch.zeros(shape) for name, shape in shapes.adapter.items()}
+        self._parameters = shapes.empty_adapter()
         self._client = _started(config, model)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None

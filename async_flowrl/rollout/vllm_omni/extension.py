@@ -18,7 +18,7 @@ from vllm_omni.lora.request import LoRARequest
 from vllm_omni.platforms import current_omni_platform
 
 from async_flowrl.config.schema import Config, LoraConfig
-from async_flowrl.rollout.vllm_omni.names import NetworkShapes, Shape, adapter_key, engine_name, engine_slice, unpacked
+from async_flowrl.rollout.vllm_omni.names import NetworkShapes, adapter_key, engine_name, engine_slice, unpacked
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT
 from async_flowrl.types import EMA, POLICY, Conditioning, Wording
 from checkpoint_engine import (
@@ -55,7 +55,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
         packed = network.packed_modules_mapping
         digest = base_digest(unpacked(live, shapes.base, packed, tensor_model_parallel_all_gather))
-        self._rollout_adapters = Adapters(self.lora_manager, shapes.adapter, config.lora)
+        self._rollout_adapters = Adapters(self.lora_manager, shapes, config.lora)
         pipeline.open_rollout(self._rollout_adapters, config, max_sequence_length)
         return digest
 
@@ -96,11 +96,11 @@ class Adapters:
     receiver here holds what came last, whatever its version, in its evaluation slot.
     """
 
-    def __init__(self, manager: Any, shapes: Mapping[str, Shape], lora: LoraConfig) -> None:
+    def __init__(self, manager: Any, shapes: NetworkShapes, lora: LoraConfig) -> None:
         self._manager, self._lora = manager, lora
-        self._tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._tensors = shapes.empty_adapter()
         self._receiver = Receiver(self._tensors, (POLICY, EMA), capacity=1, alpha=lora.alpha, rank=lora.rank)
-        names = {name.rsplit(".lora_", 1)[0] for name in shapes}
+        names = {name.rsplit(".lora_", 1)[0] for name in shapes.adapter}
         self._layers = {name: self._layer(name) for name in sorted(names)}
         self._known: dict[int, Activation] = {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.lora import attach_lora, lora_parameters
+from async_flowrl.policies.lora import attach_lora, compute_dtypes, lora_parameters
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 
 _OUTPUT = re.compile(r"\.to_out\.0(?=\.|$)")
@@ -24,10 +24,15 @@ Gather = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class NetworkShapes:
-    """Shapes by diffusers' names: of the adapter's tensors and of the base weights."""
+    """Shapes by diffusers' names: of the adapter's tensors and of the base weights; dtypes of the adapter's tensors."""
 
     adapter: dict[str, Shape]
     base: dict[str, Shape]
+    dtypes: dict[str, torch.dtype]
+
+    def empty_adapter(self) -> dict[str, Tensor]:
+        """Host tensors that versions of the adapter fit into, zero."""
+        return {name: torch.zeros(shape, dtype=self.dtypes[name]) for name, shape in self.adapter.items()}
 
 
 def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
@@ -44,7 +49,8 @@ def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
     )
     base = _shapes(policy.transformer.named_parameters())
     attach_lora(policy.transformer, config.lora, policy)
-    return NetworkShapes(_shapes(lora_parameters(policy.transformer).items()), base)
+    adapter = _shapes(lora_parameters(policy.transformer).items())
+    return NetworkShapes(adapter, base, compute_dtypes(policy.transformer))
 
 
 def _shapes(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:

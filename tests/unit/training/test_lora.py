@@ -16,12 +16,12 @@ from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import (
     add_lora,
+    compute_copies,
     load_tensors,
     load_warm_start,
     lora_layers,
     lora_modules,
     lora_parameters,
-    lora_weights,
     reference_mode,
 )
 from async_flowrl.policies.qwen_image import QwenImagePolicy
@@ -126,7 +126,7 @@ def test_layers_compute_what_their_weights_and_scaling_say() -> None:
     modules = lora_modules(policy.transformer)
     assert list(modules) == sorted(modules) == list(lora_layers(modules))
     for name, layer in modules.items():
-        a, b, scaling = lora_weights(layer)
+        a, b, scaling = compute_copies(layer)
         assert scaling == 3.0 and a.shape[0] == b.shape[1] == 4, name
         x = torch.randn(5, a.shape[1], generator=torch.Generator().manual_seed(0))
         base = layer.base_layer(x)

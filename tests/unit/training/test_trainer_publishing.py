@@ -9,7 +9,7 @@ import torch
 import trainer_rig as rig
 
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.lora import lora_layers, lora_modules, lora_parameters
+from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.worker import TrainerWorker
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -25,8 +25,8 @@ from checkpoint_engine import (
 class Site:
     """A sampler with the receiving end of the weights."""
 
-    def __init__(self, config: Config) -> None:
-        self.sampler = rig.Sampler(config)
+    def __init__(self, config: Config, sampler: rig.Sampler | None = None) -> None:
+        self.sampler = sampler or rig.Sampler(config)
         transformer = self.sampler.policy.transformer
         transformer.requires_grad_(False)
         self.layers = lora_modules(transformer)
@@ -58,6 +58,29 @@ def probe_of(modules: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def site() -> Site:
     return Site(rig.tiny_config())
+
+
+def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_rounded() -> None:
+    """Half the bytes; canary, binding proof and a version of the trained weights, and the same output bit for bit."""
+    config = rig.tiny_config(learning_rate=1e-2)
+    config.model.dtype = "bfloat16"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    keep_compute_copies(sampler.policy.transformer)
+    site = Site(config, sampler)
+    mine = worker.sender.canary()
+    site.receive(worker, CANARY_VERSION)
+    check_binding(mine, site.probe())
+    for step in range(2):
+        rig.update(worker, step, [sampler.group(0, 0)])
+        worker.sender.stage(step + 1)
+        site.receive(worker, step + 1)
+    held, masters = lora_parameters(sampler.policy.transformer), worker.tensors()
+    assert sum(t.nbytes for t in held.values()) * 2 == sum(t.nbytes for t in masters.values())
+    for name, tensor in held.items():
+        assert torch.equal(tensor, torch.from_numpy(masters[name]).to(torch.bfloat16)), name
+    for mine_, theirs in zip(lora_modules(worker.policy.transformer).values(), site.layers.values(), strict=True):
+        x = torch.randn(3, mine_.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        assert torch.equal(mine_(x), theirs(x))
 
 
 def test_the_canary_proves_the_binding_and_trains_nothing() -> None:

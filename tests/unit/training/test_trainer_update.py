@@ -359,6 +359,27 @@ def test_a_bfloat16_base_keeps_float32_adapters_and_closes_the_loop() -> None:
     assert first.metrics["ratio_deviation_squared"] == 0.0 and first.metrics["behaviour_gap"] < 1e-6
     assert {tensor.dtype for tensor in worker.tensors().values()} == {np.dtype(np.float32)}
     assert {p.dtype for p in worker.policy.transformer.parameters()} == {torch.bfloat16, torch.float32}
+    assert 0.1 < first.metrics["adapter/changed_share"] <= 1.0
+
+
+def test_a_step_too_small_to_show_in_bfloat16_is_counted_and_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Masters move, the versions that rollouts compute with hardly do."""
+    config = rig.tiny_config(learning_rate=1e-9)
+    config.model.dtype = "bfloat16"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    before = worker.weights_digest()
+    worker.parameters.values.data.add_(1.0)  # B starts at zero, where any step shows
+    worker.versions.retain(0)
+    shares = [rig.update(worker, step, [sampler.group(0, 0)]).metrics["adapter/changed_share"] for step in range(2)]
+    assert worker.weights_digest() != before and max(shares) < 0.01
+    warnings = [record.getMessage() for record in caplog.records if "as rollouts compute with them" in record.message]
+    assert len(warnings) == 1 and "(bfloat16)" in warnings[0] and "step 0" in warnings[0]
+
+
+def test_float32_versions_say_nothing_of_rounding(handed: list[list[rig.Handed]]) -> None:
+    assert "adapter/changed_share" not in rig.update(rig.trainer(rig.tiny_config()), 0, handed[0]).metrics
 
 
 def test_a_plan_without_rows_takes_no_groups(handed: list[list[rig.Handed]]) -> None:
