@@ -70,7 +70,14 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
             if prompt.negative is not None:
                 own = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
             images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
-            scores.append(await reward.score(prompt, images, executor))
+            try:
+                scores.append(await reward.score(prompt, images, executor))
+            except Exception as error:  # a reward is anybody's code
+                if config.reward.on_error == "fail":
+                    raise ValueError(f"prompt {group} has no score: {type(error).__name__}: {error}") from error
+                logger.warning("prompt %d is skipped: %s: %s", group, type(error).__name__, error)
+    if not scores:
+        raise ValueError(f"none of {len(prompts)} prompts could be scored")
     return scores
 
 

@@ -87,7 +87,7 @@ def bound(run: RunFiles) -> str:
             raise Broken(f"ticket {event['ordinal']} of step {event['step']} was made with version {event['version']}")
         ages[age] += 1
     for line in run.metrics:
-        if line.get("staleness/max", 0) > run.max_staleness:
+        if (line.get("staleness/max") or 0) > run.max_staleness:
             raise Broken(f"metrics.jsonl says staleness {line['staleness/max']} at step {line['step']}")
     return ", ".join(f"{count} tickets of age {age}" for age, count in sorted(ages.items()))
 
@@ -108,7 +108,8 @@ def exactly_once(run: RunFiles) -> str:
         raise Broken(f"{run.steps} steps should have equally many tickets, have {dict(sorted(per_step.items()))}")
     if [line["step"] for line in run.metrics] != list(range(run.steps)):
         raise Broken(f"metrics.jsonl has not one line for each of {run.steps} steps")
-    return f"{len(ordinals)} tickets in {run.steps} steps"
+    skipped = sum(event["state"] == "SKIPPED" for event in run.finished)
+    return f"{len(ordinals)} tickets in {run.steps} steps" + (f", {skipped} of them skipped" if skipped else "")
 
 
 def version_chain(run: RunFiles) -> str:

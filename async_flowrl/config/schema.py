@@ -123,7 +123,8 @@ class RewardConfig:
     terms: dict[str, RewardTerm] = field(default_factory=dict)
     """Name → term; the reward is the weighted sum."""
     on_error: str = setting("fail", choices=("fail", "skip"))
-    """When a score cannot be had after the retries: fail ends the run; skip drops the group, counted and shown."""
+    """When a score cannot be had after the retries: fail ends the run; skip drops the group, counted and shown. An
+    evaluation ends no run: what it lacks is named, and the exit code is 3."""
     retries: int = setting(3, at_least=0, changes=NOTHING)
     """Retries of a call that failed, on the next free worker."""
     backoff: float = setting(0.5, at_least=0, changes=NOTHING)

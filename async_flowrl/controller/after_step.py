@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
 from async_flowrl.algorithms.registry import resolve_correction
@@ -18,7 +19,10 @@ from async_flowrl.observability.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-MEASURED = ("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap")
+MEASURED = (
+    *("reward/mean", "reward/std", "zero_std_ratio", "staleness/mean", "staleness/max"),
+    *("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap"),
+)
 """Keys that every line of metrics.jsonl has: null where the algorithm does not measure them or nothing was trained."""
 
 
@@ -33,12 +37,14 @@ class AfterStep:
     pools: PoolLedger
     latent_elements: int
     """Numbers in the latents of one image."""
+    failures: list[str]
+    """What went wrong beside the training, a sentence each: it ends no run."""
     evaluations: Evaluations = field(init=False)
     evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.evaluations = Evaluations(self.show)
+        self.evaluations = Evaluations(self.show, self._failed)
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
@@ -67,10 +73,15 @@ class AfterStep:
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
-        """Outstanding evaluations, and a checkpoint of where the run ended; their errors count too."""
+        """A checkpoint of where the run ended, whose error counts too, and outstanding evaluations."""
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx.table, ctx.table.step)
         await self.evaluations.drain()
+
+    def _failed(self, what: str, error: object) -> None:
+        sentence = f"{what}: {error}"
+        self.failures.append(sentence)
+        logger.warning("%s", sentence)
 
     def _unevaluated(self, ctx: Context) -> list[int]:
         """Versions up to the one that this attempt begins with whose evaluation is due and not recorded.
@@ -102,19 +113,30 @@ class AfterStep:
 
     def show(self, result: EvaluationResult) -> None:
         """Called in a thread when an evaluation is complete: its means join the line of the step before it."""
+        what = f"evaluation of version {result.version}"
+        if result.unscored:
+            self._failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
+        if not result.scores:
+            return
         self.evaluated[result.version] = result
         step = max(0, result.version - 1)
         self.metrics.amend(step, self._evaluation_keys(step))
+        self.monitor.evaluation(result.version, {f"{name}/mean": mean for name, mean in result.means().items()})
+        try:
+            self.monitor.image(self._picture(result), result.version)
+        except Exception as error:  # whatever it was: a picture ends no run
+            self._failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
+
+    def _picture(self, result: EvaluationResult) -> Path:
         path = self.directory.images / f"step_{result.version:06d}.png"
-        mean = result.means()["reward"]
         write_grid(
             path,
             [prompt.text for prompt in result.prompts],
             result.images,
             [scores.total for scores in result.scores],
-            title=f"policy version {result.version}, mean reward {mean:.3f}",
+            title=f"policy version {result.version}, mean reward {result.means()['reward']:.3f}",
         )
-        self.monitor.image(path, step)
+        return path
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
         """Seconds of the step, seconds in which the trainer waited for staging, and each pool's share of busy time."""

@@ -176,7 +176,8 @@ async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> 
 async def ask_reward(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> Scores | None:
     """One call for the whole group, on the next free reward worker, retried with back-off.
 
-    None if the reward always fails and `reward.on_error` is `skip`. Raises RefLost, and the last failure.
+    None if the reward always fails and `reward.on_error` is `skip`, or if the group is an evaluation's, which ends no
+    run. Raises RefLost, and the last failure.
     """
     config = ctx.config.reward
     images = [ticket.payload[0] for ticket in group]
@@ -187,9 +188,10 @@ async def ask_reward(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]
         except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
             await reward_failed(ctx, index, error)
             if attempt == config.retries:
-                if config.on_error == "fail":
+                if config.on_error == "fail" and group[0].kind == TRAIN:
                     raise
-                ctx.observer.event("skipped", step=group[0].step, group=group[0].group, message=str(error))
+                first = group[0]
+                ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=str(error))
                 return None
         finally:
             free.put_nowait(index)

@@ -16,15 +16,17 @@ from separation.supervise import deadline
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one evaluation saw: per prompt its images uint8 [n, H, W, 3] and scores. `version` is the policy's."""
+    """What an evaluation saw: per scored prompt its images uint8 [n, H, W, 3] and scores. `version` is the policy's."""
 
     version: int
     prompts: tuple[Prompt, ...]
     images: tuple[ByteArray, ...]
     scores: tuple[Scores, ...]
+    unscored: int = 0
+    """Prompts whose scores could not be had; they are in none of the lists."""
 
     def means(self) -> dict[str, float]:
-        """Mean over all images, per reward and in total."""
+        """Mean over all images, per reward and in total. There must be scores."""
         names = sorted({name for scores in self.scores for name in scores.by_term})
         means = {name: float(np.mean([x for s in self.scores for x in s.by_term[name]])) for name in names}
         means["reward"] = float(np.mean([x for s in self.scores for x in s.total]))
@@ -36,6 +38,8 @@ class Evaluations:
     """At most one evaluation is outstanding; the next one waits for it, training does not."""
 
     report: Callable[[EvaluationResult], None]
+    failed: Callable[[str, object], None]
+    """Told of an evaluation that could not be completed, and why."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -45,13 +49,16 @@ class Evaluations:
         self.tasks.append(asyncio.create_task(self._run(ctx, version), name=f"evaluation of version {version}"))
 
     async def drain(self) -> None:
-        """Waits for all evaluations; the first error of one is raised here, if not before."""
+        """Waits for all evaluations. Training is over, so one that fails now is told of, and ends nothing."""
         for task in self.tasks:
-            await task
+            try:
+                await task
+            except Exception as error:  # whatever it was: the trained weights are not to be lost for it
+                self.failed(task.get_name(), f"{type(error).__name__}: {error}")
         self.tasks.clear()
 
     def check(self) -> None:
-        """Raises the error of an evaluation that failed."""
+        """Raises the error of an evaluation that failed while training goes on: its tickets are still in the table."""
         for task in self.tasks:
             if task.done():
                 task.result()
@@ -91,4 +98,5 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
         prompts=tuple(ctx.requests.prompt(ticket) for ticket in scored),
         images=tuple(images[ticket.ordinal] for ticket in scored),
         scores=tuple(ticket.scores for ticket in scored),
+        unscored=len(tickets) - len(scored),
     )

@@ -38,18 +38,20 @@ class StepStatistics:
         self.updates.append(stats)
 
     def metrics(self) -> dict[str, float]:
-        """By the names of metrics.jsonl. Means over optimizer steps that really ran; `kept/<age>` are row counts."""
+        """By the names of metrics.jsonl. Means over optimizer steps that really ran; `kept/<age>` are row counts.
+
+        A step whose groups were all skipped has no reward and no staleness, which is not the same as zero.
+        """
         flat = [value for group in self.rewards for value in group]
         line: dict[str, float] = {
             "step": self.step,
             "policy_version": self.step,
-            "reward/mean": float(np.mean(flat)) if flat else 0.0,
-            "reward/std": float(np.std(flat)) if flat else 0.0,
-            "zero_std_ratio": self.constant / max(1, len(self.rewards)),
-            "staleness/mean": float(np.mean(self.ages)) if self.ages else 0.0,
-            "staleness/max": max(self.ages, default=0),
             "images": len(flat),
         }
+        if flat:
+            line["reward/mean"], line["reward/std"] = float(np.mean(flat)), float(np.std(flat))
+            line["zero_std_ratio"] = self.constant / len(self.rewards)
+            line["staleness/mean"], line["staleness/max"] = float(np.mean(self.ages)), max(self.ages)
         for name, values in self.by_term.items():
             line[f"reward/{name}/mean"] = float(np.mean(values))
         ran = [stats.metrics for stats in self.updates if not stats.skipped]

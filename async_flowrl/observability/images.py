@@ -7,6 +7,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.types import ByteArray
 
+MAX_SHOWN_CHARACTERS = 500
+"""Of a prompt; more would not fit any line."""
 MIN_SIDE, MAX_SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 96, 256, 6, 18, 12
 """Pixels: sides of a shown image, the space between images, the height of a line of text and of its letters."""
 
@@ -59,8 +61,8 @@ def _shown(image: ByteArray, side: int) -> Image.Image:
 
 def _fit(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
     """The text on one line, shortened with an ellipsis where it is too long."""
-    line = " ".join(text.split())
-    if draw.textlength(line, font=font) <= width:
+    line = " ".join(text[:MAX_SHOWN_CHARACTERS].split())
+    if len(text) <= MAX_SHOWN_CHARACTERS and draw.textlength(line, font=font) <= width:
         return line
     while line and draw.textlength(line + "…", font=font) > width:
         line = line[:-1]

@@ -1,6 +1,8 @@
 """Live views of a run: the progress line, TensorBoard and W&B, as the configuration group `monitor` says."""
 
+import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,6 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from async_flowrl.config.schema import MonitorConfig
 
+logger = logging.getLogger(__name__)
+
+VERSION_KEY = "evaluation/version"
+"""W&B's axis of evaluations: the policy version that was evaluated."""
 AVERAGED_STEPS = 20
 """Steps over which seconds per step and the time left are measured."""
 MIN_LINE_SECONDS = 5.0
@@ -21,17 +27,26 @@ MIN_LINE_SECONDS = 5.0
 class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def image(self, path: Path, step: int) -> None: ...
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
+
+    def image(self, path: Path, version: int) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Monitor:
-    """Passes every step and picture on to each view that is switched on; `settings` is the resolved configuration."""
+    """Passes steps, evaluations and pictures on to each view that is switched on.
+
+    A view that raises is switched off, with a warning, and named in `failures`: it ends no run. Steps and evaluations
+    may come from two threads.
+    """
 
     def __init__(
         self, config: MonitorConfig, folder: Path, *, name: str, total_steps: int, settings: Mapping[str, Any]
     ) -> None:
+        """`settings` is the resolved configuration."""
+        self.failures: list[str] = []
+        self._turn = threading.Lock()
         self._sinks: list[Sink] = []
         if config.progress:
             self._sinks.append(Display(total_steps))
@@ -42,16 +57,29 @@ class Monitor:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics of a finished step, by the names of metrics.jsonl."""
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        self._each(lambda sink: sink.log(step, metrics))
 
-    def image(self, path: Path, step: int) -> None:
-        for sink in self._sinks:
-            sink.image(path, step)
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Means over the images of an evaluation of a policy version, by the names behind `evaluation/`."""
+        self._each(lambda sink: sink.evaluation(version, metrics))
+
+    def image(self, path: Path, version: int) -> None:
+        """The picture grid of an evaluation."""
+        self._each(lambda sink: sink.image(path, version))
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, work: Callable[[Sink], None]) -> None:
+        with self._turn:
+            for sink in list(self._sinks):
+                try:
+                    work(sink)
+                except Exception as error:  # a view's own trouble, a network's for example
+                    self._sinks.remove(sink)
+                    name = type(sink).__name__.lower()
+                    self.failures.append(f"monitor {name}: {type(error).__name__}: {error}")
+                    logger.warning("the monitor %s is switched off: %s: %s", name, type(error).__name__, error)
 
 
 class Display:
@@ -64,6 +92,7 @@ class Display:
         self._console = console or Console()
         self._ends: deque[float] = deque([clock()], maxlen=AVERAGED_STEPS + 1)
         self._shown = float("-inf")
+        self._skipped = 0
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -85,7 +114,12 @@ class Display:
             self._console.print(f"step {step + 1}/{self._total} | {text}", soft_wrap=True, highlight=False)
             self._shown = now
 
-    def image(self, path: Path, step: int) -> None:
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._console.print(
+            f"evaluation of version {version}: reward {_number(metrics['reward/mean'])}", highlight=False
+        )
+
+    def image(self, path: Path, version: int) -> None:
         """Pictures are in the run directory; a line of text has no room for them."""
 
     def close(self) -> None:
@@ -94,8 +128,11 @@ class Display:
 
     def _text(self, step: int, metrics: Mapping[str, Any]) -> str:
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        lost = metrics.get("tickets_skipped")
+        self._skipped += int(lost or 0)
         parts = [
             f"reward {_number(metrics.get('reward/mean'))}",
+            *([f"{self._skipped} tickets skipped"] if self._skipped else []),
             f"staleness {_number(metrics.get('staleness/mean'), '.2g')}",
             f"{seconds:.2f} s/step",
             f"ETA {_duration(seconds * (self._total - step - 1))}",
@@ -114,18 +151,27 @@ class Tensorboard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def image(self, path: Path, step: int) -> None:
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"evaluation/{name}", value, version)
+        self._writer.flush()
+
+    def image(self, path: Path, version: int) -> None:
         import numpy as np
         from PIL import Image
 
-        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), version, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory."""
+    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory.
+
+    W&B's own step only counts calls, as an evaluation ends after later steps: the charts' axes are `step` and, of
+    evaluations and pictures, `evaluation/version`.
+    """
 
     def __init__(self, project: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -138,11 +184,17 @@ class Wandb:
             settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_scalars(metrics), step=step)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
 
-    def image(self, path: Path, step: int) -> None:
-        self._run.log({"images": self._wandb.Image(str(path))}, step=step)
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(_scalars(metrics) | {"step": step})
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})
+
+    def image(self, path: Path, version: int) -> None:
+        self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
 
     def close(self) -> None:
         self._run.finish()

@@ -113,7 +113,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,
-        "warnings": _warnings(kept),
+        "skipped": skipped(metrics),
+        "warnings": _warnings(kept, skipped(metrics)),
         "reward_first": _tenth(metrics, first=True),
         "reward_last": _tenth(metrics, first=False),
     }
@@ -156,8 +157,9 @@ def steady_state(workers: Sequence[Track], history: Sequence[Event], max_stalene
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
     """Age of the samples when they were trained on, in policy versions and in optimizer steps."""
-    largest = max((line.get("staleness/max", 0) for line in metrics), default=0)
-    mean = sum(line.get("staleness/mean", 0.0) for line in metrics) / max(1, len(metrics))
+    trained = [line for line in metrics if line.get("staleness/max") is not None]
+    largest = max((line["staleness/max"] for line in trained), default=0)
+    mean = sum(line["staleness/mean"] for line in trained) / max(1, len(trained))
     # The last optimizer step of a batch trains on samples that are updates_per_batch - 1 further behind.
     behind = max(largest * updates_per_batch + updates_per_batch - 1, 0) if metrics else 0
     return {"staleness_max": largest, "staleness_mean": mean, "staleness_updates_max": behind}
@@ -177,8 +179,19 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
     return {age: kept.get(age, 0.0) / total[age] for age in sorted(total, key=int) if total[age]}
 
 
-def _warnings(kept: Mapping[str, float]) -> list[str]:
-    return [
+def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
+    """Training tickets without a score in the whole run, steps that had some, and steps that had nothing else."""
+    tickets = [int(line.get("tickets_skipped") or 0) for line in metrics]
+    nothing = sum(line.get("reward/mean") is None for line, count in zip(metrics, tickets, strict=True) if count)
+    return {"tickets": sum(tickets), "steps": sum(count > 0 for count in tickets), "steps_without_reward": nothing}
+
+
+def _warnings(kept: Mapping[str, float], skipped: Mapping[str, int]) -> list[str]:
+    lost = [
+        f"{skipped['tickets']} tickets in {skipped['steps']} steps were skipped, as their rewards could not be had; "
+        f"{skipped['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"
+    ]
+    return (lost if skipped["tickets"] else []) + [
         f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
         "algorithm.clip_range or lower max_staleness"
         for age, share in kept.items()

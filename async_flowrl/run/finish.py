@@ -1,8 +1,9 @@
-"""The end of a run: LoRA, digest, summary, timeline and report, from the trainer and the run's own records."""
+"""The end of a run: LoRA and summary first, then timeline and report, from the trainer and the run's own records."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.report import write_report
+from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.lora_file import write as write_lora
@@ -20,6 +22,8 @@ from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
 from separation.group import Worker
 from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
 
 
 async def finish(run: Run, ctx: Context) -> dict[str, Any]:
@@ -48,13 +52,31 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        summary["failed"] = [*run.ledgers.failures, *run.ledgers.monitor.failures]
         directory.write_summary(summary)
-        write_timeline(directory.events, directory.timeline)
-        if config.monitor.report:
-            write_report(Path(directory.root))
+        if more := views(config, directory):
+            summary["failed"] += more
+            directory.write_summary(summary)
         return summary
 
     return await asyncio.to_thread(write)
+
+
+def views(config: Config, directory: RunDirectory) -> list[str]:
+    """Writes timeline and report; a sentence for each that failed. They can be made again from the run's files."""
+    works: list[tuple[str, Callable[[], object]]] = [
+        ("timeline", lambda: write_timeline(directory.events, directory.timeline))
+    ]
+    if config.monitor.report:
+        works.append(("report", lambda: write_report(Path(directory.root))))
+    failures = []
+    for name, work in works:
+        try:
+            work()
+        except Exception as error:  # whatever it was: the run's results are written already
+            logger.exception("the %s could not be written", name)
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    return failures
 
 
 async def peak_of(config: Config, trainer: Worker) -> float | None:

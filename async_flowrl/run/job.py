@@ -180,7 +180,9 @@ def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest
         sys.stdout.write(f"{'MFU':8} {known}\n")
     for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
         sys.stdout.write(f"{label:8} {path}\n")
-    return exit_codes.OK
+    for sentence in summary["failed"]:
+        sys.stdout.write(f"{'failed':8} {sentence}\n")
+    return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
 
 
 def refused(error: BaseException) -> str | None:

@@ -7,7 +7,7 @@ versions that its tickets name are published again, and what had been generated 
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.controller.after_step import AfterStep
@@ -48,6 +48,8 @@ class Ledgers:
     pools: PoolLedger
     metrics: MetricsLog
     monitor: Monitor
+    failures: list[str] = field(default_factory=list)
+    """What went wrong beside the training, a sentence each: an evaluation, a picture."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ def context_of(run: Run, resume: Resume) -> Context:
             checkpoints,
             ledgers.pools,
             latent_elements=prod(run.prepared.shapes.latents),
+            failures=ledgers.failures,
         ),
         base_digest=run.base_digest,
         transport=run.transport,

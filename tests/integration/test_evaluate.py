@@ -83,3 +83,22 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "config.yaml").write_text("rolout: {resolution: 32}\n")
     assert evaluating.main([str(tmp_path)]) == 2
     assert "rolout" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
+    on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = tmp_path / "down.txt"
+    down.write_text("blue")
+    monkeypatch.setenv("TEST_JUDGE_DOWN", str(down))
+    config = OmegaConf.load(run / "config.yaml")
+    config.reward.on_error = on_error
+    config.reward.terms = {"judge": {"name": "tests.integration.judge:judge"}}
+    OmegaConf.save(config, run / "config.yaml")
+    code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out.json")])
+    if on_error == "fail":
+        assert code == 2 and "prompt 1 has no score: RewardError: reward 'judge' failed" in caplog.text
+    else:
+        assert code == 0 and "prompt 1 is skipped: RewardError" in caplog.text
+        assert set(json.loads((tmp_path / "out.json").read_text())) == {"before", "after"}

@@ -33,7 +33,8 @@ class ToySteps:
         self.observer = observer
         self.lines: list[dict[str, float]] = []
         self.evaluated: list[EvaluationResult] = []
-        self.evaluations = Evaluations(self.evaluated.append)
+        self.failures: list[str] = []
+        self.evaluations = Evaluations(self.evaluated.append, lambda what, why: self.failures.append(f"{what}: {why}"))
 
     async def before_training(self, ctx: Context) -> None:
         if ctx.config.evaluate.before_training:

@@ -31,6 +31,7 @@ from checkpoint_engine import (
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 
 SIZE = 8
+LORA_ALPHA, LORA_RANK = 4.0, 2
 
 
 class Torn(BaseException):
@@ -88,7 +89,7 @@ class ToyRollout:
 
     def load(self) -> dict[str, str]:
         """As with a real worker, nothing works before."""
-        self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=4.0, rank=2)
+        self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=LORA_ALPHA, rank=LORA_RANK)
         return {"base_digest": "toy"}
 
     def prove(self, version: int) -> Any:
@@ -126,7 +127,10 @@ class ToySender:
     """The policy's stream of a toy trainer, as `training.publishing.PublishedStreams` has it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], retained: Mapping[int, Any], live_versions: int) -> None:
-        self.policy, self.retained = Publisher(tensors, alpha=4.0, rank=2, retain=live_versions), retained
+        self.policy, self.retained = (
+            Publisher(tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions),
+            retained,
+        )
 
     def canary(self) -> dict[str, torch.Tensor]:
         tensors = canary_tensors(self.policy.layout, 1)
@@ -197,7 +201,12 @@ class ToyTrainer:
         version = max(self.retained)
         retained = {f"{v}/{name}": t for v, tensors in self.retained.items() for name, t in tensors.items()}
         parts = {"weights": self._copy(), "optimizer": {"momentum": self.momentum.clone()}, "retained": retained}
-        self._snapshot = Checkpoint(parts, {"version": version, "weights_digest": self.weights_digest()}, {})
+        trainer = {
+            "version": version,
+            "weights_digest": self.weights_digest(),
+            "lora": {"alpha": LORA_ALPHA, "rank": LORA_RANK},
+        }
+        self._snapshot = Checkpoint(parts, trainer, {})
         return version
 
     def save(self, directory: str, controller: Mapping[str, Any]) -> str:

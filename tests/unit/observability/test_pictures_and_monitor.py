@@ -2,7 +2,9 @@
 
 import io
 import json
+import struct
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +168,81 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
     monitor.log(1, {"step": 1, "reward/mean": 0.75})
+    monitor.evaluation(1, {"reward/mean": 0.6})
     monitor.image(tmp_path / "grid.png", 1)
     monitor.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/reward/mean")] == [(1, pytest.approx(0.6))]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.75)]
     assert events.Tags()["images"] == ["images"]
-    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert events.Tags()["scalars"] == ["reward/mean", "evaluation/reward/mean"]
+
+
+def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every scalar and picture is in the offline file, under axes of their own: none is refused as too late."""
+    records = logged_offline(tmp_path, monkeypatch)
+    assert [(r["step"], r["reward/mean"]) for r in records if "reward/mean" in r] == [(0, 0.5), (1, 0.6), (2, 0.7)]
+    means = [(r["evaluation/version"], r["evaluation/reward/mean"]) for r in records if "evaluation/reward/mean" in r]
+    assert means == [(1, 0.25)]
+    assert sum("evaluation/images/path" in r for r in records) == 1
+
+
+def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What W&B's file of an offline run holds after three steps, with an evaluation of version 1 behind the third."""
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monitor = Monitor(MonitorConfig(progress=False, wandb=True), folder, name="run", total_steps=3, settings={})
+    write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
+    for step in range(3):
+        monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10})
+    monitor.evaluation(1, {"reward/mean": 0.25})
+    monitor.image(folder / "grid.png", 1)
+    monitor.close()
+    assert monitor.failures == []
+    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    records = []
+    for data in leveldb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.history.item:
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            records.append(items)
+    return records
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log: blocks of 32 KiB, the first with 7 bytes of W&B in front, made of pieces with
+    a checksum [4], a length [2] and a kind [1]: 1 is a whole record, 2, 3 and 4 its first, middle and last piece."""
+    position, whole = 7, b""
+    while position + 7 <= len(log):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        size, kind = struct.unpack_from("<HB", log, position + 4)
+        whole += log[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A network that is down, or a disk that is full, ends no run."""
+    monitor = Monitor(MonitorConfig(progress=False, tensorboard=True), tmp_path, name="run", total_steps=2, settings={})
+    (broken,) = monitor._sinks
+    broken.log = lambda step, metrics: (_ for _ in ()).throw(OSError("no space left"))  # type: ignore[method-assign]
+    monitor.log(0, {"reward/mean": 0.5})
+    monitor.log(1, {"reward/mean": 0.5})
+    monitor.close()
+    assert monitor.failures == ["monitor tensorboard: OSError: no space left"]
+    assert "the monitor tensorboard is switched off: OSError: no space left" in caplog.text
+
+
+def test_a_long_prompt_is_cut_in_a_grid(tmp_path: Path) -> None:
+    write_grid(tmp_path / "grid.png", ["word " * 2_000_000], [group(1, 16, 0)], [[0.0]])
+    assert (tmp_path / "grid.png").exists()
 
 
 @pytest.mark.slow
