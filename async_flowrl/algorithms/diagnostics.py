@@ -72,11 +72,11 @@ def warnings(metrics: Mapping[str, float], *, correction: str, kept: float, clip
             f"rollout and trainer disagree by {gap:.1e} on the log-probs of one policy (behaviour_gap), as much as the "
             f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
             "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
-            "both have) or in model.dtype=float32; algorithm.correction=mask and tis allow for the age of samples, "
-            "which the trainer recomputes, and not for this"
+            "both have) or in model.dtype=float32, or weight rows with algorithm.correction=rollout_tis (mask and "
+            "tis allow for the age of samples only)"
         )
     size = sample_size(metrics)
-    if correction == "tis" and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
+    if correction in ("tis", "rollout_tis") and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
         sentences.append(
             f"importance weights have an effective sample size of {size:.2f}: correction=mask or a smaller "
             "max_staleness would use the samples better"

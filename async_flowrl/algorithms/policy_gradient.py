@@ -22,6 +22,8 @@ from async_flowrl.algorithms.correction import (
 )
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
+ROLLOUT_TIS = "rollout_tis"
+"""Weights to the log-probs that the rollout recorded: age and engine differences together, without another pass."""
 MIN_GAUSSIAN_STD = 0.05
 """cps steps with a smaller std have so sharp a density that KL, weights and masks made of it mean nothing."""
 
@@ -86,7 +88,10 @@ class PolicyGradient(GroupAdvantages, ABC):
         }
         loss = surrogate.loss
         if behaviour is None:
-            metrics |= weight_metrics(self._nats(since_rollout, batch, current))
+            weight_log = self._nats(since_rollout, batch, current)
+            metrics |= weight_metrics(weight_log)
+            if self.correction == ROLLOUT_TIS:
+                loss = loss * importance_weight(weight_log, self.config.tis_cap)
         else:
             factor, more = self._corrected(batch, current, anchor, behaviour)
             loss, kept = loss * factor, kept & (factor != 0)
@@ -185,4 +190,4 @@ def detached(prediction: Prediction) -> Prediction:
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:
     """Whether anything needs a true log-density: KL, importance weights, a divergence mask, or a clip in nats."""
     kl = config.kl_coef > 0.0 and config.kl_form != "proximal"
-    return kl or correction in ("mask", "tis") or config.clip_unit == "nats" or needs_proximal_mean
+    return kl or correction in ("mask", "tis", ROLLOUT_TIS) or config.clip_unit == "nats" or needs_proximal_mean

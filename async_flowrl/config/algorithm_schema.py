@@ -68,14 +68,15 @@ class AlgorithmConfig:
     """std: divide by the reward std. none: only subtract the mean (Dr.GRPO)."""
     combine: str = setting("sum", choices=("sum", "per_reward"))
     """Several rewards: sum (weighted, then normalised) or per_reward (each normalised, then summed)."""
-    correction: str | None = setting(None, choices=("none", "mask", "tis"))
+    correction: str | None = setting(None, choices=("none", "mask", "tis", "rollout_tis"))
     """What is done about samples of older weights: none; mask, which drops rows that moved too far; tis, truncated
-    importance weights. null = none for max_staleness of at most 1, mask above."""
+    importance weights to those weights; rollout_tis, to the log-probs that the rollout recorded, so that differences
+    between the engines count, too. null = none for max_staleness of at most 1, mask above."""
     correction_threshold: float = setting(0.66, above=0)
     """mask: nats per denoising step of divergence from the behaviour policy; rows at or above it that move further away
     are dropped."""
     tis_cap: float = setting(2.0, above=0)
-    """tis: largest importance weight; larger ones are cut to it."""
+    """tis, rollout_tis: largest importance weight; larger ones are cut to it."""
     beta: float = setting(1.0, above=0)
     """diffusion_nft: mixing coefficient; dpo: inverse temperature."""
     advantage_mode: str = setting(

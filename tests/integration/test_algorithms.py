@@ -56,7 +56,7 @@ def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path
     assert gain(follow(tmp_path / "run", algorithm, "algorithm.negate_reward=true")) < -MOVED
 
 
-@pytest.mark.parametrize("correction", ["mask", "tis"])
+@pytest.mark.parametrize("correction", ["mask", "tis", "rollout_tis"])
 def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction: str, tmp_path: Path) -> None:
     """What the trainer recomputes under the retained adapter is what the rollout saw, two versions later too."""
     run = train(tmp_path / "run", "fully_async", "algorithm=flow_grpo", f"algorithm.correction={correction}")

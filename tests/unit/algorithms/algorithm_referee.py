@@ -5,7 +5,7 @@ the gradient with respect to every step's (a, b) is known, at any mixture of pol
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction, Velocity
 from async_flowrl.algorithms.policy_gradient import PolicyGradient
+from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 D = 4
 SIGMAS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
@@ -109,6 +110,16 @@ def micro_batch(points: Tensor, advantages: Array, index: int) -> MicroBatch:
     )
 
 
+def recorded_by(sampler: Weights, config: AlgorithmConfig, batch: MicroBatch, index: int) -> MicroBatch:
+    """The rows with what a rollout engine records of the sampler: log-probs averaged over the latent, or for cps
+    minus the mean square distance to the mean."""
+    p, q, std = coefficients(index, config.sde_type, config.noise_level)
+    x = batch.latents.double()
+    square = (batch.next_latents.double() - p * x - q * sampler.velocity(x)).square().mean(dim=1)
+    density = -square / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    return replace(batch, rollout_log_prob=-square if config.sde_type == "cps" else density)
+
+
 def row_gradients(algorithm: PolicyGradient, batch: MicroBatch, current: Weights, behaviour: Weights | None) -> Tensor:
     """[N, 5]: d loss_row / d (a, b) for every row, from the algorithm's own predict and loss."""
     count = batch.latents.shape[0]
@@ -141,7 +152,7 @@ def estimate(
     (advantages,) = algorithm.advantages({"reward": [rewards.numpy()]})
     total = torch.zeros(count, 5, dtype=torch.float64)
     for index in STEPS:
-        batch = micro_batch(points, advantages, index)
+        batch = recorded_by(sampler, config, micro_batch(points, advantages, index), index)
         total -= scale[index] * row_gradients(algorithm, batch, current, behaviour)
     return total.mean(dim=0), total.std(dim=0) / math.sqrt(count)
 

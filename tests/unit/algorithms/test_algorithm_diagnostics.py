@@ -38,6 +38,7 @@ def test_warnings() -> None:
 
 def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
     (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5)
+    assert "algorithm.correction=rollout_tis" in message
     assert "disagree by 3.0e-05" in message and "algorithm.clip_range" in message and "model.dtype=float32" in message
     assert warnings({"behaviour_gap": 9e-6}, correction="none", kept=1.0, clip=1e-5) == []
     assert warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=None) == []

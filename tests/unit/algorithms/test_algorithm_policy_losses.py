@@ -60,6 +60,9 @@ def reference_loss(name: str, batch: MicroBatch, networks: dict[str, Network], s
             loss = torch.max(-clamped * rho, -clamped * rho.clamp(low, high))
         if settings.get("correction") == "tis":
             loss = loss * min(math.exp(D * float(old - sampled)), settings["tis_cap"])
+        if settings.get("correction") == "rollout_tis":
+            recorded = float(batch.rollout_log_prob[row])
+            loss = loss * min(math.exp(D * (float(old) - recorded)), settings["tis_cap"])
         if settings.get("correction") == "mask":
             distance = D * float((mean - sampled_mean).square().mean()) / (2 * std**2)
             away = (now > sampled and A > 0) or (now < sampled and A < 0)
@@ -96,6 +99,9 @@ def ours(algorithm: Any, batch: MicroBatch, nets: dict[str, Network], **without:
     )
 
 
+ENGINE_GAP = torch.linspace(-0.02, 0.02, len(STEPS))
+"""What another engine would have recorded beside the log-probs of the behaviour policy."""
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("flow_grpo", {"clip_range": 1e-3}),
     ("flow_grpo", {"clip_range": 0.05}),
@@ -118,6 +124,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flow_dppo", {"clip_range": 1.0}),
     ("flow_dppo", {"clip_range": 2e-3, "clip_unit": "nats"}),
     ("flow_dppo", {"clip_range": 2e-4, "correction": "mask", "correction_threshold": 3e-3}),
+    ("flow_grpo", {"clip_range": 0.05, "correction": "rollout_tis", "tis_cap": 1.1}),
+    ("grpo_guard", {"clip_range": 0.05, "correction": "rollout_tis", "tis_cap": 1.5}),
 ]
 
 
@@ -125,6 +133,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_value_and_gradient(name: str, settings: dict[str, Any]) -> None:
     algorithm = policy_gradient(name=name, noise_level=0.8, **settings)
     batch, nets = rows(STEPS, ADVANTAGES), networks()
+    recorded = algorithm.predict(batch, nets["behaviour"])["log_prob"].detach().float() + ENGINE_GAP
+    batch = replace(batch, rollout_log_prob=recorded)
     output = ours(algorithm, batch, nets)
     assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
     parameters = list(nets["current"].parameters())

@@ -76,6 +76,16 @@ def test_stale_estimators_with_correction_land(name: str, fields: dict[str, Any]
     assert deviations(estimated, exact) < LAND
 
 
+@pytest.mark.parametrize("fields", [SDE, DANCE, CPS], ids=["sde", "dance_sde", "cps"])
+def test_stale_estimators_with_weights_to_the_recorded_log_probs_land(fields: dict[str, Any]) -> None:
+    """`rollout_tis` needs no prediction of the behaviour policy: what the sampler recorded is enough."""
+    algorithm = unclipped(**fields, correction="rollout_tis")
+    assert not algorithm.needs_behaviour
+    exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
+    estimated = estimate(algorithm, current=CURRENT, sampler=BEHAVIOUR, behaviour=None, scale=MEAN_OVER_D)
+    assert deviations(estimated, exact) < LAND
+
+
 @pytest.mark.parametrize("fields", [SDE, DANCE, CPS | {"clip_unit": "nats"}], ids=["sde", "dance_sde", "cps"])
 def test_stale_estimators_without_correction_miss(fields: dict[str, Any]) -> None:
     exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
