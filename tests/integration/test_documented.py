@@ -18,7 +18,7 @@ DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
 OPEN = ("name", "pool", "age", "start")
 """Placeholders on the pages, written <name> and so on."""
 OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
-ON_EVENT = {"tickets_skipped"}
+ON_EVENT = {"tickets_skipped", "adapter/changed_share"}
 
 
 def named(page: str, heading: str) -> set[str]:
