@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,14 +71,28 @@ def trained_latents(policy: QwenImagePolicy) -> Tensor:
     return latents_of(pipeline)
 
 
-def test_a_fresh_pipeline_reproduces_the_trained_model_bit_for_bit(trained: QwenImagePolicy, tmp_path: Path) -> None:
+def same_model(pipeline: Any, trained: QwenImagePolicy) -> bool:
+    """Equal but for rounding: PEFT's layers scale B(Ax) in an operation of its own."""
+    return torch.allclose(latents_of(pipeline), trained_latents(trained), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fresh_pipeline_reproduces_the_trained_model(trained: QwenImagePolicy, tmp_path: Path) -> None:
     assert LORA.alpha != LORA.rank
     save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
     pipeline = fresh_pipeline()
     untouched = latents_of(pipeline)
     pipeline.load_lora_weights(tmp_path)
-    assert torch.equal(latents_of(pipeline), trained_latents(trained))
+    assert same_model(pipeline, trained)
     assert (latents_of(pipeline) - untouched).abs().max() > 0.1
+
+
+def test_it_does_so_bit_for_bit_where_the_scale_is_a_power_of_two(tmp_path: Path) -> None:
+    """On the CPU in float32: such a factor rounds nothing, wherever it is multiplied."""
+    trained = adapted_policy(config=LoraConfig(rank=4, alpha=8.0))
+    save_lora(tmp_path, trained.transformer, alpha=8.0)
+    pipeline = fresh_pipeline()
+    pipeline.load_lora_weights(tmp_path)
+    assert torch.equal(latents_of(pipeline), trained_latents(trained))
 
 
 def test_named_tensors_without_a_model_export_the_same_file(trained: QwenImagePolicy, tmp_path: Path) -> None:
@@ -146,7 +161,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported(trained: QwenImagePolicy, tm
     assert all(torch.equal(found[f"transformer.{name}"], tensor) for name, tensor in weights.items())
     pipeline = fresh_pipeline()
     pipeline.load_lora_weights(tmp_path / "out")
-    assert torch.equal(latents_of(pipeline), trained_latents(trained))
+    assert same_model(pipeline, trained)
 
 
 def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:
