@@ -59,7 +59,14 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     """One run; when it has ended, the planner says what the run's first half predicts of its second."""
     from async_flowrl.run.job import run
 
-    return run(config, hydra_record, predict=predict)
+    return run(config, hydra_record, predict=predict, check_devices=check_devices)
+
+
+def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
+    """The planner is loaded here where a run has found GPUs, and is no part of it."""
+    from async_flowrl.plan import devices
+
+    return devices.check_devices(config, memory)
 
 
 def predict(run_directory: Path) -> str | None:

@@ -3,6 +3,7 @@
     python -m async_flowrl.plan --generate 40 --update 40 --sync 1 --devices 8
     python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
     python -m async_flowrl.plan --memory --config-name one_step_off experiment=qwen_image_ocr
+    python -m async_flowrl.plan --rehearse --card H100 experiment=qwen_image_ocr
 
 `--generate` and `--update` are device-seconds per training step: what one rollout worker, or one trainer rank, would
 take alone. Every prediction runs the real loop, tickets and gate in virtual time, on workers that only wait.
@@ -80,6 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         words.remove("--memory")
         return report_memory(words)
+    if "--rehearse" in words:
+        from async_flowrl.plan.rehearsal.command import main as rehearse
+
+        words.remove("--rehearse")
+        return rehearse(words)
     given = parser().parse_args(words)
     try:
         advice = advise(*work_of(given))

@@ -1,8 +1,8 @@
-"""Peak tensor memory of a computation, counted while it runs; on the meta device too.
+"""Peak tensor memory of a computation, counted while it runs; on fake tensors and on the meta device too.
 
 Every storage that an operation makes counts from then until nothing refers to it any more, so that what autograd keeps,
-what checkpointing recomputes and what is only there in passing are all seen. Views count nothing; of a sharded tensor
-the shard counts.
+what checkpointing recomputes and what is only there in passing are all seen. A storage that is resized, as FSDP2 frees
+and fills what it gathers, counts at its new size. Views count nothing; of a sharded tensor the shard counts.
 """
 
 import weakref
@@ -18,39 +18,76 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, bytes of storages made by tensor operations: `live` now, `peak` so far."""
+    """Inside, bytes of storages made by tensor operations: `live` now, `peak` so far.
+
+    A storage made before counts only by what it grew or shrank.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._own_resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> "Allocations":
+        self._own_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            return self._resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return cast("Allocations", super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._own_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
+            if isinstance(tensor, Tensor) and self._matters(tensor):
                 self._count(tensor.untyped_storage(), args, kwargs)
         return out
 
+    def _matters(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage may be one to count from now on."""
+        return tensor.untyped_storage()._cdata not in self._sizes
+
     def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
         """What an operation returns but was given, a view of a weight say, is not new."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == key for t in tree_leaves((args, kwargs))):
             return
-        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self._add(storage, storage.nbytes())
+
+    def _resize(self, storage: Any, size: int) -> Any:
+        before = storage.nbytes()
+        self._own_resize(storage, size)
+        self._add(storage, storage.nbytes() - before)
+        return storage
+
+    def _add(self, storage: Any, size: int) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._watched[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self._sizes[key] = self._sizes.get(key, 0) + size
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int, size: int) -> None:
-        self.live -= size
-        del self._known[key]
+    def _gone(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        del self._watched[key]
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside, attention needs what fused kernels need, O(tokens), on devices that have no such kernel of their own."""
+    """Inside, attention needs what fused kernels need, O(tokens), on devices that have no such kernel of their own.
+
+    What it returns is zero.
+    """
     own = nn.functional.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -68,12 +105,12 @@ class _FusedShapes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out = torch.zeros_like(query)
+        rows = query.new_zeros(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded
 
 FLOAT32_BYTES = 4
 MARGIN_SHARE = 0.10
@@ -27,11 +28,27 @@ MAX_GATHERED_BLOCKS = 3
 """Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 
 
+DEVICE_BYTES = 79 * 2**30
+"""Of a card sold as 80 GB, where nothing else is said."""
+PASSING = ("activations", "gathered blocks")
+"""Parts that come and go; all others are there all the time."""
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Named bytes of one process on its device (or, for `host`, in its host memory)."""
+    """Named bytes of one process on its device."""
 
     parts: Mapping[str, int]
+
+    @property
+    def lasting(self) -> set[str]:
+        """Names of the parts that are there all the time: weights, optimizer and versions."""
+        return {name for name in self.parts if not name.startswith(PASSING)}
+
+    @property
+    def resident(self) -> int:
+        """Weights, optimizer and versions alone."""
+        return sum(self.parts[name] for name in self.lasting)
 
     @property
     def total(self) -> int:
@@ -52,58 +69,66 @@ class MemoryPlan:
     adapter_bytes: int
 
 
-def plan_memory(config: Config) -> MemoryPlan:
-    """Raises ValueError where the model cannot be built without its weights."""
+def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
+    """On devices of `device_bytes`. Raises ValueError where the model cannot be built without its weights."""
     model = build_meta_model(config)
-    rollout = _rollout(config, model)
+    sampling_bytes = sampling_peak(config, model)
     activations = training_peak(config, model)
     shapes = model.policy.shapes(config.rollout.resolution)
     return MemoryPlan(
         model=model,
-        trainer=_trainer(config, model, activations),
-        rollout=rollout,
-        host=_sharded(config, model) if config.trainer.cpu_offload else 0,
+        trainer=trainer_footprint(config, model, device_bytes, activations),
+        rollout=rollout_footprint(config, model, sampling_bytes),
+        host=_share(config, model) if config.trainer.cpu_offload else 0,
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes),
-        adapter_bytes=model.adapter_parameters * FLOAT32_BYTES,
+        adapter_bytes=model.version_bytes,
     )
 
 
-def _sharded(config: Config, model: MetaModel) -> int:
+def _share(config: Config, model: MetaModel) -> int:
     return -(-model.base_bytes // config.trainer.num_workers)
 
 
-def _trainer(config: Config, model: MetaModel, activations: int) -> Footprint:
+def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:
+    """Of a rank on a device of `device_bytes`, which say whether `trainer.shard=auto` shards."""
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
-    sharded = trainer.num_workers > 1 or trainer.cpu_offload
-    # Retained versions, one more while the oldest is dropped, the moving average, and two slots a version is sent from.
-    kept = config.max_staleness + 2 + (trainer.ema_decay is not None) + 2
+    joined = trainer.num_workers > 1 or trainer.cpu_offload
+    sharded = joined and is_sharded(config, model.base_bytes, device_bytes)
+    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
+    streams = 2 if trainer.ema_decay is not None else 1
+    # Versions retained and those in the two slots that each stream leaves from; in float32 the moving averages, a warm
+    # start, and the live values while a version is in their place.
+    versions = config.max_staleness + 1 + 2 * streams
+    masters = averaged + (streams - 1) + (config.lora.path is not None) + 1
     parts = {
-        "base weights": model.base_bytes,
+        "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
         "optimizer": 2 * vector,
-        "versions of the adapter": kept * vector,
-        # Adam's temporaries come when activations are gone.
-        "activations": max(activations, 2 * vector),
+        "versions of the adapter": versions * model.version_bytes + masters * vector,
+        "activations": activations,
     }
     if sharded:
-        parts["base weights"] = 0 if trainer.cpu_offload else _sharded(config, model)
+        parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else _share(config, model))
         parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
     return Footprint(parts)
 
 
-def _rollout(config: Config, model: MetaModel) -> Footprint:
-    size = torch.empty((), dtype=model.policy._dtype).element_size()
+def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
+    """Of a rollout worker with the diffusers engine."""
+    text = model.text_parameters * model.itemsize
+    offloaded = config.rollout.text_encoder == "offload"
     streams = 2 if config.trainer.ema_decay is not None else 1
-    # Live, the ring and one being received, per stream; and a slot for evaluation.
-    copies = 1 + streams * (config.max_staleness + 2) + 1
+    # Live, the ring of each stream, one being received; and a slot for evaluation.
+    copies = 1 + streams * (config.max_staleness + 1) + 1 + 1
     return Footprint(
         {
-            "base weights": model.base_bytes,
-            "text encoders": model.text_parameters * size,
-            "VAE": model.vae_parameters * size,
-            "versions of the adapter": copies * model.adapter_parameters * FLOAT32_BYTES,
-            "activations": sampling_peak(config, model),
+            "base weights": model.base_bytes + model.buffer_bytes,
+            "text encoders": 0 if offloaded else text,
+            "VAE": model.vae_parameters * model.itemsize,
+            "versions of the adapter": copies * model.version_bytes,
+            # An offloaded text encoder visits before there are any.
+            "activations": max(activations, text) if offloaded and activations else activations,
         }
     )
 

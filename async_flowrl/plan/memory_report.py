@@ -66,10 +66,13 @@ def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
 
 def _advice(title: str, config: Config) -> str:
     if title == "rollout worker":
-        return "a smaller rollout.batch_size or lora.rank"
+        resident = [] if config.rollout.text_encoder == "offload" else ["rollout.text_encoder=offload"]
+        return ", ".join([*resident, "a smaller rollout.batch_size", "a smaller lora.rank"])
     trainer = config.trainer
     options = [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing=true"]
-    options += ["a smaller trainer.micro_batch_size", "more trainer.num_workers"]
+    options += ["a smaller trainer.micro_batch_size"]
+    options += ["trainer.shard=full"] if trainer.num_workers > 1 and trainer.shard != "full" else []
+    options += ["more trainer.num_workers"] if trainer.shard != "none" else []
     options += [] if trainer.cpu_offload else ["trainer.cpu_offload=true"]
     return ", ".join(options)
 
@@ -104,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = compose_config(given.config_name, given.overrides)
         check(config)
-        plan = plan_memory(config)
+        plan = plan_memory(config, round(given.device * GIB))
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2

@@ -1,17 +1,16 @@
 """Model of a configuration on the meta device: all that a memory plan needs to know of it, without weights."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.architectures import KNOWN
+from async_flowrl.policies.architectures import KNOWN, Architecture
 from async_flowrl.policies.lora import attach_lora, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
@@ -32,10 +31,19 @@ class MetaModel:
     adapter_parameters: int
     text_parameters: int
     vae_parameters: int
+    buffer_bytes: int = 0
+    """Of the transformer's tables; they are never sharded."""
+    itemsize: int = 4
+    """Bytes of a number that the network computes with, and that a version of the adapter holds."""
 
     @property
     def base_bytes(self) -> int:
         return sum(self.block_bytes) + self.root_bytes
+
+    @property
+    def version_bytes(self) -> int:
+        """Of a version of the adapter, as it is kept and sent; masters are float32."""
+        return self.adapter_parameters * self.itemsize
 
 
 def build_meta_model(config: Config) -> MetaModel:
@@ -43,12 +51,16 @@ def build_meta_model(config: Config) -> MetaModel:
 
     Raises ValueError in one sentence where the architecture is not known.
     """
-    family, transformer, vae, text = _architecture(config)
-    loaded = load_family(family)
+    known, dtype = architecture(config)
+    loaded = load_family(known.family)
     if not isinstance(loaded, PipelineFamily):
-        raise ValueError(f"model.family {family} cannot be planned: it is no PipelineFamily")
-    dtype = DTYPES[config.model.dtype]
-    policy = loaded.on_meta(transformer, vae, dtype=dtype, max_sequence_length=config.model.max_sequence_length)
+        raise ValueError(f"model.family {known.family} cannot be planned: it is no PipelineFamily")
+    policy = loaded.on_meta(
+        known.transformer,
+        known.vae,
+        dtype=DTYPES[dtype],
+        max_sequence_length=config.model.max_sequence_length,
+    )
     blocks = tuple(sum(_bytes(p) for p in block.parameters()) for block in policy.blocks)
     base = list(policy.transformer.parameters())
     attach_lora(policy.transformer, config.lora, policy)
@@ -58,16 +70,19 @@ def build_meta_model(config: Config) -> MetaModel:
         block_bytes=blocks,
         root_bytes=sum(_bytes(p) for p in base) - sum(blocks),
         adapter_parameters=sum(p.numel() for p in lora_parameters(policy.transformer).values()),
-        text_parameters=text,
+        text_parameters=known.text_parameters,
         vae_parameters=sum(p.numel() for p in cast("nn.Module", policy._whole("decode").vae).parameters()),
+        buffer_bytes=_buffer_bytes(policy.transformer, DTYPES[dtype]),
+        itemsize=DTYPES[dtype].itemsize,
     )
 
 
-def _architecture(config: Config) -> tuple[str, Mapping[str, Any], Mapping[str, Any], int]:
+def architecture(config: Config) -> tuple[Architecture, str]:
+    """The model's architecture and the dtype it is computed in."""
     path = config.model.path
     if path in KNOWN:
         known = KNOWN[path]
-        return known.family, known.transformer, known.vae, known.text_parameters
+        return known, known.dtype if config.model.dtype == "auto" else config.model.dtype
     resolved = resolve_model(config.model)
     folder = Path(resolved.path)
     if not folder.is_dir():
@@ -76,7 +91,7 @@ def _architecture(config: Config) -> tuple[str, Mapping[str, Any], Mapping[str, 
         )
     transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
     text = sum(_stored_parameters(file) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
-    return resolved.family, transformer, vae, text
+    return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
 
 
 def _stored_parameters(file: Path) -> int:
@@ -88,6 +103,15 @@ def _stored_parameters(file: Path) -> int:
 def conditioning(policy: PipelinePolicy, device: str = "meta") -> dict[str, Tensor]:
     """A prompt's embeddings of usual length, float32 as they travel."""
     return {name: torch.zeros(shape, device=device) for name, shape in policy.conditioning_shapes().items()}
+
+
+def _buffer_bytes(network: nn.Module, dtype: torch.dtype) -> int:
+    """Saved tables are in the dtype of the weights."""
+    saved = network.state_dict(keep_vars=True)
+    return sum(
+        buffer.numel() * (dtype.itemsize if name in saved and buffer.is_floating_point() else buffer.element_size())
+        for name, buffer in network.named_buffers()
+    )
 
 
 def _bytes(tensor: Tensor) -> int:

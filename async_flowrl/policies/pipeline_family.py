@@ -112,7 +112,9 @@ class PipelineFamily:
     @staticmethod
     def scale_factor(vae: Mapping[str, Any]) -> int:
         """Pixels per latent and side, from the configuration of the VAE."""
-        return 8 if "block_out_channels" not in vae else int(2 ** (len(vae["block_out_channels"]) - 1))
+        if "temperal_downsample" in vae:
+            return int(2 ** len(vae["temperal_downsample"]))
+        return int(2 ** (len(vae["block_out_channels"]) - 1))
 
     def shapes(
         self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None

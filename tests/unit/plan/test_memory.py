@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import plan_memory, training_peak
+from async_flowrl.plan.memory import DEVICE_BYTES, plan_memory, trainer_footprint, training_peak
 from async_flowrl.plan.memory_report import describe
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.policies.architectures import KNOWN
@@ -39,8 +40,13 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     config = recipe(name)
     plan = plan_memory(config)
     assert plan.model.base_parameters == RECIPES[name]
-    assert plan.trainer.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers)
-    assert plan.rollout.parts["base weights"] == 2 * RECIPES[name]
+    buffers = plan.model.buffer_bytes
+    assert plan.trainer.parts["base weights"] == plan.rollout.parts["base weights"] == 2 * RECIPES[name] + buffers
+    sharded = trainer_footprint(
+        replace(config, trainer=replace(config.trainer, shard="full")), plan.model, DEVICE_BYTES
+    )
+    assert sharded.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers) + buffers
+    assert sharded.parts["gathered blocks"] > max(plan.model.block_bytes)
     assert "fits a device of 79 GiB" in describe(plan, config, 79.0)
     assert plan.trainer.total < plan.rollout.total < 79 * 2**30
 

@@ -1,0 +1,165 @@
+"""Comparison of the memory plan with the devices that a run has found, before its models are loaded."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.memory import (
+    MARGIN_SHARE,
+    RUNTIME_BYTES,
+    Footprint,
+    rollout_footprint,
+    sampling_peak,
+    trainer_footprint,
+    training_peak,
+)
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+
+GIB = 2**30
+TIGHT = 0.9
+"""Share of a device above which what is planned in all is warned of."""
+SHOWN = 3
+"""Settings that a refusal names."""
+
+TRAINER, ROLLOUT, BOTH = "trainer rank", "rollout worker", "trainer rank and rollout worker"
+_LABELS = {TRAINER: "a trainer rank", ROLLOUT: "a rollout worker", BOTH: "a trainer rank with a rollout worker"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that needs less memory: the key, its value and what it does to the configuration."""
+
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+
+    def applied(self, config: Config) -> Config:
+        changed = deepcopy(config)
+        *path, name = self.key.split(".")
+        owner: Any = changed
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, self.value)
+        return changed
+
+
+def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
+    """Sentences to warn with, of a configuration on devices of `memory` bytes by pool ("trainer", "rollout").
+
+    A pool that is not there has no device, or one that is not planned. Raises ConfigError where weights, optimizer and
+    versions alone are larger than a device, unless `allow_oom` is set.
+    """
+    try:
+        model = build_meta_model(config)
+    except ValueError as error:
+        return [f"the devices' memory was not compared with a plan: {error}"]
+    warnings = []
+    for title, available in _devices(config, memory).items():
+        resident = _footprint(title, config, model, available).resident
+        if resident > available:
+            sentence = refusal(title, config, model, available)
+            if not config.allow_oom:
+                raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+            warnings.append(sentence)
+    if warnings:
+        return warnings
+    sampling, training = sampling_peak(config, model), training_peak(config, model)
+    for title, available in _devices(config, memory).items():
+        whole = _footprint(title, config, model, available, training=training, sampling=sampling)
+        if whole.total > TIGHT * available:
+            warnings.append(tight(title, whole, available))
+    return warnings
+
+
+def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, int]:
+    """Bytes for each kind of process: its device's, or the share of it that `gpus_per_worker` leaves."""
+    if config.placement == "colocated":
+        return {BOTH: min(memory.values())} if memory else {}
+    shares = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
+    titles = {"trainer": TRAINER, "rollout": ROLLOUT}
+    return {titles[pool]: round(size * min(1.0, shares[pool])) for pool, size in memory.items()}
+
+
+def _footprint(
+    title: str, config: Config, model: MetaModel, available: int, *, training: int = 0, sampling: int = 0
+) -> Footprint:
+    trainer = trainer_footprint(config, model, available, training)
+    rollout = rollout_footprint(config, model, sampling)
+    if title == TRAINER:
+        return trainer
+    if title == ROLLOUT:
+        return rollout
+    parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
+    return Footprint(parts | {f"{name} (rollout)": size for name, size in rollout.parts.items()})
+
+
+def refusal(title: str, config: Config, model: MetaModel, available: int) -> str:
+    """What there is too much of, and what would make it fit; what helps most, where no setting alone is enough."""
+    footprint = _footprint(title, config, model, available)
+    resident = {name: size for name, size in footprint.parts.items() if size and name in footprint.lasting}
+    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
+    left = {
+        change: _footprint(title, change.applied(config), _scaled(change, config, model), available).resident
+        for change in changes(title, config)
+    }
+    smaller = sorted((change for change in left if left[change] < footprint.resident), key=lambda c: left[c])
+    fitting = [change for change in left if left[change] <= available]
+    chosen = [*fitting, *(change for change in smaller if change not in fitting)][:SHOWN]
+    verb = "it would fit with" if fitting else "it would need less, though not little enough, with"
+    advice = ", ".join(f"{change} ({left[change] / GIB:.3g} GiB)" for change in chosen)
+    return (
+        f"{_LABELS[title]} holds {footprint.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
+        f"({parts}), its device has {available / GIB:.3g} GiB; {verb} {advice}"
+    )
+
+
+def changes(title: str, config: Config) -> Sequence[Change]:
+    """Settings that need less memory, those that cost least first."""
+    trainer, rollout = config.trainer, config.rollout
+    found = []
+    if title != ROLLOUT:
+        if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
+            found.append(Change("trainer.shard", "full"))
+        if trainer.shard != "none":
+            found.append(Change("trainer.num_workers", 2 * trainer.num_workers))
+    if title != TRAINER and rollout.text_encoder != "offload":
+        found.append(Change("rollout.text_encoder", "offload"))
+    if title != ROLLOUT and not trainer.cpu_offload:
+        found.append(Change("trainer.cpu_offload", True))
+    if config.model.dtype == "float32":
+        found.append(Change("model.dtype", "bfloat16"))
+    if config.lora.rank > 1:
+        found.append(Change("lora.rank", config.lora.rank // 2))
+    if config.max_staleness > 0:
+        found.append(Change("max_staleness", 0))
+    return found
+
+
+def _scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
+    """The model after a change, by arithmetic alone."""
+    if change.key == "lora.rank":
+        return replace(model, adapter_parameters=model.adapter_parameters * change.value // config.lora.rank)
+    if change.key != "model.dtype":
+        return model
+    blocks = tuple(size // 2 for size in model.block_bytes)
+    return replace(
+        model,
+        block_bytes=blocks,
+        root_bytes=model.root_bytes // 2,
+        buffer_bytes=model.buffer_bytes // 2,
+        itemsize=model.itemsize // 2,
+    )
+
+
+def tight(title: str, footprint: Footprint, available: int) -> str:
+    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
+    return (
+        f"{_LABELS[title]} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
+        f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.3g} of "
+        "runtime): it may run out of memory"
+    )

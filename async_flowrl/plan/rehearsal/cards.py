@@ -1,0 +1,109 @@
+"""Named cards, and the seconds that a kernel, a collective and a copy take on one: arithmetic, nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from async_flowrl.config.messages import unknown_name
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: dense FLOP/s of tensor cores (bfloat16) and of float32 units, and bytes per second.
+
+    `memory` is in bytes; `links` are bytes per second to the other cards of a machine, per direction.
+    """
+
+    name: str
+    memory: float
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    links: float
+
+
+_NVLINK_3, _NVLINK_4, _NVLINK_5, _PCIE_4 = 300e9, 450e9, 900e9, 32e9
+CARDS: Mapping[str, Card] = {
+    card.name: card
+    for card in (
+        Card("A100", 80e9, 312e12, 19.5e12, 2.039e12, _NVLINK_3),
+        Card("H100", 85e9, 989e12, 67e12, 3.35e12, _NVLINK_4),
+        Card("H200", 150e9, 989e12, 67e12, 4.8e12, _NVLINK_4),
+        Card("B200", 190e9, 2250e12, 75e12, 7.7e12, _NVLINK_5),
+        Card("L40S", 47e9, 362e12, 91.6e12, 0.864e12, _PCIE_4),
+        Card("L4", 24e9, 121e12, 30.3e12, 0.3e12, _PCIE_4),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says: shares of the peaks that kernels reach, and what lies between two cards."""
+
+    tensor_core_share: float = 0.65
+    """Of the bfloat16 peak, by matrix products and attention."""
+    float32_share: float = 0.8
+    """Of the float32 peak, by matrix products in float32 (TF32 is off)."""
+    bandwidth_share: float = 0.85
+    """Of the memory's bandwidth."""
+    launch_seconds: float = 4e-6
+    """The least that a kernel takes: the host launches them one by one."""
+    link_share: float = 0.8
+    """Of the links between cards, by collectives of one machine."""
+    host_bytes_per_second: float = 50e9
+    """Between a card and pinned host memory."""
+    network_bytes_per_second: float = 40e9
+    """Between trainer and rollout workers."""
+
+    def sentences(self, card: Card) -> list[str]:
+        """What an estimate on `card` takes for granted."""
+        return [
+            f"products and attention reach {self.tensor_core_share:.0%} of {card.bfloat16 / 1e12:g} TFLOP/s in bfloat16"
+            f" and {self.float32_share:.0%} of {card.float32 / 1e12:g} in float32",
+            f"everything else moves its inputs and outputs once, at {self.bandwidth_share:.0%} of "
+            f"{card.bandwidth / 1e12:g} TB/s; nothing is fused",
+            f"a kernel takes at least {self.launch_seconds * 1e6:g} microseconds, and the host keeps up",
+            f"collectives run at {self.link_share:.0%} of {card.links / 1e9:g} GB/s; none is hidden behind computing",
+            f"copies to the host run at {self.host_bytes_per_second / 1e9:g} GB/s, a delivery's network at "
+            f"{self.network_bytes_per_second / 1e9:g} GB/s",
+            "text encoders, rewards, the object store and the controller cost nothing",
+        ]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds by the larger of arithmetic and traffic."""
+
+    card: Card
+    given: Assumptions = Assumptions()
+
+    def kernel(self, flops: float, moved: int, dtype: torch.dtype | None) -> float:
+        """`moved`: bytes read and written; `dtype`: what products are computed in."""
+        return max(self.arithmetic(flops, dtype), self.traffic(moved), self.given.launch_seconds)
+
+    def arithmetic(self, flops: float, dtype: torch.dtype | None) -> float:
+        """Dtypes of less than 32 bits run on tensor cores."""
+        if dtype is not None and dtype.itemsize < 4:
+            return flops / (self.card.bfloat16 * self.given.tensor_core_share)
+        return flops / (self.card.float32 * self.given.float32_share)
+
+    def traffic(self, moved: int) -> float:
+        return moved / (self.card.bandwidth * self.given.bandwidth_share)
+
+    def collective(self, sent: float) -> float:
+        """`sent`: bytes that this rank sends."""
+        return sent / (self.card.links * self.given.link_share)
+
+    def delivery(self, size: int) -> float:
+        """A version of the weights from the trainer's device to a rollout worker's: staged, sent, received."""
+        given = self.given
+        return self.traffic(2 * size) + 2 * size / given.host_bytes_per_second + size / given.network_bytes_per_second
+
+
+def card_of(name: str) -> Card:
+    """The card of that name, whatever its case. Raises ValueError with the nearest one."""
+    found = {known.upper(): card for known, card in CARDS.items()}.get(name.upper())
+    if found is None:
+        raise ValueError(unknown_name("--card", name, CARDS))
+    return found

@@ -1,0 +1,56 @@
+"""Command line of `python -m async_flowrl.plan --rehearse`."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline, card_of
+from async_flowrl.plan.rehearsal.estimate import estimate
+from async_flowrl.plan.rehearsal.model import FakeModel
+from async_flowrl.plan.rehearsal.report import Rehearsal, as_json, describe
+from async_flowrl.plan.rehearsal.rollout import rehearse_rollout
+from async_flowrl.plan.rehearsal.trainer import rehearse_trainer
+from async_flowrl.tickets.arithmetic import check_batching
+
+
+def rehearse(config: Config, card: Card) -> Rehearsal:
+    """Runs both kinds of process on fake tensors. Raises ValueError, one sentence, for what cannot be rehearsed."""
+    check_batching(config)
+    if config.rollout.engine != "diffusers":
+        raise ValueError(f"only rollout.engine=diffusers can be rehearsed, got {config.rollout.engine}")
+    if config.trainer.compile or config.rollout.compile:
+        raise ValueError("compiled networks cannot be rehearsed: set trainer.compile=false and rollout.compile=false")
+    if config.lora.path is not None:
+        raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
+    model, roofline = FakeModel.of(config), Roofline(card)
+    rank = rehearse_trainer(config, model, roofline)
+    rollout = rehearse_rollout(config, model, roofline)
+    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan --rehearse",
+        description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
+    )
+    parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
+    parser.add_argument("--card", default="H100", metavar="NAME", help=f"one of {', '.join(CARDS)} (default H100)")
+    parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    logging.getLogger("async_flowrl").setLevel(logging.ERROR)  # warnings about values, of which there are none
+    try:
+        card = card_of(given.card)
+        config = compose_config(given.config_name, given.overrides)
+        check(config)
+        done = rehearse(config, card)
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(as_json(done), indent=2) + "\n" if given.json else describe(done))
+    return 0

@@ -1,0 +1,147 @@
+"""What a rehearsed process does: memory, kernels, FLOPs and collectives, phase by phase."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from async_flowrl.observability.flops import FORMULAS
+from async_flowrl.plan.footprint import Allocations
+from async_flowrl.plan.rehearsal.cards import Roofline
+
+_ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
+"""Beginnings of the names of operations that run no kernel, besides views."""
+_SENT = {
+    # Ring algorithms; n ranks, a tensor that is whole on none or on all of them.
+    "_allgather_base_": lambda size, n: size * (n - 1) / n,
+    "allgather_": lambda size, n: size * (n - 1),
+    "_reduce_scatter_base_": lambda size, n: size * (n - 1) / n,
+    "allreduce_": lambda size, n: 2 * size * (n - 1) / n,
+    "broadcast_": lambda size, n: size,
+}
+"""Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks."""
+
+
+@dataclass
+class Phase:
+    """What happened in one kind of phase, over all the times it was entered. Bytes; seconds on the ledger's card."""
+
+    name: str
+    resident: int = 0
+    """Live when it was entered, the most of all times."""
+    peak: int = 0
+    """Most live at once, the phases inside it aside."""
+    entered: int = 0
+    kernels: int = 0
+    flops: float = 0.0
+    arithmetic: float = 0.0
+    """Seconds of kernels that arithmetic limits."""
+    traffic: float = 0.0
+    """Seconds of the others."""
+    collectives: Counter[str] = field(default_factory=Counter)
+    """Bytes of the whole tensors, by operation."""
+    sent: float = 0.0
+    """Bytes that this rank sends in collectives."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all kernels; collectives are not among them."""
+        return self.arithmetic + self.traffic
+
+
+class Ledger(Allocations):  # type: ignore[no-untyped-call]
+    """Counts a rank of `world`. A number that the host reads from a fake tensor is 1, or true."""
+
+    def __init__(self, roofline: Roofline, world: int = 1) -> None:
+        super().__init__()
+        self.roofline, self.world = roofline, world
+        self.phases: dict[str, Phase] = {}
+        self._open: list[Phase] = []
+        self._aside = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Everything inside belongs to the phase of that name, but for phases inside it."""
+        phase = self.phases.setdefault(name, Phase(name))
+        phase.entered += 1
+        phase.resident = max(phase.resident, self.live)
+        outer, self.peak = self.peak, self.live
+        self._open.append(phase)
+        try:
+            yield phase
+        finally:
+            self._open.pop()
+            phase.peak = max(phase.peak, self.peak)
+            self.peak = max(outer, self.live)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is made inside is in host memory."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def moved(self, size: int) -> None:
+        """`size` bytes more on the device than the storages counted, or fewer where it is negative."""
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._open and not self._aside:
+            self._book(func, args, kwargs or {}, out)
+        return out
+
+    def _matters(self, tensor: Tensor) -> bool:
+        """What is on the meta device has no memory."""
+        return not self._aside and tensor.device.type != "meta" and super()._matters(tensor)
+
+    def _book(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase, name = self._open[-1], func._schema.name.partition("::")[2]
+        given = _tensors((args, kwargs))
+        if func.namespace == "c10d":
+            size = max((_bytes(tensor) for tensor in given), default=0)
+            phase.collectives[name] += size
+            phase.sent += _SENT[name](size, self.world) if name in _SENT else size
+            return
+        made = _tensors(out)
+        if (not made and not func._schema.is_mutable) or func.is_view or name.startswith(_ALLOCATING):
+            return
+        if func.namespace == "prim":
+            return
+        self._kernel(phase, func, (args, kwargs, out), [*given, *made])
+
+    def _kernel(self, phase: Phase, func: Any, call: tuple[Any, Any, Any], tensors: Sequence[Tensor]) -> None:
+        args, kwargs, out = call
+        moved = sum({id(tensor): _bytes(tensor) for tensor in tensors}.values())
+        formula = FORMULAS.get(func._overloadpacket)
+        flops, dtype = 0.0, None
+        if formula is not None:
+            flops = float(formula(*args, **kwargs, out_val=out))
+            dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+        seconds = self.roofline.kernel(flops, moved, dtype)
+        phase.kernels += 1
+        phase.flops += flops
+        if flops and self.roofline.arithmetic(flops, dtype) >= seconds:
+            phase.arithmetic += seconds
+        else:
+            phase.traffic += seconds
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What of a tensor comes from memory: where it is expanded, the cache gives the rest."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

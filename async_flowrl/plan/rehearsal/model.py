@@ -1,0 +1,126 @@
+"""Policies of a published or local model at full size, of fake tensors: shapes, dtypes and storages, no weights."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.meta_model import architecture
+from async_flowrl.policies.architectures import Architecture
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily, structure
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
+from async_flowrl.types import Conditioning, Wording
+
+Aside = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Stands in for a model's files wherever a worker loads them; to be used in a FakeTensorMode."""
+
+    known: Architecture
+    family: PipelineFamily
+    resolved: ResolvedModel
+
+    @classmethod
+    def of(cls, config: Config) -> "FakeModel":
+        """Raises ValueError in one sentence where the architecture is not known."""
+        known, dtype = architecture(config)
+        family = load_family(known.family)
+        if not isinstance(family, PipelineFamily):
+            raise ValueError(f"model.family {known.family} cannot be rehearsed: it is no PipelineFamily")
+        length = config.model.max_sequence_length
+        return cls(known, family, ResolvedModel(config.model.path, known.family, None, dtype, length))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.resolved.dtype]
+
+    @property
+    def text_bytes(self) -> int:
+        return self.known.text_parameters * self.dtype.itemsize
+
+    def load_policy(
+        self, aside: Aside, model: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str
+    ) -> Any:
+        """As `policies.registry.load_policy`, on a device whose memory is not counted inside `aside`."""
+        network = self._network(aside, on_meta=parts == "structure")
+        whole = parts in ("all", "offload")
+        policy = self.family.policy(
+            network,
+            None,
+            side=self.family.policy.pixels_per_token(self.known.vae, cast("Any", network).config),
+            dtype=self.dtype,
+            pipeline=self._pipeline(network) if whole else None,
+            max_sequence_length=self.resolved.max_sequence_length,
+        )
+        return rehearsed(policy)
+
+    def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
+        """Built in host memory, where its tables are computed, too."""
+        import diffusers
+
+        with aside():
+            network = structure(getattr(diffusers, self.family.transformer), self.known.transformer, self.dtype)
+        for module in network.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    place = "meta" if on_meta else "cpu"
+                    fresh = torch.empty(weight.shape, dtype=weight.dtype, device=place)
+                    module._parameters[name] = nn.Parameter(fresh, requires_grad=False)
+            for name, table in module._buffers.items():
+                if table is not None:
+                    module._buffers[name] = torch.empty(table.shape, dtype=table.dtype)
+        return network
+
+    def _pipeline(self, network: nn.Module) -> Any:
+        """What of the stock pipeline a policy decodes with. All text encoders are one piece of memory."""
+        import diffusers
+        from diffusers.image_processor import VaeImageProcessor
+
+        vae, factor = self.known.vae, self.family.scale_factor(self.known.vae)
+        decoder = getattr(diffusers, vae["_class_name"]).from_config(dict(vae)).requires_grad_(False).eval()
+        cast("Any", decoder)._apply(lambda t: torch.empty_like(t, dtype=self.dtype))
+        text = nn.Module()
+        text.register_parameter(
+            "weights", nn.Parameter(torch.empty(self.known.text_parameters, dtype=self.dtype), requires_grad=False)
+        )
+        return SimpleNamespace(
+            transformer=network,
+            scheduler=None,
+            vae=decoder,
+            text_encoder=text,
+            vae_scale_factor=factor,
+            image_processor=VaeImageProcessor(vae_scale_factor=factor),
+            _unpack_latents=getattr(getattr(diffusers, self.family.pipeline), "_unpack_latents", None),
+        )
+
+
+def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
+    """The same policy with a schedule that falls evenly, and with embeddings of usual length for any prompt."""
+    changed = cast("Any", policy)
+    changed.sigmas = _sigmas
+    changed.encode = lambda texts, system=None: _encode(policy, texts)
+    return policy
+
+
+def _sigmas(num_inference_steps: int, resolution: int) -> Tensor:
+    with unset_fake_temporarily():
+        return torch.linspace(1.0, 0.0, num_inference_steps + 1)
+
+
+def conditioning(policy: Any) -> Conditioning:
+    """A prompt's arrays, of usual length."""
+    return {name: np.zeros(shape, np.float32) for name, shape in policy.conditioning_shapes().items()}
+
+
+def _encode(policy: PipelinePolicy, texts: Sequence[Wording]) -> list[Conditioning]:
+    return [conditioning(policy) for _ in texts]

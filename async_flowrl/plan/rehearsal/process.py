@@ -1,0 +1,137 @@
+"""The surroundings in which a worker's own code runs on fake tensors: no weights, no device, no other rank.
+
+A FakeTensorMode computes shapes instead of values, torch's fake process group answers for the other ranks at once, and
+the places where a worker reads files, asks CUDA or looks at values are given stand-ins. Fake tensors say `cpu`: of a
+torch without CUDA those that say `cuda` cannot run a backward pass.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from async_flowrl.algorithms import dpo
+from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.plan.rehearsal.ledger import Ledger
+from async_flowrl.plan.rehearsal.model import FakeModel
+from async_flowrl.rollout import registry as rollout_loading
+from async_flowrl.training import base_weights, fsdp
+from async_flowrl.training import worker as training
+
+
+@contextmanager
+def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iterator[None]:
+    """Inside, this process is the first of the ledger's ranks, on its card, and the ledger counts.
+
+    `joined`: the ranks have formed a process group. Raises RuntimeError where this process is in one already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a rehearsal needs a process that has joined no process group")
+    deterministic, environment = torch.are_deterministic_algorithms_enabled(), dict(os.environ)
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        stack.callback(_restore, environment)
+        if joined:
+            dist.init_process_group("fake", rank=0, world_size=ledger.world, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+        for owner, name, stand_in in _stand_ins(model, ledger):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(ledger)
+        yield
+
+
+def _restore(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in). An attribute that is not there any more is an AttributeError."""
+    load_policy, memory = partial(model.load_policy, ledger.aside), int(ledger.roofline.card.memory)
+    return [
+        (torch.cuda, "is_available", lambda: False),
+        (torch.Tensor, "numpy", _numpy),
+        (torch.Tensor, "data_ptr", _data_ptr),
+        (nn.Module, "_apply", _apply),
+        (fsdp, "init_device_mesh", _outside(init_device_mesh)),
+        (training, "load_policy", load_policy),
+        (training, "base_digest", lambda _: ""),
+        (training, "digest_of_stored", lambda *_: ""),
+        (training, "check_schedule", lambda *_, **__: None),
+        (training, "smallest_memory", lambda *_: memory),
+        (base_weights, "_stored", lambda _: _Files()),
+        (base_weights, "_same_names", lambda *_: None),
+        (rollout_loading, "load_policy", load_policy),
+        (rollout_loading, "base_digest", lambda _: ""),
+        (dpo, "pairs", _pairs),
+    ]
+
+
+def _pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
+    """Winners and losers by their places, as nobody has won."""
+    rows = len(batch.steps)
+    return list(range(0, rows, 2)), list(range(1, rows, 2))
+
+
+class _Files(dict[str, float]):
+    """A model's files: whatever tensor is asked for is there, and its values do not matter."""
+
+    def __missing__(self, name: str) -> Tensor:
+        return torch.zeros(())
+
+
+def _outside(call: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return call(*args, **kwargs)
+
+    return called
+
+
+_own_numpy, _own_data_ptr = Tensor.numpy, Tensor.data_ptr
+
+
+def _numpy(tensor: Tensor, **options: Any) -> Any:
+    """Of a fake tensor zeros, in pages that nobody has touched."""
+    if not isinstance(tensor, FakeTensor):
+        with unset_fake_temporarily():
+            return _own_numpy(tensor, **options)
+    return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _data_ptr(tensor: Tensor) -> int:
+    """Of a fake tensor an address that no other storage has."""
+    if not isinstance(tensor, FakeTensor):
+        return _own_data_ptr(tensor)
+    storage: int = tensor.untyped_storage()._cdata
+    return int((storage << 40) + tensor.storage_offset() * tensor.element_size())
+
+
+def _apply(module: Any, fn: Any, recurse: bool = True) -> Any:
+    """As torch's own, but what leaves the meta device becomes a new parameter: fake ones cannot be swapped."""
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        applied = fn(parameter.detach())
+        if applied.device == parameter.device:
+            parameter.data = applied
+        else:
+            module._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module

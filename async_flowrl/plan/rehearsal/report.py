@@ -1,0 +1,129 @@
+"""A rehearsal as text and as JSON. GiB are 2**30 bytes, MB, GB and TFLOP powers of ten."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.estimate import Estimate, peak
+from async_flowrl.plan.rehearsal.ledger import Phase
+from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal
+from async_flowrl.plan.rehearsal.trainer import RankRehearsal
+from separation.table import format_table
+
+GIB = 2**30
+HEAD = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Both kinds of process, and what follows for their card."""
+
+    config: Config
+    roofline: Roofline
+    rank: RankRehearsal
+    rollout: RolloutRehearsal
+    estimate: Estimate
+
+    def peaks(self) -> dict[str, Phase]:
+        """The phase of each process that needs the most memory; of both together where they share a device."""
+        rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
+        if self.config.placement != "colocated":
+            return {"trainer rank": rank, "rollout worker": rollout}
+        return {"trainer rank and rollout worker": Phase("together", peak=rank.peak + rollout.peak)}
+
+
+def describe(done: Rehearsal) -> str:
+    """Tables of both kinds of process, what fits, the estimate, and what it takes for granted."""
+    config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
+    lines = [
+        f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
+        f"LoRA of {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
+        "shapes only, nothing was computed",
+        "",
+        f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
+        table(rank.phases),
+        *(
+            [f"{rank.host_bytes / GIB:.1f} GiB of pinned host memory hold its share of the base"]
+            * bool(rank.host_bytes)
+        ),
+        "",
+        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a ticket",
+        table(rollout.phases),
+        "",
+        *fits(done),
+        "",
+        *sentences(done),
+        "",
+        f"Estimated for {card.name} by arithmetic; it takes for granted:",
+        *(f"- {sentence}" for sentence in done.roofline.given.sentences(card)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(phases: Mapping[str, Phase]) -> str:
+    rows = [
+        (
+            phase.name,
+            f"{phase.resident / GIB:.3g}",
+            f"{phase.peak / GIB:.3g}",
+            str(phase.entered),
+            str(phase.kernels),
+            f"{phase.flops / 1e12:.3g}",
+            f"{phase.seconds:.3g}",
+            ", ".join(f"{name.strip('_')} {size / 1e9:.3g} GB" for name, size in sorted(phase.collectives.items())),
+        )
+        for phase in phases.values()
+    ]
+    return format_table(HEAD, rows)
+
+
+def fits(done: Rehearsal) -> list[str]:
+    """Without the allocator's gaps and what CUDA itself takes."""
+    card = done.roofline.card
+    sentences = []
+    for title, phase in done.peaks().items():
+        share = phase.peak / card.memory
+        verdict = "does not fit" if share > 1 else "is tight on" if share > 0.9 else "fits"
+        sentences.append(
+            f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}): {verdict} {card.name}'s "
+            f"{card.memory / GIB:.1f} GiB ({share:.0%}), fragments and CUDA's own memory aside"
+        )
+    return sentences
+
+
+def sentences(done: Rehearsal) -> list[str]:
+    """The estimate."""
+    config, found = done.config, done.estimate
+    longer = "training" if found.update > found.generation else "generation"
+    return [
+        f"estimated: a ticket of {config.images_per_ticket} images {found.ticket:.3g} s "
+        f"({found.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {found.micro_batch:.3g} s, a delivery of "
+        f"{done.rank.version_bytes / 1e6:.0f} MB {found.delivery:.3g} s",
+        f"estimated per training step: {found.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
+        f"workers, {found.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
+        f"micro-batches, {done.rank.frozen_passes} passes without gradient, {found.update_sent / 1e9:.3g} GB sent per "
+        f"rank); {longer} is the longer one",
+        f"for a schedule: python -m async_flowrl.plan --generate {found.generation * config.rollout.num_workers:.4g} "
+        f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} --devices "
+        f"{config.rollout.num_workers + config.trainer.num_workers}",
+    ]
+
+
+def as_json(done: Rehearsal) -> dict[str, Any]:
+    """All sizes in bytes, all times in seconds."""
+    rank, rollout, card = done.rank, done.rollout, done.roofline.card
+    return {
+        "trainer_rank": {**asdict(rank), "phases": {n: _phase(p) for n, p in rank.phases.items()}},
+        "rollout_worker": {**asdict(rollout), "phases": {n: _phase(p) for n, p in rollout.phases.items()}},
+        "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
+        "fits": all(phase.peak <= card.memory for phase in done.peaks().values()),
+        "estimate": asdict(done.estimate),
+        "card": asdict(card),
+        "assumptions": done.roofline.given.sentences(card),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {**asdict(phase), "collectives": dict(phase.collectives), "seconds": phase.seconds}

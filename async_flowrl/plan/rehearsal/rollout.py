@@ -1,0 +1,136 @@
+"""One rollout worker's own code on fake tensors: loading, deliveries, and a ticket of two denoising steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
+from async_flowrl.plan.rehearsal.model import FakeModel
+from async_flowrl.plan.rehearsal.process import rehearsed_process
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.tickets.request import sampling
+from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
+from checkpoint_engine import EVALUATION, RING
+from checkpoint_engine.base import Draft
+from checkpoint_engine.incremental import Intake
+
+STEPS = 2
+"""Denoising steps that are run, one with noise and one without; every other one is like them."""
+
+
+@dataclass(frozen=True)
+class RolloutRehearsal:
+    """Phases by name: load, encode, denoise, decode, sample (what of a ticket is none of them), delivery.
+
+    `passes` and `chunks` are counts of a ticket.
+    """
+
+    phases: dict[str, Phase]
+    rows: int
+    """Images in a forward pass, guidance's second branch aside."""
+    chunks: int
+    passes: int
+    run: int
+    """Forward passes that were run."""
+    version_bytes: int
+
+
+def rehearse_rollout(config: Config, model: FakeModel, roofline: Roofline) -> RolloutRehearsal:
+    """In steady state: the ring is full, one version more is being received, and an evaluation's is there."""
+    ledger = Ledger(roofline)
+    with rehearsed_process(model, ledger, joined=False):
+        worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
+        with ledger.phase("load"):
+            worker.load()
+        if config.rollout.text_encoder == "offload":
+            ledger.moved(-model.text_bytes)
+            ledger.phases["load"].peak -= model.text_bytes
+        with ledger.phase("delivery"):
+            newest, arriving = deliver(worker, config)
+        request = ticket_request(config, newest)
+        with ledger.phase("sample"), _phases(ledger, worker, config, model):
+            worker.generate(request)
+        del arriving
+        rows = config.rollout.batch_size or config.images_per_ticket
+        chunks = -(-config.images_per_ticket // rows)
+        return RolloutRehearsal(
+            phases=ledger.phases,
+            rows=rows,
+            chunks=chunks,
+            passes=chunks * config.rollout.num_inference_steps,
+            run=chunks * STEPS,
+            version_bytes=worker.receiver.layout.nbytes,
+        )
+
+
+def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
+    """Fills the ring and the evaluation's place through the receiver's own verification.
+
+    Returns the newest version, and the intake of one that is arriving: its memory is taken while that is kept.
+    """
+    layout, lora = worker.receiver.layout, config.lora
+    data = np.zeros(layout.nbytes, np.uint8)
+    digests = layout.digests(data)
+    streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
+    for version in range(config.live_versions + 1):
+        for stream in streams:
+            header = Draft(stream, version, layout, lora.alpha, lora.rank).sealed(digests)
+            worker.receiver.receive(header, data, RING)
+    worker.receiver.receive(header, data, EVALUATION)
+    return config.live_versions, worker.receiver.expect(header)
+
+
+def ticket_request(config: Config, version: int) -> RolloutRequest:
+    rollout, n = config.rollout, config.images_per_ticket
+    drawn = draw_window(
+        config.algorithm, num_inference_steps=rollout.num_inference_steps, seed=config.seed, step=0, group=0
+    )
+    return RolloutRequest(
+        kind=TRAIN,
+        ordinal=0,
+        step=0,
+        group=0,
+        version=version,
+        prompt=Prompt(0, "a prompt of usual length"),
+        images=tuple(range(n)),
+        initial_seeds=tuple(range(n)),
+        noise_seeds=tuple(range(n)),
+        noise_steps=(0,) if drawn.noise_steps else (),
+        train_steps=(0,),
+        sampling=replace(sampling(config), num_inference_steps=STEPS),
+    )
+
+
+@contextmanager
+def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel) -> Iterator[None]:
+    """Forward passes, decoding and encoding become phases of their own; an offloaded encoder is there to encode."""
+    policy: Any = worker.engine.policy  # type: ignore[attr-defined]
+    encode = policy.encode
+    offloaded = model.text_bytes if config.rollout.text_encoder == "offload" else 0
+
+    def encoded(*args: Any, **options: Any) -> Any:
+        with ledger.phase("encode"):
+            ledger.moved(offloaded)
+            try:
+                return encode(*args, **options)
+            finally:
+                ledger.moved(-offloaded)
+
+    policy.encode = encoded
+    policy.velocity = _within(ledger, "denoise", policy.velocity)
+    policy.decode = _within(ledger, "decode", policy.decode)
+    yield
+
+
+def _within(ledger: Ledger, name: str, call: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
+        with ledger.phase(name):
+            return call(*args, **options)
+
+    return called

@@ -1,0 +1,167 @@
+"""One trainer rank's own code on fake tensors: loading, one update with all its passes, the staging of a version."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+from torch.distributed.tensor import DTensor
+
+from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
+from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
+from async_flowrl.plan.rehearsal.process import rehearsed_process
+from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.tickets.request import sampling
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
+from async_flowrl.training.update_metrics import UpdateMetrics
+from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import Trajectory
+
+NEGATIVE = "negative"
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """Phases by name: load, behaviour, reference, forward, backward, optimizer, delivery, and update for the rest.
+
+    `micro_batches` and `frozen_passes` are counts of a rank in one training step; `optimizer_steps` too.
+    """
+
+    phases: dict[str, Phase]
+    layout: str
+    """How the ranks hold the base."""
+    rows: int
+    """Of a micro-batch."""
+    micro_batches: int
+    frozen_passes: int
+    optimizer_steps: int
+    host_bytes: int
+    """Pinned host memory for an offloaded base."""
+    version_bytes: int
+    base_parameters: int
+    adapter_parameters: int
+
+
+def rehearse_trainer(config: Config, model: FakeModel, roofline: Roofline) -> RankRehearsal:
+    """The first of the recipe's ranks, in steady state: optimizer state and all versions are there."""
+    world = config.trainer.num_workers
+    joined = world > 1 or config.trainer.cpu_offload
+    ledger = Ledger(roofline, world)
+    with rehearsed_process(model, ledger, joined=joined):
+        worker = TrainerWorker(config, model.resolved, 0, "trainer-0")
+        with ledger.phase("load"):
+            info = worker.load()
+            host = _offloaded(worker) if config.trainer.cpu_offload else 0
+        ledger.moved(-host)
+        ledger.phases["load"].peak -= host
+        with ledger.phase("settle"):
+            settle(worker, config)
+        request, trajectory = update_request(worker, config)
+        with ledger.phase("update"), mock.patch.object(UpdateMetrics, "span", _spans(ledger)):
+            cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
+            worker.train(request, trajectory)
+        with ledger.phase("delivery"):
+            worker.sender.stage(worker.versions.newest)
+        rows = len(request.metas[0].selected) // world * (config.trainer.timesteps_per_forward or trained_steps(config))
+        return RankRehearsal(
+            phases=ledger.phases,
+            layout=str(info["layout"]),
+            rows=rows,
+            **_counts(worker, config),
+            host_bytes=host,
+            version_bytes=worker.sender.policy.layout.nbytes,
+            base_parameters=int(info["base_parameters"]),
+            adapter_parameters=int(info["trainable_parameters"]),
+        )
+
+
+def _spans(ledger: Ledger) -> Any:
+    """The update's own spans, which are phases, too."""
+    own = UpdateMetrics.span
+
+    @contextmanager
+    def span(metrics: UpdateMetrics, name: str) -> Iterator[None]:
+        with ledger.phase(name), own(metrics, name):
+            yield
+
+    return span
+
+
+def _offloaded(worker: TrainerWorker) -> int:
+    """Bytes of the base that FSDP2 keeps in host memory."""
+    shards = [p for p in worker.policy.transformer.parameters() if isinstance(p, DTensor)]
+    return sum(shard.to_local().nbytes for shard in shards)
+
+
+def settle(worker: TrainerWorker, config: Config) -> None:
+    """Steps without groups retain as many versions as ever, one step of Adam makes its moments."""
+    last = StepPlan(rows=1, update=config.trainer.updates_per_batch - 1)
+    for step in range(config.live_versions):
+        worker.train(TrainRequest(step, (), last, True))
+    # As on CUDA, where the kernel is fused and has no temporaries.
+    for group in worker.optimizer._adam.param_groups:
+        group["fused"], group["foreach"] = True, False
+    worker.optimizer.step(0.0, 1.0)
+
+
+def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
+    """One group with a micro-batch of samples for every rank."""
+    size, steps = config.group_size, config.rollout.num_inference_steps
+    drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
+    points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
+    policy = worker.policy
+    trajectory = Trajectory(
+        latents=np.zeros((size, len(points), *policy.latent_shape(config.rollout.resolution)), np.float32),
+        points=tuple(sorted(points)),
+        train_steps=drawn.train_steps,
+        log_probs=np.zeros((size, len(drawn.train_steps)), np.float32),
+        sigmas=np.linspace(1.0, 0.0, steps + 1, dtype=np.float32),
+        conditioning=conditioning(policy),
+    )
+    meta = GroupMeta(
+        group=0,
+        tickets=1,
+        version=worker.versions.newest - config.max_staleness,
+        age=config.max_staleness,
+        advantages=tuple(_advantages(config).tolist()),
+        selected=tuple(_selected(worker, config)),
+        seeds=tuple(range(size)),
+        negative=NEGATIVE,
+        sampling=sampling(config),
+    )
+    return TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True), trajectory
+
+
+def _selected(worker: TrainerWorker, config: Config) -> list[int]:
+    """Of what the algorithm trains of a group, a micro-batch for every rank."""
+    chosen = worker.algorithm.select(_advantages(config))
+    return chosen[: config.trainer.micro_batch_size * config.trainer.num_workers]
+
+
+def _advantages(config: Config) -> npt.NDArray[np.float64]:
+    """Of a group, as different as can be."""
+    return np.linspace(-1.0, 1.0, config.group_size)
+
+
+def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
+    """Of one training step; proximal passes are those of all optimizer steps but the first."""
+    trainer, algorithm = config.trainer, worker.algorithm
+    selected = len(algorithm.select(_advantages(config))) // trainer.num_workers
+    columns = trained_steps(config) // (trainer.timesteps_per_forward or trained_steps(config))
+    of_group = -(-selected // trainer.micro_batch_size) * columns
+    groups, updates = config.prompts_per_step, trainer.updates_per_batch
+    later = groups - groups // updates
+    stale = config.max_staleness > 0 or worker.versions.sampling is not None
+    behaviour = groups if algorithm.needs_behaviour and stale else 0
+    reference = groups if algorithm.needs_reference else 0
+    return {
+        "micro_batches": groups * of_group,
+        "frozen_passes": (later + behaviour + reference) * of_group,
+        "optimizer_steps": updates,
+    }

@@ -1,0 +1,154 @@
+"""Rehearsals on fake tensors: every shipped recipe at full size, the tiny families, and the ledger's own counting."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan import __main__ as planner
+from async_flowrl.plan.footprint import Allocations
+from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_of
+from async_flowrl.plan.rehearsal.command import rehearse
+from async_flowrl.plan.rehearsal.estimate import peak
+from async_flowrl.plan.rehearsal.ledger import Ledger
+from async_flowrl.plan.rehearsal.report import Rehearsal, describe
+
+FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
+RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
+"""Experiment → GiB of base weights, all of which a rank holds on an H100."""
+PHASES = {"load", "settle", "update", "forward", "backward", "optimizer", "delivery"}
+ROLLOUT_PHASES = {"load", "delivery", "sample", "encode", "denoise", "decode"}
+
+
+def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
+    return rehearse(compose_config("one_step_off", list(overrides)), card_of(card))
+
+
+def agrees_with_the_plan(config: Config, done: Rehearsal) -> None:
+    plan = plan_memory(config, int(done.roofline.card.memory))
+    for phases, planned in ((done.rank.phases, plan.trainer), (done.rollout.phases, plan.rollout)):
+        assert sum(planned.parts.values()) == pytest.approx(peak(phases.values()).peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("experiment", RECIPES)
+def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
+    config = compose_config("one_step_off", [f"experiment={experiment}"])
+    done = rehearse(config, card_of("H100"))
+    assert done.rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
+    assert done.rank.phases["load"].peak > RECIPES[experiment] * 2**30
+    assert all(phase.peak < done.roofline.card.memory for phase in done.peaks().values())
+    gradients = done.rank.phases["optimizer"].collectives["allreduce_"]
+    assert gradients == pytest.approx(4 * done.rank.adapter_parameters, rel=1e-3)
+    assert done.rank.version_bytes == done.rollout.version_bytes == pytest.approx(gradients / 2, rel=1e-3)
+    assert 0 < done.estimate.ticket < done.estimate.generation
+    agrees_with_the_plan(config, done)
+
+
+@pytest.mark.parametrize("experiment", ["two_prompts", pytest.param("glyphs", marks=pytest.mark.slow)])
+def test_the_small_recipes_are_rehearsed(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main(["--rehearse", f"experiment={experiment}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["trainer_rank"]["phases"].keys() >= PHASES
+    assert told["rollout_worker"]["phases"].keys() == ROLLOUT_PHASES
+    assert not dist.is_initialized() and torch.zeros(1).add(1).item() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft", "dpo"])
+def test_all_families_and_kinds_of_algorithms_are_rehearsed(model: str, algorithm: str) -> None:
+    done = rehearsed(f"model={model}", f"algorithm={algorithm}", *FAMILIES[model])
+    assert min(done.rank.phases[name].flops for name in ("forward", "backward")) > 0
+    assert done.rollout.phases["denoise"].flops > 0
+
+
+def test_a_sharded_base_is_gathered_and_let_go() -> None:
+    """FSDP2 frees what it gathers by resizing its storage to nothing."""
+    wide = ["model.tiny.layers=8", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16"]
+    whole = rehearsed(*wide, "trainer.shard=none").rank
+    sharded = rehearsed(*wide, "trainer.shard=full").rank
+    assert sharded.layout == "fsdp2 over 4" and whole.layout == "whole on each of 4"
+    weights = 4 * whole.base_parameters
+    saved = whole.phases["forward"].resident - sharded.phases["forward"].resident
+    assert saved == pytest.approx(weights * 3 / 4, rel=0.25)
+    assert peak(sharded.phases.values()).peak < peak(whole.phases.values()).peak
+    gathered = sharded.phases["forward"].collectives["_allgather_base_"] / sharded.phases["forward"].entered
+    assert gathered == pytest.approx(weights, rel=0.1)
+    assert whole.phases["forward"].sent == 0
+    assert sharded.phases["optimizer"].sent == pytest.approx(2 * 3 / 4 * sharded.version_bytes, rel=0.01)
+
+
+def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
+    resident, offloaded = (
+        rehearsed(f"rollout.text_encoder={where}").rollout.phases for where in ("resident", "offload")
+    )
+    saved = resident["denoise"].resident - offloaded["denoise"].resident
+    assert 0 < saved == resident["load"].peak - offloaded["load"].peak
+    assert offloaded["encode"].peak - offloaded["encode"].resident == saved
+
+
+def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation() -> None:
+    said = describe(rehearsed(card="L4"))
+    assert "estimated: a ticket of 16 images" in said and "takes for granted" in said and "L4" in said
+    assert "measured" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--card", "H10"], "--card must be one of A100, B200, H100, H200, L4, L40S, got 'H10'; did you mean 'H100'?"),
+        (["rollout.compile=true"], "compiled networks cannot be rehearsed"),
+        (["trainer.micro_batch_size=3"], "must divide"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main(["--rehearse", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_resized_storage_counts_at_its_new_size() -> None:
+    before = torch.empty(1000, dtype=torch.uint8)
+    with Allocations() as counted:
+        made = torch.empty(4000, dtype=torch.uint8)
+        made.untyped_storage().resize_(0)
+        assert (counted.live, counted.peak) == (0, 4000)
+        made.untyped_storage().resize_(6000)
+        before.untyped_storage().resize_(0)
+        assert (counted.live, counted.peak) == (5000, 6000)
+        del made
+        assert counted.live == -1000
+    own = torch.UntypedStorage.resize_
+    assert "Allocations" not in own.__qualname__
+
+
+def test_a_kernel_takes_the_larger_of_arithmetic_traffic_and_its_launch() -> None:
+    card = Card("slow", 1e9, bfloat16=1e12, float32=1e11, bandwidth=1e9, links=1e9)
+    roofline = Roofline(card, Assumptions(1.0, 1.0, 1.0, 1e-6, 1.0, 1e9, 1e9))
+    assert roofline.kernel(2e12, 0, torch.bfloat16) == 2.0
+    assert roofline.kernel(2e11, 0, torch.float32) == 2.0
+    assert roofline.kernel(1.0, 3_000_000_000, torch.bfloat16) == 3.0
+    assert roofline.kernel(0.0, 8, None) == 1e-6
+    assert roofline.delivery(10**9) == 2 + 2 + 1
+
+
+def test_phases_count_what_happens_in_them() -> None:
+    layer = nn.Linear(256, 128, bias=False)
+    with Ledger(Roofline(card_of("H100"))) as ledger:
+        with ledger.phase("outer"):
+            rows = torch.zeros(64, 256)
+            with ledger.phase("inner"):
+                out = layer(rows)
+            kept = torch.zeros(10)
+        ledger.moved(-kept.nbytes)
+    outer, inner = ledger.phases["outer"], ledger.phases["inner"]
+    assert inner.flops == 2 * 64 * 256 * 128 and outer.flops == 0
+    assert (inner.resident, inner.peak) == (rows.nbytes, rows.nbytes + out.nbytes)
+    assert outer.peak == rows.nbytes + out.nbytes + kept.nbytes
+    assert (inner.kernels, outer.kernels) == (1, 2)
