@@ -1,0 +1,70 @@
+"""The whole program on Ray with pretended GPUs, in everything that can be configured of it: short runs, slow tier."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pretend_gpu.rehearse import rehearse
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TWO_ROLLOUTS = ("rollout.num_workers=2",)
+TWO_TRAINERS = ("trainer.num_workers=2", "trainer.micro_batch_size=2")
+NCCL = "checkpoint_engine.transport=nccl"
+FEW_STEPS = "rollout.num_inference_steps=4"
+
+MODES = {mode: (mode, (*TWO_ROLLOUTS, NCCL)) for mode in ("sync", "stream", "one_step_off", "fully_async")}
+TRANSPORTS = {
+    name: ("one_step_off", (*TWO_ROLLOUTS, f"checkpoint_engine.transport={name}"))
+    for name in ("pynccl", "auto", "gloo", "object_store")
+}
+FAMILIES = {
+    family: ("one_step_off", (f"model=tiny_{family}", "model.tiny.heads=4", FEW_STEPS, NCCL, *own))
+    for family, own in {"flux": ("rollout.guidance_scale=3.5",), "sd3": (), "z_image": ()}.items()
+}
+TRAINERS = {
+    "sharded": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=full", NCCL)),
+    "whole": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=none", NCCL)),
+    "cpu_offload": ("one_step_off", (*TWO_TRAINERS, "trainer.cpu_offload=true", NCCL)),
+    "checkpointing": ("one_step_off", ("trainer.gradient_checkpointing=true", NCCL)),
+    "ema": ("one_step_off", ("trainer.ema_decay=0.9", "evaluate.every=1", NCCL)),
+    "guidance": ("one_step_off", ("rollout.true_cfg_scale=3", NCCL)),
+    "text_encoder_offload": ("one_step_off", ("rollout.text_encoder=offload", NCCL)),
+    "diffusion_nft": ("one_step_off", ("algorithm=diffusion_nft", NCCL)),
+    "two_updates": ("one_step_off", ("trainer.updates_per_batch=2", "hand_over=batch", NCCL)),
+}
+CASES = {**MODES, **TRANSPORTS, **FAMILIES, **TRAINERS}
+EXPECTED = {"auto": "nccl", **{name: name for name in ("pynccl", "gloo", "object_store")}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_flawless(case: str, tmp_path: Path) -> None:
+    mode, overrides = CASES[case]
+    if case == "pynccl":
+        pytest.importorskip("cupy")
+    run = rehearse(tmp_path / "run", mode, *overrides)
+    run.flawless()
+    run.delivered(EXPECTED.get(case, "nccl"))
+    assert run.summary["steps"] == 3
+    assert len(set(run.digests)) == len(run.digests) >= 4
+    assert [event for event in run.events if event["event"] == "fault"] == []
+
+
+def test_colocated_pools_share_a_device_and_never_choose_nccl(tmp_path: Path) -> None:
+    run = rehearse(tmp_path / "run", "sync", "placement=colocated")
+    run.flawless()
+    run.delivered("object_store")
+
+
+def test_nccl_is_refused_where_pools_share_a_device(tmp_path: Path) -> None:
+    rehearse(tmp_path / "run", "sync", "placement=colocated", NCCL, code=2)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "pynccl"])
+def test_a_set_up_of_ten_seconds_is_waited_for(transport: str, tmp_path: Path) -> None:
+    if transport == "pynccl":
+        pytest.importorskip("cupy")
+    slow = {"PRETEND_NCCL_SETUP": "10"}
+    overrides = (*TWO_ROLLOUTS, f"checkpoint_engine.transport={transport}")
+    run = rehearse(tmp_path / "run", "one_step_off", *overrides, environment=slow)
+    run.flawless()
+    run.delivered(transport)
