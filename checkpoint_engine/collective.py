@@ -57,7 +57,7 @@ class Member:
         while not meeting.done():
             if aborted.wait(POLL_SECONDS) or time.monotonic() > limit:
                 meeting.add_done_callback(_discard)
-                raise failed("aborted" if aborted.is_set() else f"not everybody came within {epoch.seconds:g} s")
+                raise failed("aborted" if aborted.is_set() else f"not everybody came within {seconds:g} s")
         try:
             self._link, self._stores = meeting.result()
         except RuntimeError as error:
@@ -89,7 +89,7 @@ class Member:
         """Broadcasts a version and, behind it, its digests, which are taken beside that. Raises TransferFailed."""
 
         def digests() -> Tensor:
-            return torch.frombuffer(bytearray(trailer(sealing.finish())), dtype=torch.uint8).to(self._device)
+            return torch.frombuffer(bytearray(trailer(sealing.digested())), dtype=torch.uint8).to(self._device)
 
         with on(self._side):
             self._broadcast(sealing.on(self._device), sealing.feed, digests)

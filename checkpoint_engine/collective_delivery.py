@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
@@ -18,6 +18,8 @@ MAX_FAILURES_IN_A_ROW = 3
 """After so many that no death explains the collective is not tried again."""
 SETUP_SECONDS_PER_MEMBER = 0.1
 """A group of many takes longer to set up."""
+ABORT_AGAIN_SECONDS = 0.2
+"""Between two aborts of a group that is being made."""
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
@@ -107,16 +109,16 @@ class CollectiveBroadcast:
         A group is over a fixed set of processes, so this makes a new one of everybody.
         """
         members = _able(receivers)
-        if self._is_off or set(self._members) >= set(members) or not set(self._members) <= set(members):
-            return
         async with self._order:
+            if self._is_off or not set(self._members) < set(members):
+                return
             try:
                 await self._meet(members)
             except Exception as error:  # whatever it was, the next version's group is made without who caused it
                 await self._give_up(f"{len(members)} receivers form no group of {self.name}", members, [error])
 
     async def close(self) -> None:
-        await self._quietly([self._sender.abort_group()])
+        await self._abort([])
 
     @property
     def _is_off(self) -> bool:
@@ -139,8 +141,28 @@ class CollectiveBroadcast:
         host, port = await self._within(self._sender_seconds, self._sender.address())
         epoch = Epoch(self._number, self._secret, host, port, world, self._ready_seconds, seconds)
         joins = [member.open_group(epoch, rank) for rank, member in enumerate(members, start=SENDER + 1)]
-        await self._all(seconds + 1.0, [self._sender.open_group(epoch, SENDER), *joins])
+        loop = asyncio.get_running_loop()
+        opening = [loop.create_task(call) for call in [self._sender.open_group(epoch, SENDER), *joins]]
+        try:
+            async with asyncio.timeout(seconds + 1.0):
+                await asyncio.gather(*opening)
+        except Exception:
+            await self._turn_back(opening, members)
+            raise
+        finally:
+            await _ended(opening)
         self._members = tuple(members)
+
+    async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[GroupReceiver]) -> None:
+        """Frees the lanes of members that wait for one that does not come.
+
+        An abort may overtake the call that it is to end, so it is repeated.
+        """
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + self._ready_seconds
+        while (waiting := [task for task in opening if not task.done()]) and loop.time() < limit:
+            await self._abort(members)
+            await asyncio.wait(waiting, timeout=ABORT_AGAIN_SECONDS)
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
         """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
@@ -175,7 +197,7 @@ class CollectiveBroadcast:
             if _error_of_a_transfer(done - {sending}) or (sending in done and sending.exception()):
                 break
         if waiting:
-            await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+            await self._abort(members)
             _, waiting = await asyncio.wait(waiting, timeout=self._ready_seconds)
         await _ended(tasks)
         results = {name: _outcome(task) for name, task in accepting.items()}
@@ -190,25 +212,17 @@ class CollectiveBroadcast:
         self.failures += 1
         self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
         self._members = ()
-        await self._quietly([self._sender.abort_group(), *(member.abort_group() for member in members)])
+        await self._abort(members)
         after = f"; {self.name} is not tried again" if self._is_off else ""
         logger.warning("%s: %s%s", what, repr(errors[0]), after)
-
-    async def _all(self, seconds: float, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """All calls within a deadline; the first failure cancels the rest."""
-        async with asyncio.timeout(seconds):
-            tasks = [asyncio.get_running_loop().create_task(call) for call in calls]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                await _ended(tasks)
 
     async def _within(self, seconds: float, call: Awaitable[T]) -> T:
         async with asyncio.timeout(seconds):
             return await call
 
-    async def _quietly(self, calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    async def _abort(self, members: Sequence[GroupReceiver]) -> None:
         """Aborts reach whoever still lives; a member that is dead has nothing to abort."""
+        calls = [self._sender.abort_group(), *(member.abort_group() for member in members)]
         limited = (asyncio.wait_for(call, self._ready_seconds) for call in calls)
         for error in await asyncio.gather(*limited, return_exceptions=True):
             if isinstance(error, BaseException):

@@ -17,15 +17,16 @@ TOTAL_DIGEST_BYTES = 32
 class Sealing:
     """A version that one thread is digesting: beside a transfer, piece by piece, or at once.
 
-    Whoever begins one must call `finish`, whatever happens: others that want the version wait for it. `copy` is where
-    the bytes come from while they are on their way from a GPU, `proven` is called when they are there and may raise.
+    Whoever begins one must call `finish`, whatever happens, when nothing reads any more where it was staged: others
+    that want the version wait for it. `copy` is where the bytes come from while they are on their way from a GPU,
+    `proven` is called when they are there and may raise. `done` is told of the end, once.
     """
 
     def __init__(
         self,
         draft: Draft,
         data: ByteArray,
-        done: Callable[["Sealing", Header | None], None],
+        done: Callable[["Sealing", Header | None], None] | None,
         *,
         copy: HostCopy | None = None,
         proven: Callable[[], None] | None = None,
@@ -51,8 +52,8 @@ class Sealing:
                 self._copy.wait(end)
             self._digests.feed(self.data[self._digests.end : end])
 
-    def finish(self) -> Header:
-        """Digests what is left; from here on the version is retained. Raises what `proven` raises, every time."""
+    def digested(self) -> Header:
+        """Digests what is left. Raises what `proven` raises, every time."""
         if self._error is not None:
             raise self._error
         if self.header is None:
@@ -61,9 +62,16 @@ class Sealing:
             except BaseException as error:
                 self._error = error
                 raise
-            finally:
-                self._done(self, self.header)
         return self.header
+
+    def finish(self) -> Header:
+        """`digested`; from here on the version is retained, and what it was staged in is free."""
+        try:
+            return self.digested()
+        finally:
+            done, self._done = self._done, None
+            if done is not None:
+                done(self, self.header)
 
     def _sealed(self) -> Header:
         total = self.data.shape[0]

@@ -114,7 +114,7 @@ class Publisher:
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
                 header, data = self._sealed[version]
-                work = Sealing(header, data, self._end)
+                work = Sealing(header, data, None)
                 work.header = header
                 return work
             staged = self._staged.pop(version, None)

@@ -4,6 +4,7 @@
 unique id travels through the epoch's store.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,7 @@ class PyncclLink:
         self._device = concrete(device)
         self._communicator: Any = None
         self._stream: Any = None
+        self._asking = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
         """The sender makes the unique id; every other member waits for it in the store, until the store's time-out.
@@ -93,13 +95,19 @@ class PyncclLink:
         self._check(communicator)
 
     def _check(self, communicator: Any) -> None:
-        """Raises TransferFailed where NCCL has noticed that a peer is gone; the kernel would wait for it for ever."""
-        with _named("broadcast"):
+        """Raises TransferFailed where NCCL has noticed that a peer is gone; the kernel would wait for it for ever.
+
+        A communicator that `abort` frees in another thread must not be asked any more.
+        """
+        with self._asking, _named("broadcast"):
+            if communicator is not self._communicator:
+                raise TransferFailed("aborted")
             communicator.check_async_error()
 
     def abort(self) -> None:
         """Frees whoever waits in a kernel of this communicator, here."""
-        communicator, self._communicator = self._communicator, None
+        with self._asking:
+            communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from checkpoint_engine.collective import Member
 from checkpoint_engine.process_group import TorchLink
+from checkpoint_engine.side_stream import concrete
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
 ALTERNATIVES = "use gloo, object_store or auto"
@@ -56,4 +57,5 @@ def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
         raise ValueError(f"collective transports are {[GLOO, NCCL, PYNCCL]}, got {transport!r}")
     from checkpoint_engine.pynccl import PyncclLink
 
-    return Member(PyncclLink, device)
+    where = concrete(device)  # here: the thread that makes the link has a current GPU of its own
+    return Member(lambda: PyncclLink(where), where)

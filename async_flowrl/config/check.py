@@ -111,7 +111,10 @@ def _check_trainer(config: Config) -> None:
 def _check_group_setup(config: Config) -> None:
     """The trainer's publish lane makes the group, and whatever waits for that lane has deadlines.publish for it."""
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (config.rollout.num_workers + 1)
-    if config.checkpoint_engine.transport != "object_store" and seconds >= config.deadlines.publish:
+    transport = config.checkpoint_engine.transport
+    if transport == "object_store" or (transport == "auto" and nccl_obstacle(config)):
+        return
+    if seconds >= config.deadlines.publish:
         raise ConfigError(
             f"deadlines.publish={config.deadlines.publish:g} leaves no time beside making a group of "
             f"{config.rollout.num_workers} rollout workers, which may take {seconds:g} s by "

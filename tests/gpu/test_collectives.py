@@ -192,6 +192,31 @@ def test_a_version_leaves_from_where_it_was_staged(transport: str, monkeypatch: 
     sender.close()
 
 
+def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = Publisher(tensors(1000))
+    sender = alone(transport, publisher)
+    broadcast = sender._member._broadcast
+
+    def staging_behind(buffer: torch.Tensor, seen: Callable[[int], None], behind: Callable[[], torch.Tensor]) -> None:
+        def then_stage() -> torch.Tensor:
+            digests = behind()
+            with pytest.raises(TransferFailed, match=r"staging version 2 waited 0 s for \[1\] to be sealed"):
+                publisher.stage(2, deadline=0.0)
+            return digests
+
+        broadcast(buffer, seen, then_stage)
+
+    monkeypatch.setattr(sender._member, "_broadcast", staging_behind)
+    publisher.stage(0)
+    publisher.stage(1)
+    sender.send(publisher.draft(0))
+    publisher.stage(2, deadline=0.0)
+    assert publisher.retained() == (0,)
+    sender.close()
+
+
 def test_a_slot_is_free_again_after_a_broadcast_that_failed(transport: str) -> None:
     publisher = Publisher(tensors(1000))
     sender = alone(transport, publisher)

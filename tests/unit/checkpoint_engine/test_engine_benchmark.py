@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint_engine.benchmark.__main__ import main
 from checkpoint_engine.benchmark.measure import memory_needed
@@ -32,7 +33,8 @@ def test_it_writes_a_table_and_the_same_as_json(kills: int, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text(encoding="utf-8"))
-    assert [cell["transport"] for cell in result["cells"]] == ["object_store", "gloo"]
+    on_gpus = ["nccl"] if torch.cuda.device_count() > 1 else []
+    assert [cell["transport"] for cell in result["cells"]] == ["object_store", "gloo", *on_gpus]
     for cell in result["cells"]:
         assert cell["fraction_of_primitive"] == cell["primitive_seconds"] / cell["delivery_seconds"]
         assert 0.0 <= cell["loop_lag_p99_seconds"] <= cell["loop_lag_seconds"]

@@ -139,7 +139,7 @@ def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> N
     sender = CollectiveSender(publisher, make_member("gloo"))
     host, port = sender.address()
     with pytest.raises(TransferFailed, match=r"rank 0: .*(not everybody came within 0.3 s|timeout)"):
-        sender.open(Epoch(1, "secret", host, port, world=3, seconds=0.3))
+        sender.open(Epoch(1, "secret", host, port, world=3, seconds=9.0, setup_seconds=0.3))
     threading.Timer(0.3, sender.abort).start()
     with pytest.raises(TransferFailed, match="rank 0: aborted"):
         sender.open(Epoch(2, "secret", host, port, world=3, seconds=120.0))

@@ -14,7 +14,7 @@ from checkpoint_engine.errors import TransferFailed, Verdict, verdict
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink, nccl_group
 from checkpoint_engine.pynccl import PyncclLink
 from checkpoint_engine.side_stream import concrete
-from checkpoint_engine.transports import check_receiver
+from checkpoint_engine.transports import check_receiver, make_member
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -84,7 +84,10 @@ class Communicator:
     """cupy's NcclCommunicator, which notices a dead peer, or has a state that cupy has no name for."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error, self.aborted = error, False
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def check_async_error(self) -> None:
         raise self.error
@@ -94,9 +97,31 @@ class Communicator:
 def test_every_error_of_cupys_nccl_is_one_of_the_transport(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkpoint_engine.pynccl.load_nccl", lambda: None)
     link = PyncclLink("cpu")
+    link._communicator = Communicator(error)
     with pytest.raises(TransferFailed, match=r"NCCL, broadcast: .*(7|REMOTE_ERROR)") as raised:
-        link._check(Communicator(error))
+        link._check(link._communicator)
     assert verdict(raised.value) is Verdict.RESEND
+
+
+def test_a_communicator_that_was_given_up_is_not_asked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may have freed it."""
+    monkeypatch.setattr("checkpoint_engine.pynccl.load_nccl", lambda: None)
+    link = PyncclLink("cpu")
+    communicator = link._communicator = Communicator(AssertionError("asked"))
+    link.abort()
+    assert communicator.aborted
+    with pytest.raises(TransferFailed, match="aborted"):
+        link._check(communicator)
+
+
+def test_a_link_is_made_for_the_device_of_its_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one in the thread that makes it."""
+    monkeypatch.setattr("checkpoint_engine.pynccl.load_nccl", lambda: None)
+    monkeypatch.setattr("checkpoint_engine.collective.SideStream.of", lambda device: None)
+    member = make_member("pynccl", "cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    link = member._make()
+    assert isinstance(link, PyncclLink) and link._device == torch.device("cuda", 1)
 
 
 def test_an_older_cupy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
