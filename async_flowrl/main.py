@@ -116,7 +116,8 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
         entry()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
-    return next(code for code in (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.OK) if code in codes)
+    worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.INCOMPLETE, exit_codes.OK)
+    return next(code for code in worst_first if code in codes)
 
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:

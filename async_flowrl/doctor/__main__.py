@@ -80,7 +80,10 @@ def look() -> int:
 def examine(given: argparse.Namespace, command: str) -> int:
     """All checks in their order, whatever the earlier ones found."""
     out = given.out.expanduser()
-    (out / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return refused(f"--out {out} cannot be written: {error.strerror}")
     started = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     until = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="async_flowrl_doctor_") as work:

@@ -1,11 +1,12 @@
 """Comparison of the memory plan with the devices that a run has found, before its models are loaded."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from async_flowrl.config.check import ConfigError
+from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
@@ -17,6 +18,9 @@ from async_flowrl.plan.memory import (
     training_peak,
 )
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.tickets.arithmetic import check_batching
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 TIGHT = 0.9
@@ -24,8 +28,8 @@ TIGHT = 0.9
 SHOWN = 3
 """Settings that a refusal names."""
 
-TRAINER, ROLLOUT, BOTH = "trainer rank", "rollout worker", "trainer rank and rollout worker"
-_LABELS = {TRAINER: "a trainer rank", ROLLOUT: "a rollout worker", BOTH: "a trainer rank with a rollout worker"}
+TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
+ALL = "a trainer rank with all rollout workers of its process"
 
 
 @dataclass(frozen=True)
@@ -47,65 +51,95 @@ class Change:
         setattr(owner, name, self.value)
         return changed
 
+    def accepted(self, config: Config) -> bool:
+        """Whether a run would start with it."""
+        changed = self.applied(config)
+        try:
+            check(changed)
+            check_batching(changed)
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes of a device, and of the part of it that a process has."""
+
+    memory: int
+    available: int
+
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     """Sentences to warn with, of a configuration on devices of `memory` bytes by pool ("trainer", "rollout").
 
     A pool that is not there has no device, or one that is not planned. Raises ConfigError where weights, optimizer and
-    versions alone are larger than a device, unless `allow_oom` is set.
+    versions alone are larger than a device, unless `allow_oom` is set. A model that cannot be planned may well run:
+    whatever is wrong with its plan is a warning.
     """
     try:
-        model = build_meta_model(config)
-    except ValueError as error:
-        return [f"the devices' memory was not compared with a plan: {error}"]
-    warnings = []
-    for title, available in _devices(config, memory).items():
-        resident = _footprint(title, config, model, available).resident
-        if resident > available:
-            sentence = refusal(title, config, model, available)
+        return compared(config, memory)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.info("no plan of the devices' memory", exc_info=True)
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return [f"the devices' memory was not compared with a plan: {why}"]
+
+
+def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
+    """As `check_devices`, for a model that can be planned."""
+    model, warnings = build_meta_model(config), []
+    for title, device in _devices(config, memory).items():
+        if _footprint(title, config, model, device).resident > device.available:
+            sentence = refusal(title, config, model, device)
             if not config.allow_oom:
                 raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
             warnings.append(sentence)
     if warnings:
         return warnings
     sampling, training = sampling_peak(config, model), training_peak(config, model)
-    for title, available in _devices(config, memory).items():
-        whole = _footprint(title, config, model, available, training=training, sampling=sampling)
-        if whole.total > TIGHT * available:
-            warnings.append(tight(title, whole, available))
+    for title, device in _devices(config, memory).items():
+        whole = _footprint(title, config, model, device, training=training, sampling=sampling)
+        if whole.total > TIGHT * device.available:
+            warnings.append(tight(title, whole, device.available))
     return warnings
 
 
-def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, int]:
-    """Bytes for each kind of process: its device's, or the share of it that `gpus_per_worker` leaves."""
-    if config.placement == "colocated":
-        return {BOTH: min(memory.values())} if memory else {}
+def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
+    """The device of each kind of process; a process has all of it, or the share that `gpus_per_worker` leaves."""
+    if config.placement == "colocated" or (config.runtime.backend == "local" and len(memory) > 1):
+        whole = min(memory.values(), default=0)
+        title = ALL if config.runtime.backend == "local" else BOTH
+        return {title: Device(whole, whole)} if memory else {}
     shares = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
     titles = {"trainer": TRAINER, "rollout": ROLLOUT}
-    return {titles[pool]: round(size * min(1.0, shares[pool])) for pool, size in memory.items()}
+    return {titles[pool]: Device(size, round(size * min(1.0, shares[pool]))) for pool, size in memory.items()}
 
 
 def _footprint(
-    title: str, config: Config, model: MetaModel, available: int, *, training: int = 0, sampling: int = 0
+    title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
 ) -> Footprint:
-    trainer = trainer_footprint(config, model, available, training)
+    trainer = trainer_footprint(config, model, device.memory, training)
     rollout = rollout_footprint(config, model, sampling)
     if title == TRAINER:
         return trainer
     if title == ROLLOUT:
         return rollout
+    workers = config.rollout.num_workers if title == ALL else 1
     parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
-    return Footprint(parts | {f"{name} (rollout)": size for name, size in rollout.parts.items()})
+    return Footprint(parts | {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()})
 
 
-def refusal(title: str, config: Config, model: MetaModel, available: int) -> str:
+def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str:
     """What there is too much of, and what would make it fit; what helps most, where no setting alone is enough."""
-    footprint = _footprint(title, config, model, available)
+    footprint, available = _footprint(title, config, model, device), device.available
     resident = {name: size for name, size in footprint.parts.items() if size and name in footprint.lasting}
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
     left = {
-        change: _footprint(title, change.applied(config), _scaled(change, config, model), available).resident
+        change: _footprint(title, change.applied(config), _scaled(change, config, model), device).resident
         for change in changes(title, config)
+        if change.accepted(config)
     }
     smaller = sorted((change for change in left if left[change] < footprint.resident), key=lambda c: left[c])
     fitting = [change for change in left if left[change] <= available]
@@ -113,8 +147,9 @@ def refusal(title: str, config: Config, model: MetaModel, available: int) -> str
     verb = "it would fit with" if fitting else "it would need less, though not little enough, with"
     advice = ", ".join(f"{change} ({left[change] / GIB:.3g} GiB)" for change in chosen)
     return (
-        f"{_LABELS[title]} holds {footprint.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
-        f"({parts}), its device has {available / GIB:.3g} GiB; {verb} {advice}"
+        f"{title} holds {footprint.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
+        f"({parts}), its device has {available / GIB:.3g} GiB; "
+        + (f"{verb} {advice}" if chosen else "no single setting would make it need less")
     )
 
 
@@ -159,7 +194,7 @@ def _scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
 def tight(title: str, footprint: Footprint, available: int) -> str:
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
     return (
-        f"{_LABELS[title]} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
+        f"{title} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
         f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.3g} of "
         "runtime): it may run out of memory"
     )

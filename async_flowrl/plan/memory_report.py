@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", type=float, default=79.0, metavar="GIB", help="memory of a device (default 79)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
         config = compose_config(given.config_name, given.overrides)
         check(config)

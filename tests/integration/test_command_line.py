@@ -31,6 +31,15 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tm
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
 
 
+@pytest.mark.parametrize(("codes", "whole"), [((0, 0), 0), ((3, 0), 3), ((3, 2), 2), ((1, 2), 1)])
+def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(
+    codes: tuple[int, int], whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "train", lambda config, _: codes[config.total_steps - 1])
+    monkeypatch.setattr(sys, "argv", ["main", "--multirun", "total_steps=1,2", f"hydra.sweep.dir={tmp_path}"])
+    assert program.main() == whole
+
+
 def test_a_dry_run_with_groups_of_ones_own_leaves_nothing_behind(tmp_path: Path) -> None:
     own, out = tmp_path / "own größe", tmp_path / "deep" / "run"
     (own / "model").mkdir(parents=True)

@@ -52,5 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
+    except MemoryError as error:  # a version of the adapter is in host memory here, too
+        sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
+        return 2
     sys.stdout.write(json.dumps(as_json(done), indent=2) + "\n" if given.json else describe(done))
     return 0

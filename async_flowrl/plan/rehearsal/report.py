@@ -106,8 +106,10 @@ def sentences(done: Rehearsal) -> list[str]:
         f"micro-batches, {done.rank.frozen_passes} passes without gradient, {found.update_sent / 1e9:.3g} GB sent per "
         f"rank); {longer} is the longer one",
         f"for a schedule: python -m async_flowrl.plan --generate {found.generation * config.rollout.num_workers:.4g} "
-        f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} --devices "
-        f"{config.rollout.num_workers + config.trainer.num_workers}",
+        f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} "
+        f"--prompts {config.prompts_per_step} --group-size {config.group_size} "
+        f"--ticket-size {config.images_per_ticket} "
+        f"--devices {config.rollout.num_workers + config.trainer.num_workers}",
     ]
 
 

@@ -70,6 +70,15 @@ def test_every_check_runs_whatever_the_earlier_ones_found(
     assert list(json.loads((tmp_path / "doctor.json").read_text())["checks"]) == ["machine", "runs"]
 
 
+def test_a_report_that_cannot_be_written_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "file").write_text("")
+    assert doctor.main(["--gpu", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"doctor: --out {tmp_path / 'file'} cannot be written: Not a directory\n"
+
+
 def test_an_interrupt_keeps_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,3 +59,9 @@ def test_a_digest_sees_the_last_bit_and_a_refusal() -> None:
         raise RuntimeError("scatter_add has no deterministic form\nmore")
 
     assert digests.digest(refuses) == "refused: scatter_add has no deterministic form"
+
+    def overflows() -> list[Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        digests.digest(overflows)

@@ -5,8 +5,10 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.plan import devices
 from async_flowrl.plan.devices import check_devices
 from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.meta_model import build_meta_model
 
 GIB = 2**30
 
@@ -18,7 +20,7 @@ def small(*overrides: str) -> Config:
 
 
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:
-    config = small("trainer.num_workers=2", "trainer.shard=none")
+    config = small("trainer.num_workers=2", "trainer.micro_batch_size=8", "trainer.shard=none")
     plan = plan_memory(config)
     enough = {"trainer": 80 * GIB, "rollout": 80 * GIB}
     assert check_devices(config, enough) == []
@@ -36,8 +38,21 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
 def test_what_a_refusal_names_does_fit() -> None:
     pair = ("trainer.num_workers=2", "trainer.shard=none")
     short = plan_memory(small(*pair)).trainer.resident - 1
-    for change in ("trainer.shard=full", "trainer.cpu_offload=true", "model.dtype=bfloat16", "lora.rank=32"):
+    for change in ("trainer.shard=full", "model.dtype=bfloat16", "lora.rank=32"):
         assert plan_memory(small(*pair, change), short).trainer.resident <= short
+
+
+def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:
+    """One-step-off has no max_staleness=0, 16 images cannot be shared by 32 ranks, shard=none stays on the device."""
+    refused_themselves = ("max_staleness=0", "trainer.num_workers=32", "trainer.cpu_offload=true")
+    ranks = ("trainer.num_workers=16", "trainer.micro_batch_size=1")
+    for given in (ranks, (*ranks, "trainer.shard=none", "lora.rank=1")):
+        with pytest.raises(ConfigError) as refused:
+            check_devices(small(*given), {"trainer": 1000})
+        named = [each for each in refused_themselves if f" {each} (" in str(refused.value)]
+        assert named == (["trainer.cpu_offload=true"] if "trainer.shard=none" not in given else [])
+    with pytest.raises(ConfigError, match=r"no single setting would make it need less"):
+        check_devices(small("lora.rank=1", "model.dtype=bfloat16", "rollout.text_encoder=offload"), {"rollout": 1000})
 
 
 def test_allow_oom_warns_and_goes_on() -> None:
@@ -58,14 +73,42 @@ def test_colocated_pools_share_a_device_and_fractions_have_their_share() -> None
     config = small("placement=colocated", "max_staleness=0", "mode=null", "hand_over=batch")
     plan = plan_memory(config)
     both = plan.trainer.resident + plan.rollout.resident
-    with pytest.raises(ConfigError, match="a trainer rank with a rollout worker holds"):
+    with pytest.raises(ConfigError, match="a trainer rank with the rollout worker beside it holds"):
         check_devices(config, {"trainer": both - 1, "rollout": both - 1})
     halved = small("rollout.gpus_per_worker=0.5")
     with pytest.raises(ConfigError, match="a rollout worker holds"):
         check_devices(halved, {"rollout": round(plan_memory(halved).rollout.resident * 1.5)})
 
 
+def test_threads_of_one_process_share_its_device() -> None:
+    config = small("runtime.backend=local", "rollout.num_workers=3")
+    plan = plan_memory(config)
+    together = plan.trainer.resident + 3 * plan.rollout.resident
+    with pytest.raises(ConfigError, match="with all rollout workers of its process holds"):
+        check_devices(config, {"trainer": together - 1, "rollout": together - 1})
+    assert all("holds" not in said for said in check_devices(config, {"trainer": together, "rollout": together}))
+
+
+def test_whether_ranks_shard_is_asked_of_the_whole_device_as_the_trainer_does() -> None:
+    """A rank with .8 of a device that the base takes half of holds it whole."""
+    config = small("trainer.num_workers=2", "trainer.gpus_per_worker=0.8", "lora.rank=1")
+    base = build_meta_model(config).base_bytes
+    (tight,) = check_devices(config, {"trainer": 2 * base})
+    assert f"base weights {base / GIB:.3g}" in tight and "gathered" not in tight
+
+
 def test_a_model_that_cannot_be_planned_is_said_and_runs() -> None:
     config = small("model.family=tests.support.toy_models:Nothing")
     (warning,) = check_devices(config, {"trainer": GIB})
     assert "was not compared with a plan" in warning
+
+
+def test_a_network_that_fails_on_the_meta_device_is_said_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads_a_value(*_: object) -> int:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    monkeypatch.setattr(devices, "sampling_peak", reads_a_value)
+    (warning,) = check_devices(small(), {"trainer": 80 * GIB})
+    assert warning.endswith(
+        "was not compared with a plan: NotImplementedError: Cannot copy out of meta tensor; no data!"
+    )

@@ -98,6 +98,7 @@ def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation()
     said = describe(rehearsed(card="L4"))
     assert "estimated: a ticket of 16 images" in said and "takes for granted" in said and "L4" in said
     assert "measured" not in said
+    assert " --prompts 2 --group-size 16 --ticket-size 16 --devices 2\n" in said
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation()
         (["--card", "H10"], "--card must be one of A100, B200, H100, H200, L4, L40S, got 'H10'; did you mean 'H100'?"),
         (["rollout.compile=true"], "compiled networks cannot be rehearsed"),
         (["trainer.micro_batch_size=3"], "must divide"),
+        (["lora.rank=1000000000"], "too little memory for the rehearsal"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_the_configuration_is_refused_where_the_engine_cannot_run() -> None:
     split.rollout.gpus_per_worker = 1.5
     with pytest.raises(ConfigError, match=r"tensor parallel size .* whole number, got 1\.5"):
         check(split)
-    with pytest.raises(ConfigError, match="rollout.engine=diffusers computes on one GPU and would leave the others"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine=diffusers computes on one GPU and would leave the others"):
         check(replace(split, rollout=replace(split.rollout, engine="diffusers")))
 
 
