@@ -36,32 +36,43 @@ logger = logging.getLogger(__name__)
 def evaluate(config: Config, lora: Path | None, *, device: str = "cpu") -> dict[str, dict[str, float]]:
     """Mean rewards by name, and their weighted sum as `reward`: {"before": ...} and, given a LoRA, {"after": ...}.
 
-    Prompts, rewards, image counts and seeds are those of the configuration's evaluations.
+    Prompts, rewards, image counts and seeds are those of the configuration's evaluations. Both means are over the
+    prompts that have scores before and after. Raises ValueError where there are none.
     """
     reward = build_reward(config.reward)
     prompts = load_prompts(config.data, split="evaluation", needs_target=reward.needs_target)
     prompts = prompts[: config.evaluate.max_prompts]
     pipeline = open_pipeline(from_config(config), device)
-    rewards = {"before": _means(pipeline, config, prompts, reward)}
+    scores = {"before": asyncio.run(_score(pipeline, config, prompts, reward))}
     if lora is not None:
         apply_lora(pipeline, lora)
-        rewards["after"] = _means(pipeline, config, prompts, reward)
-    return rewards
+        scores["after"] = asyncio.run(_score(pipeline, config, prompts, reward))
+    scored = sorted(set[int].intersection(*(set(by_prompt) for by_prompt in scores.values())))
+    if not scored:
+        raise ValueError(f"none of {len(prompts)} prompts could be scored")
+    if len(scored) < len(prompts):
+        logger.warning("means over %d of %d prompts", len(scored), len(prompts))
+    return {
+        when: _means([by_prompt[index] for index in scored], sorted(reward.weights))
+        for when, by_prompt in scores.items()
+    }
 
 
-def _means(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> dict[str, float]:
-    scores = asyncio.run(_score(pipeline, config, prompts, reward))
-    means = {name: float(np.mean([score.by_term[name] for score in scores])) for name in sorted(reward.weights)}
+def _means(scores: Sequence[Scores], names: Sequence[str]) -> dict[str, float]:
+    means = {name: float(np.mean([score.by_term[name] for score in scores])) for name in names}
     return {**means, "reward": float(np.mean([score.total for score in scores]))}
 
 
-async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward) -> list[Scores]:
+async def _score(
+    pipeline: Any, config: Config, prompts: Sequence[Prompt], reward: CompositeReward
+) -> dict[int, Scores]:
+    """By the prompt's place in `prompts`; without those whose reward failed, where `reward.on_error` is skip."""
     settings = from_config(config)
     model = config.model
     policy = family_of(pipeline, model.family).around(
         pipeline, pipeline.transformer.dtype, max_sequence_length=model.max_sequence_length
     )
-    scores = []
+    scores = {}
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for group, prompt in enumerate(prompts):
             latents = _noise(config, policy, group).to(pipeline.device, pipeline.transformer.dtype)
@@ -71,13 +82,11 @@ async def _score(pipeline: Any, config: Config, prompts: Sequence[Prompt], rewar
                 own = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
             images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
             try:
-                scores.append(await reward.score(prompt, images, executor))
+                scores[group] = await reward.score(prompt, images, executor)
             except Exception as error:  # a reward is anybody's code
                 if config.reward.on_error == "fail":
                     raise ValueError(f"prompt {group} has no score: {type(error).__name__}: {error}") from error
                 logger.warning("prompt %d is skipped: %s: %s", group, type(error).__name__, error)
-    if not scores:
-        raise ValueError(f"none of {len(prompts)} prompts could be scored")
     return scores
 
 

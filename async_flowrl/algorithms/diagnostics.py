@@ -11,6 +11,8 @@ from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
+BETTER_THAN = {"tis": "correction=mask", "rollout_tis": "engines that agree better (behaviour_gap)"}
+"""Correction with importance weights → what to try where these leave little of the samples."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,19 @@ def warnings(metrics: Mapping[str, float], *, correction: str, kept: float, clip
     sentences = []
     gap = metrics.get("behaviour_gap", 0.0)
     if clip is not None and gap >= clip:
+        weights = (
+            ", or weight rows with algorithm.correction=rollout_tis (mask and tis allow for the age of samples only)"
+        )
         sentences.append(
             f"rollout and trainer disagree by {gap:.1e} on the log-probs of one policy (behaviour_gap), as much as the "
             f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
             "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
-            "both have) or in model.dtype=float32, or weight rows with algorithm.correction=rollout_tis (mask and "
-            "tis allow for the age of samples only)"
+            f"both have) or in model.dtype=float32{'' if correction == 'rollout_tis' else weights}"
         )
     size = sample_size(metrics)
-    if correction in ("tis", "rollout_tis") and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
+    if correction in BETTER_THAN and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
         sentences.append(
-            f"importance weights have an effective sample size of {size:.2f}: correction=mask or a smaller "
+            f"importance weights have an effective sample size of {size:.2f}: {BETTER_THAN[correction]} or a smaller "
             "max_staleness would use the samples better"
         )
     if kept < MIN_GRADIENT_KEPT:

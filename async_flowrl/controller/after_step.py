@@ -42,17 +42,22 @@ class AfterStep:
     evaluations: Evaluations = field(init=False)
     evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    trained: bool = False
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.show, self._failed)
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
-        """Checkpoint 0 exists before step 0; evaluations that an earlier attempt left undone are made first."""
+        """Checkpoint 0 exists before step 0; evaluations that an earlier attempt left undone are made first.
+
+        All but the one at the end, which waits for the last checkpoint.
+        """
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
         for version in self._unevaluated(ctx):
-            await self.evaluations.start(ctx, version)
+            if version < ctx.config.total_steps:
+                await self.evaluations.start(ctx, version)
         self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
         self.pools.lap()
 
@@ -69,13 +74,16 @@ class AfterStep:
         version = step + 1
         if self.checkpoints.due(version):
             await self._save(ctx, version)
-        if evaluation_due(ctx.config, version):
+        if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
-        """A checkpoint of where the run ended, whose error counts too, and outstanding evaluations."""
+        """A checkpoint of where the run ended, whose error counts too, and then what is left of evaluations."""
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx.table, ctx.table.step)
+        self.trained = True
+        if ctx.table.step == ctx.config.total_steps and self._lacking(ctx.config, ctx.config.total_steps):
+            await self.evaluations.start(ctx, ctx.config.total_steps)
         await self.evaluations.drain()
 
     def _failed(self, what: str, error: object) -> None:
@@ -90,16 +98,20 @@ class AfterStep:
         """
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
-        recorded = {line["step"]: line for line in self.metrics.read()}
-
-        def lacking(version: int) -> bool:
-            prefix = "evaluation_before/" if version == 0 else "evaluation/"
-            return not any(key.startswith(prefix) for key in recorded.get(max(0, version - 1), ()))
-
-        due = [version for version in range(now + 1) if evaluation_due(ctx.config, version) and lacking(version)]
+        due = self._lacking(ctx.config, *range(now + 1))
         if lost := [version for version in due if version < now - kept]:
             logger.warning("versions %s were being evaluated when their attempt ended; their weights are gone", lost)
         return [version for version in due if version >= now - kept]
+
+    def _lacking(self, config: Config, *versions: int) -> list[int]:
+        """Those of the versions whose evaluation is due and not recorded."""
+        recorded = {line["step"]: line for line in self.metrics.read()}
+
+        def known(version: int) -> bool:
+            prefix = "evaluation_before/" if version == 0 else "evaluation/"
+            return any(key.startswith(prefix) for key in recorded.get(max(0, version - 1), ()))
+
+        return [version for version in versions if evaluation_due(config, version) and not known(version)]
 
     async def _save(self, ctx: Context, version: int) -> None:
         """A checkpoint names the digest of the version it stands at, so that version is sealed first."""

@@ -108,6 +108,9 @@ class Weights(Protocol):
 class Steps(Protocol):
     """What is done around training (after_step.py)."""
 
+    trained: bool
+    """Every step is done and a checkpoint of the last is written: no later failure may cost the run its results."""
+
     async def before_training(self, ctx: "Context") -> None: ...
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:

@@ -68,7 +68,9 @@ class Monitor:
         self._each(lambda sink: sink.image(path, version))
 
     def close(self) -> None:
+        """Again does nothing."""
         self._each(lambda sink: sink.close())
+        self._sinks.clear()
 
     def _each(self, work: Callable[[Sink], None]) -> None:
         with self._turn:

@@ -95,6 +95,7 @@ class Recorder:
         self._stored: set[tuple[str, int]] = set()
         self._max_stored = 0
         self._pools: Mapping[str, Mapping[str, float]] = {}
+        self.trained = False
 
     def now(self) -> float:
         return self._clock()

@@ -1,6 +1,7 @@
 """The end of a run: LoRA and summary first, then timeline and report, from the trainer and the run's own records."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from separation.group import Worker
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
+
+Predict = Callable[[Path], str | None]
+"""Compares a finished run's directory with a plan and returns the sentence about it, if there is one."""
 
 
 async def finish(run: Run, ctx: Context) -> dict[str, Any]:
@@ -52,10 +56,15 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        summary["failed"] = [*run.ledgers.failures, *run.ledgers.monitor.failures]
+        ledgers = run.ledgers
+        summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
-        if more := views(config, directory):
-            summary["failed"] += more
+        late = views(config, directory)
+        # Now and not with the events: W&B sends the last of its data here, and that can fail, too.
+        ledgers.monitor.close()
+        failed = [*ledgers.failures, *ledgers.monitor.failures, *late]
+        if failed != summary["failed"]:
+            summary["failed"] = failed
             directory.write_summary(summary)
         return summary
 
@@ -77,6 +86,18 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
             logger.exception("the %s could not be written", name)
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
+
+
+def foresee(predict: Predict, directory: RunDirectory, summary: dict[str, Any]) -> str | None:
+    """The planner's sentence about a run that has written its results; where there is none to be had, `failed` in
+    `summary` and its file says why."""
+    try:
+        return predict(directory.root)
+    except Exception as error:  # whatever it was: the run's results are written already
+        logger.exception("the run could not be compared with its plan")
+        summary["failed"].append(f"plan: {type(error).__name__}: {error}")
+        directory.write_summary(json.loads(directory.summary.read_text()) | {"failed": summary["failed"]})
+        return None
 
 
 async def peak_of(config: Config, trainer: Worker) -> float | None:

@@ -23,7 +23,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.report import mfu
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.run.devices import CheckDevices, compare_devices
-from async_flowrl.run.finish import finish
+from async_flowrl.run.finish import Predict, finish, foresee
 from async_flowrl.run.launch import (
     check_machine,
     describe_run,
@@ -42,10 +42,6 @@ from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
-
-
-Predict = Callable[[Path], str | None]
-"""Compares a finished run's directory with a plan and returns the sentence about it, if there is one."""
 
 
 def run(
@@ -101,7 +97,8 @@ async def train(prepared: Prepared, directory: RunDirectory, predict: Predict, c
     stop = StopRequest()
     try:
         summary = await train_until(stop, prepared, directory, check_devices)
-        return conclude(summary, directory, stop, await asyncio.to_thread(predict, directory.root))
+        prediction = await asyncio.to_thread(foresee, predict, directory, summary)
+        return conclude(summary, directory, stop, prediction)
     except Exception as error:
         version = last_resort(error, stop, directory)
         if version is None:

@@ -89,14 +89,23 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
 
 
 async def attempt(run: Run, resume: Resume) -> Context:
-    """From a checkpoint to the end, or to the first failure, which is raised."""
+    """From a checkpoint to the end, or to the first failure, which is raised.
+
+    After the last checkpoint only evaluations are outstanding. What fails then (the images of one cannot be made, for
+    example) is written down, and the run has its results all the same, as long as the trainer is there to give them.
+    """
     ctx = context_of(run, resume)
     try:
         await run_loop(ctx)
-        return ctx
+    except Exception as error:  # whatever it was
+        if not ctx.steps.trained or await dead_ranks(run.trainers):
+            raise
+        logger.exception("training is done, but an evaluation could not be completed")
+        run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
         await ctx.weights.close()
         ctx.steps.abandon()
+    return ctx
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:

@@ -27,6 +27,7 @@ class Versions:
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
         self._retained: dict[int, Tensor] = {}
+        self._changed: Tensor | None = None
         self.retain(0)
 
     @property
@@ -53,17 +54,19 @@ class Versions:
 
     def retain(self, version: int) -> None:
         source = self._parameters.values.data if self.sampling is None else self.sampling
-        self._retained[version] = source.to(self._dtype, copy=True)
+        before, now = self._retained.get(version - 1), source.to(self._dtype, copy=True)
+        self._changed = None
+        if before is not None and self._dtype != torch.float32:
+            # Counted here, because with max_staleness=0 the version before is not kept any longer.
+            self._changed = torch.count_nonzero(before.ne(now))
+        self._retained[version] = now
         for old in [v for v in self._retained if v < version - self._config.max_staleness]:
             del self._retained[old]
 
-    def changed_share(self, version: int) -> float | None:
-        """Share of the elements that differ between a version and the one before; None where neither is kept or where
-        versions are float32, in which every step shows."""
-        before, now = self._retained.get(version - 1), self._retained.get(version)
-        if self._dtype == torch.float32 or before is None or now is None:
-            return None
-        return int(torch.count_nonzero(before != now)) / self._parameters.numel
+    def changed_share(self) -> float | None:
+        """Share of the elements that differ between the version last kept and the one before; None where there was none
+        before, and where versions are float32, in which every step shows."""
+        return None if self._changed is None else int(self._changed) / self._parameters.numel
 
     def of(self, version: int) -> Tensor:
         """The weights that version `version` names. Raises KeyError in one sentence if they are no longer kept."""
@@ -93,6 +96,7 @@ class Versions:
             version: self._parameters.pack(tensors, where=f"retained version {version}").to(self._dtype)
             for version, tensors in sorted(by_version.items())
         }
+        self._changed = None
 
     def _averages(self) -> dict[str, Tensor]:
         return {name: flat for name, flat in (("ema", self.ema), ("sampling", self.sampling)) if flat is not None}

@@ -165,7 +165,7 @@ class TrainerWorker:
 
     def _with_changed_share(self, stats: UpdateStats) -> UpdateStats:
         """Adds how much of the new version differs from the one before, where it is narrower than the masters."""
-        share = self.versions.changed_share(self.versions.newest)
+        share = self.versions.changed_share()
         if stats.skipped or share is None:
             return stats
         if share < MIN_CHANGED_SHARE and not self._warned_of_changes:

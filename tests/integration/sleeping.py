@@ -54,6 +54,8 @@ class SleepingTrainer(ToyTrainer):
 class MetricsOnly:
     """AfterStep that keeps what a plan reads."""
 
+    trained = False
+
     def __init__(self, log: MetricsLog) -> None:
         self.log = log
 

@@ -17,6 +17,7 @@ from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
+from async_flowrl.types import Scores
 from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
@@ -102,3 +103,21 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     else:
         assert code == 0 and "prompt 1 is skipped: RewardError" in caplog.text
         assert set(json.loads((tmp_path / "out.json").read_text())) == {"before", "after"}
+
+
+def test_before_and_after_are_means_over_the_same_prompts(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that is skipped once is left out twice."""
+    lists = iter([{0: 1.0, 1: 5.0, 2: 3.0}, {0: 2.0, 2: 4.0}, {1: 5.0}, {0: 2.0}])
+
+    async def scored(*_: object) -> dict[int, Scores]:
+        return {prompt: Scores((total,), {"color": (total,)}) for prompt, total in next(lists).items()}
+
+    monkeypatch.setattr(evaluating, "_score", scored)
+    config = evaluating.read_config(run / "config.yaml")
+    found = evaluating.evaluate(config, run / "lora")
+    assert (found["before"]["reward"], found["after"]["reward"]) == (2.0, 3.0)
+    assert "means over 2 of 3 prompts" in caplog.text
+    with pytest.raises(ValueError, match="none of 3 prompts could be scored"):
+        evaluating.evaluate(config, run / "lora")

@@ -29,6 +29,8 @@ from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, 
 class ToySteps:
     """Records every step's metrics; starts evaluations as the real bookkeeping does."""
 
+    trained = False
+
     def __init__(self, observer: ListObserver) -> None:
         self.observer = observer
         self.lines: list[dict[str, float]] = []

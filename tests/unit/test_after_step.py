@@ -29,4 +29,4 @@ def test_engines_that_disagree_by_the_clip_range_are_warned_of_once(
     assert len(told) == (warned_at is not None)
     for message in told:
         assert message.startswith(f"step {warned_at}: rollout and trainer disagree by 3.1e-05")
-        assert "algorithm.clip_range" in message and "algorithm.correction=mask and tis" in message
+        assert "algorithm.clip_range" in message and "algorithm.correction=rollout_tis" in message

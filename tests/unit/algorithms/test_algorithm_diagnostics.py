@@ -31,6 +31,8 @@ def test_warnings() -> None:
     assert sample_size(poor) == 0.25 and sample_size({}) is None
     (message,) = warnings(poor, correction="tis", kept=0.9)
     assert "effective sample size of 0.25" in message
+    (message,) = warnings(poor, correction="rollout_tis", kept=0.9)
+    assert "0.25: engines that agree better (behaviour_gap)" in message
     assert warnings(poor, correction="mask", kept=0.8) == []
     (message,) = warnings({}, correction="none", kept=0.79)
     assert "only 0.79 of the gradients" in message
@@ -40,6 +42,8 @@ def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
     (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5)
     assert "algorithm.correction=rollout_tis" in message
     assert "disagree by 3.0e-05" in message and "algorithm.clip_range" in message and "model.dtype=float32" in message
+    (message,) = warnings({"behaviour_gap": 3e-5}, correction="rollout_tis", kept=1.0, clip=1e-5)
+    assert "rollout_tis" not in message and message.endswith("model.dtype=float32")
     assert warnings({"behaviour_gap": 9e-6}, correction="none", kept=1.0, clip=1e-5) == []
     assert warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=None) == []
 

@@ -240,6 +240,16 @@ def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pyt
     assert "the monitor tensorboard is switched off: OSError: no space left" in caplog.text
 
 
+def test_a_view_that_cannot_be_closed_is_named_once(tmp_path: Path) -> None:
+    """W&B sends the last of its data then."""
+    monitor = Monitor(MonitorConfig(progress=False, tensorboard=True), tmp_path, name="run", total_steps=2, settings={})
+    (broken,) = monitor._sinks
+    broken.close = lambda: (_ for _ in ()).throw(OSError("no route to host"))  # type: ignore[method-assign]
+    monitor.close()
+    monitor.close()
+    assert monitor.failures == ["monitor tensorboard: OSError: no route to host"]
+
+
 def test_a_long_prompt_is_cut_in_a_grid(tmp_path: Path) -> None:
     write_grid(tmp_path / "grid.png", ["word " * 2_000_000], [group(1, 16, 0)], [[0.0]])
     assert (tmp_path / "grid.png").exists()

@@ -80,7 +80,7 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
         assert torch.equal(tensor, torch.from_numpy(masters[name]).to(torch.bfloat16)), name
     for mine_, theirs in zip(lora_modules(worker.policy.transformer).values(), site.layers.values(), strict=True):
         x = torch.randn(3, mine_.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-        assert torch.equal(mine_(x), theirs(x))
+        assert torch.equal(mine_(x.to(worker.device)).cpu(), theirs(x))
 
 
 def test_the_canary_proves_the_binding_and_trains_nothing() -> None:
@@ -187,7 +187,7 @@ def test_a_slowly_moving_sampling_policy_is_what_goes_out(site: Site) -> None:
     sampler = rig.Sampler(config)
     published = []
     for step in range(3):
-        sampler.load({n: t.numpy() for n, t in worker.parameters.named(worker.versions.of(step)).items()})
+        sampler.load({n: t.cpu().numpy() for n, t in worker.parameters.named(worker.versions.of(step)).items()})
         stats = rig.update(worker, step, [sampler.group(step, 0)])
         published.append(worker.parameters.named(worker.versions.of(step + 1)))
     # decay .001 n: the first update copies, later ones lag a little behind the trained weights.

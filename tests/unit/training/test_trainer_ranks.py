@@ -13,17 +13,17 @@ from async_flowrl.training.fsdp import is_sharded
 
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, Job]:
-    config = rig.tiny_config(micro_batch_size=2)
+    config = rig.tiny_config(micro_batch_size=2, shard="full")
     sampler = rig.Sampler(config)
     batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
-    every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing=True, updates_per_batch=2)
+    every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing=True, updates_per_batch=2, shard="full")
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
     stale = [batches[0], [(replace(meta, version=0, age=1), tickets) for meta, tickets in batches[1]]]
     return {
         "plain": (config, batches),
         "again": (config, batches),
         "every pass": (every, stale),
-        "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0), batches),
+        "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0, shard="full"), batches),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
     }
