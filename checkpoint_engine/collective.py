@@ -69,16 +69,28 @@ class Member:
 
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
         """By a connection of this epoch's own: one that still waits for a peer of an earlier epoch serves nobody."""
+        link = None
         try:
             link = self._make()
             store = TCPStore(epoch.host, epoch.port, None, False, epoch.setup, wait_for_workers=False)
             prefixed = PrefixStore(epoch.prefix, store)
             with on(self._side):
                 link.open(prefixed, epoch, rank)
+                if self._device.type == "cuda":
+                    self._connect(link, epoch)
         except BaseException as error:  # raised where `open` waits for it
             meeting.set_exception(error)
+            if link is not None:
+                _beside("abort-group", link.abort)
         else:
             meeting.set_result((link, [store, prefixed]))
+
+    def _connect(self, link: Link, epoch: Epoch) -> None:
+        """A first broadcast, of one byte: NCCL (since 2.22) connects its ranks in it, which may take as long as the
+        rest of the set-up and so belongs under its limit, not under that of a delivery."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        limit = Limit.of(threading.Event(), epoch.setup.total_seconds())
+        link.broadcast(byte, limit, lambda end: None, lambda: torch.zeros_like(byte))
 
     def ready(self, epoch: int) -> None:
         """Confirms that this member is in the epoch. Raises TransferFailed."""

@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from separation.group import PoolSpec, WorkerGroup
 from separation.placement import (
+    PACK,
     STRICT_PACK,
     Reservation,
     Resources,
@@ -44,6 +45,8 @@ from separation.supervise import together
 
 log = logging.getLogger(__name__)
 
+ONE_NODE_SECONDS = 20.0
+"""How long a gang waits for the one node that had room for it, before it takes several."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
@@ -151,9 +154,7 @@ class RaySession:
         try:
             async with asyncio.timeout(seconds):
                 for reservation in reservations:
-                    strategy = packing(reservation, free_by_node())
-                    taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
-                    self._placement_groups.append(taken)
+                    taken = await self._reserve(reservation)
                     pending.append(taken)
                     if len(reservation.bundles) > 1:
                         await _created(taken)
@@ -168,6 +169,20 @@ class RaySession:
             text = shortage(reservations, nodes, headline, free=lambda name: free.get(name, 0.0))
             raise ResourcesMissing(text) from error
         return places
+
+    async def _reserve(self, reservation: Reservation) -> PlacementGroup:
+        """Asks for one node where one is free, and for few nodes if somebody else has taken that room meanwhile."""
+        for strategy in dict.fromkeys((packing(reservation, free_by_node()), PACK)):
+            taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
+            self._placement_groups.append(taken)
+            if strategy == PACK or len(reservation.bundles) == 1:
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_created(taken), ONE_NODE_SECONDS)
+                break
+            remove_placement_group(taken)
+            self._placement_groups.remove(taken)
+        return taken
 
 
 def free_by_node() -> list[Resources]:

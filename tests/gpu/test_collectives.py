@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def tensors(rows: int = 20_000, *, fill: float | None = None) -> dict[str, torch
     generator = torch.Generator("cuda").manual_seed(0)
     made = {f"m{i}": torch.randn(rows, 64, device="cuda", generator=generator) for i in range(6)}
     return made if fill is None else {name: torch.full_like(tensor, fill) for name, tensor in made.items()}
+
+
+def test_the_ranks_are_connected_while_the_group_is_made(transport: str) -> None:
+    """NCCL connects them in the first collective: it is one of the set-up, under its limit, and no delivery's."""
+    sender = CollectiveSender(Publisher(tensors(rows=64)), make_member(transport, "cuda"))
+    member, sent = sender._member, []
+    made = member._make
+
+    def counting() -> Any:
+        link = made()
+        own = link.broadcast
+        link.broadcast = lambda buffer, *rest: (sent.append(buffer.shape[0]), own(buffer, *rest))  # type: ignore[method-assign]
+        return link
+
+    member._make = counting
+    sender.open(Epoch(1, "secret", *sender.address(), 1, 60.0, 60.0))
+    assert sent == [1]
+    sender.close()
 
 
 def rank_of(number: int, transport: str, mode: str, ours: Connection) -> None:
@@ -157,11 +176,11 @@ def test_a_peer_that_dies_before_its_first_bucket_hangs_nobody(transport: str) -
 
 @on_pretended
 def test_an_error_that_nccl_notices_beside_the_transfer_is_named(transport: str) -> None:
-    """By torch's NCCL a dead peer is the error, by libnccl's stand-in the second broadcast ends in one."""
+    """A dead peer by torch's NCCL; by libnccl's stand-in the fourth broadcast (two belong to the set-up)."""
     mode, setting = {"nccl": ("peer dies", "PRETEND_NCCL_PEER"), "pynccl": ("remote error", "PRETEND_NCCL_FAIL")}[
         transport
     ]
-    failing = {setting: "error" if transport == "nccl" else "2"}
+    failing = {setting: "error" if transport == "nccl" else "4"}
     sender, *_ = processes(transport, mode, lambda number: own_device(number) | failing)
     assert "TransferFailed: broadcast in epoch 1 failed: NCCL" in sender and "remote process exited" in sender
 

@@ -35,7 +35,7 @@ POLL_SECONDS = 0.002
 WATCHDOG_SECONDS = 0.1
 TEARS_DOWN, ABORTS = ("1", "3"), ("1", "2")
 """Values of TORCH_NCCL_ASYNC_ERROR_HANDLING."""
-DEADLY = 3
+DEADLY = 5
 _received = itertools.count(1)
 REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.7 (pretended)"
 
@@ -250,7 +250,10 @@ def refuse_shared_devices(store: dist.Store, rank: int, size: int, device: torch
 
 
 def die_once() -> None:
-    """With PRETEND_NCCL_DIE=path the first receiver of all is killed in its third collective, and makes that file."""
+    """With PRETEND_NCCL_DIE=path the first receiver of all is killed in its fifth collective, and makes that file.
+
+    (Two belong to the set-up.)
+    """
     path = os.environ.get("PRETEND_NCCL_DIE")
     if path is None or next(_received) < DEADLY:
         return
