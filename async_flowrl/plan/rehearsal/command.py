@@ -4,7 +4,8 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
@@ -33,6 +34,18 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, this package logs errors only: its warnings are about values, of which a rehearsal has none."""
+    logger = logging.getLogger("async_flowrl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --rehearse",
@@ -43,12 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
-    logging.getLogger("async_flowrl").setLevel(logging.ERROR)  # warnings about values, of which there are none
     try:
         card = card_of(given.card)
         config = compose_config(given.config_name, given.overrides)
         check(config)
-        done = rehearse(config, card)
+        with without_warnings():
+            done = rehearse(config, card)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
