@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config.schema import Config, LoraConfig, RolloutConfig
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
@@ -30,7 +30,11 @@ class Rig:
         torch.set_num_threads(1)
         # alpha / rank is no power of two, so that scaling B rounds.
         lora = LoraConfig(rank=8, alpha=12.0)
-        self.config = Config(lora=lora, rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker))
+        self.config = Config(
+            model=ModelConfig(dtype="float32"),
+            lora=lora,
+            rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker),
+        )
         self.worker = RolloutWorker(self.config, resolve_model(self.config.model), 0, "rollout-0")
         self.base_digest = self.worker.load()["base_digest"]
         assert isinstance(self.worker.engine, VllmOmniEngine)
