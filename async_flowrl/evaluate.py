@@ -25,6 +25,7 @@ from async_flowrl.data.prompts import load_prompts
 from async_flowrl.generate import apply_lora, from_config, open_pipeline, run_pipeline
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of
+from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
@@ -83,10 +84,10 @@ async def _score(
             images = run_pipeline(pipeline, own, text, num_images_per_prompt=len(latents), latents=latents, **options)
             try:
                 scores[group] = await reward.score(prompt, images, executor)
-            except Exception as error:  # a reward is anybody's code
+            except RewardError as error:
                 if config.reward.on_error == "fail":
-                    raise ValueError(f"prompt {group} has no score: {type(error).__name__}: {error}") from error
-                logger.warning("prompt %d is skipped: %s: %s", group, type(error).__name__, error)
+                    raise ValueError(f"prompt {group} has no score: {error}") from error
+                logger.warning("prompt %d is skipped: %s", group, error)
     return scores
 
 

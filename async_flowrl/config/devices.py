@@ -1,4 +1,4 @@
-"""Which workers may find themselves on one device, by the configuration alone, and what follows for NCCL.
+"""Devices that workers may share, by the configuration alone, and what follows for NCCL.
 
 NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
 """

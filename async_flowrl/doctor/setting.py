@@ -1,4 +1,4 @@
-"""What every check is told: the machine, the folders, and how large the work may be."""
+"""Setting of the doctor's checks: the machine, the folders, and how large the work may be."""
 
 import json
 import os

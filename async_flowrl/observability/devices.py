@@ -1,4 +1,4 @@
-"""What a worker can say of its device before it has loaded anything."""
+"""Memory of a worker's device, asked for before anything is loaded."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What `model.dtype=auto` means: the dtype that most bytes of the transformer's files are in, from their headers."""
+"""Meaning of `model.dtype=auto`: the dtype that most bytes of the transformer's files are in, from their headers."""
 
 import json
 import math

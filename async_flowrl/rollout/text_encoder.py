@@ -1,4 +1,4 @@
-"""Where a rollout worker keeps the text encoders: on the device for good, or only while they encode."""
+"""Residence of a rollout worker's text encoders: on the device for good, or only while they encode."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Which transport carries the weights of a run.
+"""Choice of the transport that carries the weights of a run.
 
 Only the trainer's first rank knows its device and its libraries: the controller needs neither a GPU nor a torch that
 knows one.

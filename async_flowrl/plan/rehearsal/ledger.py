@@ -1,4 +1,4 @@
-"""What a rehearsed process does: memory, kernels, FLOPs and collectives, phase by phase."""
+"""Ledger of a rehearsed process: memory, kernels, FLOPs and collectives, phase by phase."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
