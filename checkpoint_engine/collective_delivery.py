@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
 from checkpoint_engine.errors import TransferFailed, Verdict, error_names, verdict
+from checkpoint_engine.fanout import leaders
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ SETUP_SECONDS_PER_MEMBER = 0.1
 """A group of many takes longer to set up."""
 ABORT_AGAIN_SECONDS = 0.2
 """Between two aborts of a group that is being made."""
+MAX_MEMBERS = 64
+"""Receivers of one group; of more, one of each node is in it."""
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
@@ -42,6 +45,7 @@ class GroupReceiver(Protocol):
     """What a receiver endpoint also has when it can join groups (`CollectiveReceiver`, awaited)."""
 
     name: str
+    node: str
 
     async def open_group(self, epoch: Epoch, rank: int) -> None: ...
     async def ready(self, epoch: int, draft: Draft) -> None: ...
@@ -60,15 +64,18 @@ class CollectiveBroadcast:
         setup_seconds: float = 60.0,
         ready_seconds: float = 10.0,
         sender_seconds: float = 30.0,
+        max_members: int = MAX_MEMBERS,
     ) -> None:
         """How long a group may take to be made, and a member to answer; a broadcast as long, and more by its bytes.
 
-        `sender_seconds` is how long the sender may be busy with something else before it is asked to be ready.
+        `sender_seconds` is how long the sender may be busy with something else before it is asked to be ready. Of more
+        than `max_members` receivers, the first of each node is in the group.
         """
         self.name = name
         self.failures = 0
         self._sender = sender
         self._setup_seconds, self._ready_seconds, self._sender_seconds = setup_seconds, ready_seconds, sender_seconds
+        self._max_members = max_members
         self._secret = secrets.token_hex(16)
         self._number = 0
         self._members: tuple[GroupReceiver, ...] = ()
@@ -80,8 +87,9 @@ class CollectiveBroadcast:
     ) -> dict[str, Ack | BaseException]:
         """Sends a staged version, which is sealed meanwhile; one result per name of a receiver that took part.
 
-        Receivers without an Ack are left to the caller: those that have come since the group was made, and everybody
-        while a member is `busy` with an earlier version. Never hangs, and never raises what a transport raises.
+        Receivers without an Ack are left to the caller: those that have come since the group was made, those whose
+        node has another member, and everybody while a member is `busy` with an earlier version. Never hangs, and never
+        raises what a transport raises.
         """
         if self._is_off or not _able(receivers):
             return {}
@@ -108,8 +116,8 @@ class CollectiveBroadcast:
 
         A group is over a fixed set of processes, so this makes a new one of everybody.
         """
-        members = _able(receivers)
         async with self._order:
+            members = self._chosen(_able(receivers))
             if self._is_off or not set(self._members) < set(members):
                 return
             try:
@@ -127,8 +135,16 @@ class CollectiveBroadcast:
     def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
         """Who takes part: the group as it is, a new one where a member has left, nobody while a member is busy."""
         if not self._members or not set(self._members) <= {*idle, *busy}:
-            return tuple(idle)
+            return tuple(self._chosen(idle))
         return self._members if set(self._members) <= set(idle) else ()
+
+    def _chosen(self, receivers: Sequence[GroupReceiver]) -> list[GroupReceiver]:
+        """All, or of more than `max_members` one per node: a present member where the node has one."""
+        if len(receivers) <= self._max_members:
+            return list(receivers)
+        here = [receiver for receiver in self._members if receiver in receivers]
+        by_name = {receiver.name: receiver for receiver in [*here, *receivers]}
+        return [by_name[name] for name in leaders({name: receiver.node for name, receiver in by_name.items()})]
 
     async def _meet(self, members: Sequence[GroupReceiver]) -> None:
         """Opens a new epoch, unless the present one has these members."""

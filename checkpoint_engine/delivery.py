@@ -9,7 +9,8 @@ Runs on an asyncio loop and takes time only from it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from checkpoint_engine.base import (
@@ -156,8 +157,9 @@ class Delivery:
             queues = list(self._queues.values())
             results = await self._send_to_all(version)
             header = await self._seal(version)
-            left = self._without_ack(header, queues, results)
-            jobs = await self._enqueue(header, RING, left)
+            holders = self._acknowledge(header, queues, results)
+            left = [queue for queue in queues if not isinstance(results.get(queue.name), Ack)]
+            jobs = await self._enqueue(header, RING, left, holders)
         await self._settle(jobs)
         self.stats.publishes += 1
         self.stats.bytes += header.nbytes
@@ -184,31 +186,48 @@ class Delivery:
             del self._headers[old]
         return header
 
-    def _without_ack(
+    def _acknowledge(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
-    ) -> list[ReceiverQueue]:
-        """Those to be served one by one; a fall-back, unless they have joined since the others' group was made."""
-        left = []
+    ) -> "dict[str, tuple[ReceiverEndpoint, Job]]":
+        """Books what the collective brought; returns one receiver of each node that it reached.
+
+        Whoever it did not reach is a fall-back, unless others' group was made without it.
+        """
+        holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
             ack = results.get(queue.name)
             if isinstance(ack, Ack):
-                queue.acknowledge(Job(header, RING, None, self._future()), ack)
-            else:
-                left.append(queue)
-        meant = [queue for queue in left if queue.name in results or not results]
-        self.stats.fallbacks += bool(meant) and self._broadcast is not None
-        return left
+                job = Job(header, RING, None, self._future())
+                queue.acknowledge(job, ack)
+                holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
+        failed = any(isinstance(result, BaseException) for result in results.values())
+        self.stats.fallbacks += self._broadcast is not None and (failed or bool(queues and not results))
+        return holders
 
-    async def _enqueue(self, header: Header, slot: str, queues: Sequence[ReceiverQueue]) -> list[Job]:
+    async def _enqueue(
+        self,
+        header: Header,
+        slot: str,
+        queues: Sequence[ReceiverQueue],
+        holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]" = MappingProxyType({}),
+    ) -> list[Job]:
+        """Puts a version into the queues. `holders` (by node) have it already and pass it on to their neighbours."""
         if not queues:
             return []
         payload = await self._call(self._sender.payload(header.version))
         jobs = {queue.name: Job(header, slot, payload, self._future()) for queue in queues}
         ends = {queue.name: queue.endpoint for queue in queues}
-        plan = parents({name: end.node for name, end in ends.items()}, max_fan_out=self._options.max_fan_out)
+        sources = {name: (ends[name], jobs[name]) for name in jobs} | {
+            end.name: (end, job) for end, job in holders.values()
+        }
+        plan = parents(
+            {name: end.node for name, end in ends.items()},
+            {node: end.name for node, (end, _) in holders.items()},
+            max_fan_out=self._options.max_fan_out,
+        )
         for name, job in jobs.items():
             parent = plan[name]
-            job.parent = None if parent is None else (ends[parent], jobs[parent])
+            job.parent = None if parent is None else sources[parent]
         for queue in queues:
             if self._queues.get(queue.name) is queue:
                 queue.put(jobs[queue.name])

@@ -181,6 +181,7 @@ class PublishedWeights:
                 setup_seconds=config.checkpoint_engine.setup_seconds,
                 ready_seconds=config.checkpoint_engine.ready_seconds,
                 sender_seconds=config.deadlines.publish,
+                max_members=config.checkpoint_engine.max_members,
             )
         self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)

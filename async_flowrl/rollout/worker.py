@@ -5,6 +5,7 @@ never touches the live weights: `generate` activates the version its request nam
 version and digest it began with.
 """
 
+import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,6 +34,9 @@ from async_flowrl.types import (
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Activation, Receiver
 from checkpoint_engine.ends import ReceivingEnd
+from separation.numa import bind
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:
@@ -53,6 +57,9 @@ class RolloutWorker:
     def _load(self) -> dict[str, str]:
         if self.config.deterministic:
             repeatable_kernels()
+        starts_cuda_elsewhere = self.config.rollout.engine == "vllm_omni"
+        if self.config.runtime.numa_binding and not starts_cuda_elsewhere:
+            logger.info("NUMA: this worker %s", bind())
         self.engine, digest = load_engine(self.config, self.model, device())
         self.receiver = Receiver(
             self.engine.lora_parameters(),
