@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni lint prove e2e clean
+.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -25,8 +25,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs total_steps=60 name=demo
 
+# Every core runs tests; those that start clusters or time the CPU stay in one process (conftest.py).
 test: setup lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --dist loadgroup
 
 test-slow: setup
 	$(RUN) -m pytest -m "slow and not gpu and not pretend_gpu"
@@ -77,6 +78,17 @@ $(VLLM_OMNI_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt tests/vll
 	$(VLLM_OMNI_RUN) $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support
 	touch $@
 
+# The documentation site, into build/site; what documents link to must be there.
+DOCS_VENV ?= .venv-docs
+
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(INSTALL) --requirement docs/requirements.txt
+	touch $@
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -91,4 +103,4 @@ e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh
 
 clean:
-	rm -rf $(VENV) $(VLLM_OMNI_VENV) build dist
+	rm -rf $(VENV) $(VLLM_OMNI_VENV) $(DOCS_VENV) build dist

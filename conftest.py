@@ -24,3 +24,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+SERIAL = "one at a time"
+"""The tests that start clusters or trees of processes, or that time the CPU: side by side they would slow each other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes (`-n`), a file stays in one, and all files of tests/integration stay in the same."""
+    for item in items:
+        path = item.path.relative_to(item.config.rootpath).as_posix()
+        serial = path.startswith("tests/integration/") or item.get_closest_marker("serial") is not None
+        item.add_marker(pytest.mark.xdist_group(SERIAL if serial else path))
