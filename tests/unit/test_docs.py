@@ -63,11 +63,17 @@ def test_commands_are_modules_with_an_entry(page: str) -> None:
 @pytest.mark.parametrize("page", TEXTS)
 def test_settings_exist(page: str) -> None:
     sections = "|".join(sorted(name for name in SECTIONS if "." not in name))
-    for text in code(TEXTS[page]):
+    for text in code(our_words(page)):
         found = re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/.]|\.py)", text)
         for key in found:
             if f"{key}(" not in text and not is_a_file_or_module(key):
                 assert known(key), f"{page}: {key} in {text!r}"
+
+
+def our_words(page: str) -> str:
+    """A page without the other project's words: the first column of the tables in docs/come_from."""
+    text = TEXTS[page]
+    return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.startswith("docs/come_from/") else text
 
 
 def is_a_file_or_module(name: str) -> bool:
