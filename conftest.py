@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 
 SERIAL = "one at a time"
-"""The tests that start clusters or trees of processes, or that time the CPU: side by side they would slow each other."""
+"""Tests that start clusters or trees of processes, or that time the CPU: side by side they would slow each other."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

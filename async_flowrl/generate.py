@@ -4,9 +4,9 @@ The images come from diffusers' own pipeline, not from the training loop's engin
 """
 
 import argparse
+import inspect
 import logging
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.config.settings import MAX_SEED
+from async_flowrl.observability.images import fitted
 from async_flowrl.policies import lora_file
+from async_flowrl.policies.lora_apply import apply_lora, weights_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
@@ -41,17 +44,31 @@ class Settings:
 
 
 def settings_of(lora: Path | None, model: str | None) -> Settings:
-    """What the run that trained `lora` used; without a run, what suits the model."""
-    if lora is not None and not lora.exists():
-        raise ValueError(f"--lora {lora} does not exist")
-    run = lora.resolve().parent / "config.yaml" if lora is not None else None
-    if run is not None and run.is_file():
-        trained = from_config(read_config(run))
+    """What the run that trained `lora` used; without a run, what suits the model, which the file itself may name."""
+    if lora is not None:
+        weights_file(lora)
+    run = run_of(lora) if lora is not None else None
+    if run is not None:
+        trained = from_config(read_config(run / "config.yaml"))
         if model in (None, trained.model.path):
             return trained
         return replace(trained, model=replace(trained.model, path=str(model), revision=None))
-    if model is None:
-        raise ValueError("--model is needed: there is no config.yaml of a run beside the LoRA")
+    base = model or (lora_file.base_of(lora) if lora is not None else None)
+    if base is None:
+        raise ValueError(
+            "--model is needed: there is no config.yaml of a run beside the LoRA, and its file names no base model"
+        )
+    return usual(base)
+
+
+def run_of(lora: Path) -> Path | None:
+    """The run directory that a LoRA lies in: of RUN/lora, of a file in it, or of a file in RUN."""
+    folders = list(lora.resolve().parents)[: 1 if lora.is_dir() else 2]
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
+def usual(model: str) -> Settings:
+    """How images of a model are usually made."""
     if model == "tiny":
         return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
     config = ModelConfig(path=model)
@@ -73,25 +90,6 @@ def open_pipeline(settings: Settings, device: str) -> Any:
     return pipeline
 
 
-def apply_lora(pipeline: Any, path: Path) -> None:
-    """`pipe.load_lora_weights` of a file or folder; a PEFT folder, of which that loads nothing, is translated first.
-
-    Raises ValueError where no adapter came of it.
-    """
-    if path.is_dir() and not (path / lora_file.FILE_NAME).is_file():
-        source = lora_file.read(path)
-        with tempfile.TemporaryDirectory() as work:
-            lora_file.write(Path(work), source.tensors, alpha=source.alpha)
-            pipeline.load_lora_weights(work, weight_name=lora_file.FILE_NAME)
-    elif path.exists():
-        folder, name = (path, lora_file.FILE_NAME) if path.is_dir() else (path.parent, path.name)
-        pipeline.load_lora_weights(str(folder), weight_name=name)
-    else:
-        raise ValueError(f"--lora {path} does not exist")
-    if not pipeline.get_list_adapters():
-        raise ValueError(f"--lora {path}: none of its tensors belong to the model")
-
-
 def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int]) -> ByteArray:
     """Images uint8 [n, H, W, 3], one per seed as the pipeline's `generator` takes them."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -103,31 +101,48 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
     model, how = settings.model, settings.sampling
     if model.max_sequence_length is not None:
         options["max_sequence_length"] = model.max_sequence_length
+    if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
+        options["use_resolution_binning"] = False  # else SANA, asked for 32 pixels, makes 1024 and shrinks them
     options = {**family_of(pipeline, model.family).guidance_arguments(how), **options}
     size = {"height": how.resolution, "width": how.resolution}
     images = pipeline(prompt, **size, num_inference_steps=how.num_inference_steps, **options).images
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def grid(prompts: Sequence[str], columns: Sequence[tuple[str, Sequence[ByteArray]]]) -> Image.Image:
-    """One row per prompt; per column a title and, per prompt, images uint8 [n, H, W, 3]. Small images are enlarged."""
+def grid(
+    prompts: Sequence[str],
+    columns: Sequence[tuple[str, Sequence[ByteArray]]],
+    *,
+    captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
+    max_side: int | None = None,
+) -> Image.Image:
+    """One row per prompt; per column a title and, per prompt, images uint8 [n, H, W, 3]. Small images are enlarged.
+
+    `captions` are lines by column, prompt and image, and stand below it. Images larger than `max_side` are reduced.
+    """
     n, side = columns[0][1][0].shape[:2]
-    scale = max(1, -(-_MIN_SIDE // side))
-    cell = side * scale
+    cell = min(side * max(1, -(-_MIN_SIDE // side)), max_side or sys.maxsize)
+    resampling = Image.Resampling.LANCZOS if side > cell else Image.Resampling.NEAREST
     block = n * cell + (n - 1) * _GAP
+    lines = max((len(each) for column in captions for group in column for each in group), default=0)
+    height = cell + _LINE_HEIGHT * (1 + lines)
     width = len(columns) * block + (len(columns) - 1) * 4 * _GAP
-    sheet = Image.new("RGB", (width, _LINE_HEIGHT + len(prompts) * (cell + _LINE_HEIGHT)), "white")
+    sheet = Image.new("RGB", (width, _LINE_HEIGHT + len(prompts) * height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     for at, (title, rows) in enumerate(columns):
         left = at * (block + 4 * _GAP)
         draw.text((left, 3), title, fill="black", font=font)
         for row, images in enumerate(rows):
-            top = _LINE_HEIGHT + row * (cell + _LINE_HEIGHT)
+            top = 2 * _LINE_HEIGHT + row * height
             for place, pixels in enumerate(images):
-                image = Image.fromarray(pixels).resize((cell, cell), Image.Resampling.NEAREST)
-                sheet.paste(image, (left + place * (cell + _GAP), top + _LINE_HEIGHT))
+                corner = left + place * (cell + _GAP)
+                sheet.paste(Image.fromarray(pixels).resize((cell, cell), resampling), (corner, top))
+                for line, text in enumerate(captions[at][row][place] if captions else ()):
+                    below = top + cell + 2 + line * _LINE_HEIGHT
+                    draw.text((corner, below), fitted(text, draw, font, cell), fill="dimgrey", font=font)
     for row, prompt in enumerate(prompts):
-        draw.text((0, _LINE_HEIGHT + row * (cell + _LINE_HEIGHT) + 3), prompt, fill="dimgrey", font=font)
+        shown = fitted(prompt, draw, font, width)
+        draw.text((0, _LINE_HEIGHT + row * height + 3), shown, fill="dimgrey", font=font)
     return sheet
 
 
@@ -147,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m async_flowrl.generate", description="Images before and after training."
     )
     parser.add_argument("--model", help="tiny, a diffusers folder or a hub name (default: the run's own)")
-    parser.add_argument("--lora", type=Path, help="RUN/lora, or any diffusers LoRA; without it, only the base model")
+    parser.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=int, default=0)
@@ -168,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.images < 1:
             raise ValueError(f"--images must be at least 1, got {given.images}")
+        if not 0 <= given.seed <= MAX_SEED - given.images:
+            raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
         settings = settings_of(lora, given.model)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}

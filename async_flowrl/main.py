@@ -26,6 +26,7 @@ from async_flowrl.config.compose import (
     explain,
     is_hydras,
     typed,
+    with_replaced_terms,
     without_hydra,
 )
 from async_flowrl.config.paths import config_dir
@@ -110,13 +111,14 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
             raise SystemExit(codes[-1])  # whoever stopped this job meant the whole sweep
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's refusals come back as exceptions, which `explain` puts into words
-    sys.argv[1:] = arguments
+    flags = [argument for argument in arguments if argument not in given.overrides]
+    sys.argv[1:] = [*flags, *with_replaced_terms(given.config_name, given.overrides, given.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
-    worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.INCOMPLETE, exit_codes.OK)
+    worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)
     return next(code for code in worst_first if code in codes)
 
 

@@ -132,9 +132,28 @@ class RolloutReport:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a term of the reward gave a group no score."""
+
+    reason: str
+    final: bool = False
+    """Whether it was tried as often as `reward.retries` allows; otherwise it may be tried again."""
+    traceback: str = ""
+    """The text of the exception's, in the worker."""
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Rewards of one group in image order: the weighted sum and each part, float64."""
+    """Rewards of one group in image order: the weighted sum and each part, float64.
+
+    Terms that could not be scored are in `failed` and not in `by_term`; `total` is the sum of the others.
+    """
 
     total: tuple[float, ...]
     by_term: Mapping[str, tuple[float, ...]]
     spans: tuple[Span, ...] = ()
+    extras: Mapping[str, Mapping[str, tuple[float | str, ...]]] = field(default_factory=dict)
+    """By term, what it said of every image beside its score, by name and in image order."""
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """By term, calls that were made again."""

@@ -6,6 +6,7 @@ imported, and no number of the run's is trusted that can be computed here.
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.messages import first_line
+from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.training.checkpoint import (
     Checkpoint,
@@ -172,11 +176,62 @@ def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> Non
         raise Broken(f"{name} holds other bytes as version {version} ({digest[:16]}) than were sent")
 
 
+def inputs(run: RunFiles) -> str:
+    """All attempts trained on the same prompts, and no resume was forced; says whether the file is still the same."""
+    attempts = [event for event in run.history if event["event"] == "inputs"]
+    if not attempts:
+        raise Broken("events.jsonl does not say which prompts were trained")
+    for event in attempts:
+        if event["forced"]:
+            raise Broken(f"resume=force: {'; '.join(event['forced'])}")
+    if len(digests := {event["train"] for event in attempts}) > 1:
+        raise Broken(f"{len(digests)} different sets of prompts were trained, one after the other")
+    last = attempts[-1]
+    return f"{last['train_prompts']} training prompts, {prompts_now(run.root, last['train'])}"
+
+
+def prompts_now(root: Path, digest: str) -> str:
+    """Whether the prompt file is still the one of the run, in words. Reads prompts, and imports no reward."""
+    try:
+        config = read_config(root / "config.yaml")
+        data = load_data(config.data, needs_target=False)
+    except (ValueError, OSError) as error:
+        return f"whose file cannot be compared here: {first_line(error)}"
+    return f"data.train={config.data.train} {'is unchanged' if data.train.digest == digest else 'was edited since'}"
+
+
+def reward_terms(run: RunFiles) -> str:
+    """A group that was trained without an optional term is named by an event, and counted on its step's line."""
+    named = Counter((event["step"], event["term"]) for event in run.history if event["event"] == "unscored")
+    counted = Counter(
+        {
+            (line["step"], key.split("/")[1]): int(value)
+            for line in run.metrics
+            for key, value in line.items()
+            if re.fullmatch("reward/[^/]+/missing", key) and value
+        }
+    )
+    steps = {line["step"] for line in run.metrics}
+    if differing := sorted({key for key in named | counted if named[key] != counted[key] and key[0] in steps}):
+        step, term = differing[0]
+        raise Broken(
+            f"step {step} was trained without the term {term} in {counted[step, term]} groups by metrics.jsonl, in "
+            f"{named[step, term]} by events.jsonl"
+        )
+    by_term: Counter[str] = Counter()
+    for (_, term), count in counted.items():
+        by_term[term] += count
+    lacking = ", ".join(f"{count} groups without the term {term}" for term, count in sorted(by_term.items()))
+    return lacking or "every group with all its terms"
+
+
 CHECKS: dict[str, Callable[[RunFiles], str]] = {
     "bound": bound,
     "exactly once": exactly_once,
     "version chain": version_chain,
     "digests": digests,
+    "inputs": inputs,
+    "reward terms": reward_terms,
 }
 
 

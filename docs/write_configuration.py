@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import WEIGHTS, rule_of
@@ -76,8 +76,9 @@ def tables(section: Any, prefix: str, changes: str) -> Iterator[str]:
         mark = changes_of(member, changes)
         if is_dataclass(member.type):
             yield from tables(member.type, f"{prefix}{member.name}.", mark)
+        named = ".<name>." if get_origin(member.type) is dict else "."
         for entry in filter(is_dataclass, get_args(member.type)):
-            yield from tables(entry, f"{prefix}{member.name}.<name>.", mark)
+            yield from tables(entry, f"{prefix}{member.name}{named}", mark)
 
 
 def texts(section: Any) -> tuple[str, dict[str, str]]:

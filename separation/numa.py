@@ -6,6 +6,7 @@ are started by Ray, so the kernel's own table of local CPUs is read.
 
 import os
 from pathlib import Path
+from typing import Any
 
 PCI = Path("/sys/bus/pci/devices")
 
@@ -19,7 +20,7 @@ def bind() -> str:
 
     if not torch.cuda.is_available():
         return "owns no GPU"
-    properties = torch.cuda.get_device_properties(0)
+    properties: Any = torch.cuda.get_device_properties(0)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return bind_beside(PCI / address)
 

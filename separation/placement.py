@@ -1,5 +1,6 @@
 """Placement of the workers: reservations computed before anything starts, and a table when they don't fit."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ Resources = Mapping[str, float]
 STRICT_PACK, PACK = "STRICT_PACK", "PACK"
 """Ray's strategies: all bundles on one node, or on as few as can be."""
 
+EPSILON = 1e-6
+"""Sums of fractions of a device are equal within it."""
 MAX_PROCESSES_PER_CORE = 8
 """Worker processes per core on a machine of our own."""
 
@@ -152,17 +155,46 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
     """Refuses what could never be placed: more than all nodes have together, or a bundle larger than any node."""
     bundles = [bundle for reservation in reservations for bundle in reservation.bundles]
     asked, exists = totals(bundles), totals(nodes)
-    if any(asked[name] > exists[name] + 1e-6 for name in asked):
-        raise ResourcesMissing(shortage(reservations, nodes, "the cluster can't hold what was asked"))
+    for name in asked:
+        least = fewest_gpus(bundle.get(name, 0) for bundle in bundles) if name == "GPU" else asked[name]
+        if least > exists[name] + EPSILON:
+            raise ResourcesMissing(shortage(reservations, nodes, _too_much(reservations, name, least, exists[name])))
     for bundle in bundles:
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
 
 
+def fewest_gpus(shares: Iterable[float]) -> float:
+    """How many devices these shares take at the very least: a fraction lies on one device, whole numbers on their own.
+
+    Of fractions above a half no two share a device, however much is left of each.
+    """
+    asked = [share for share in shares if share > 0]
+    whole = sum(share for share in asked if share >= 1)
+    fractions = [share for share in asked if share < 1]
+    large = sum(share > 0.5 + EPSILON for share in fractions)
+    return whole + max(math.ceil(sum(fractions) - EPSILON), large)
+
+
+def _too_much(reservations: Sequence[Reservation], name: str, least: float, exists: float) -> str:
+    """Which pools ask for more of a resource than there is, in one sentence."""
+    by_pool: dict[str, list[float]] = {}
+    for seat in (seat for reservation in reservations for seat in reservation.seats):
+        if share := seat.share.get(name, 0):
+            by_pool.setdefault(seat.pool, []).append(share)
+    pools = [
+        f"{pool} for {sum(shares):g}" + ("" if shares[0] == 1 else f" ({len(shares)} x {shares[0]:g})")
+        for pool, shares in by_pool.items()
+    ]
+    return (
+        f"the cluster can't hold what was asked: it has {exists:g} {name} and {least:g} are needed, {', '.join(pools)}"
+    )
+
+
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
     """Ray's strategy for a placement group: all on one node where what is free on one suffices, else on few nodes."""
     asked = totals(reservation.bundles)
-    one = any(all(node.get(name, 0) >= amount - 1e-6 for name, amount in asked.items()) for node in free)
+    one = any(all(node.get(name, 0) >= amount - EPSILON for name, amount in asked.items()) for node in free)
     return STRICT_PACK if one else PACK
 
 

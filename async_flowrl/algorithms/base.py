@@ -11,7 +11,7 @@ that equal weights give bit-equal results. Predictions are float64 where they ar
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -104,3 +104,12 @@ class Algorithm(Protocol):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput: ...
+
+
+@runtime_checkable
+class Diverges(Protocol):
+    """An algorithm that can say how far two of its predictions are apart."""
+
+    def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
+        """[B] float64, nats of the whole latent: KL of the denoising step as predicted `before` to that of `after`."""
+        ...

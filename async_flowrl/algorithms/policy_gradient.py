@@ -87,6 +87,8 @@ class PolicyGradient(GroupAdvantages, ABC):
             **gap_metrics(since_rollout),
         }
         loss = surrogate.loss
+        if self.config.step_weight == "variance":
+            loss = loss * current["std"].double().square()
         if behaviour is None:
             weight_log = self._nats(since_rollout, batch, current)
             metrics |= weight_metrics(weight_log)
@@ -101,6 +103,10 @@ class PolicyGradient(GroupAdvantages, ABC):
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
+
+    def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
+        """[B] float64, nats of the whole latent; both predictions have the std of the step, which no weights change."""
+        return sde.latent_elements(batch.latents) * divergence(before["mean"], after["mean"], before["std"])
 
     @abstractmethod
     def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:

@@ -15,7 +15,7 @@ from async_flowrl.algorithms.policy_gradient import check_density, uses_density
 from async_flowrl.algorithms.sde import cps_std, validate_schedule
 from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.schema import Config
 
 BUILT_IN: dict[str, type] = {
@@ -35,9 +35,12 @@ def build_algorithm(run: Config) -> Algorithm:
         check_window(config, run.rollout.num_inference_steps)
         _check_noise(config)
     _check_combination(config, final=final)
+    _check_trust_region(config, final=final)
     _check_penalty(config, final=final, updates_per_batch=run.trainer.updates_per_batch)
     correction = "none" if final else resolve_correction(config, max_staleness)
-    algorithm = cast("Algorithm", factory(config, correction=correction, **(config.options if own else {})))
+    algorithm = cast(
+        "Algorithm", _built(factory, config, correction) if own else factory(config, correction=correction)
+    )
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
     return algorithm
 
@@ -69,13 +72,22 @@ def _factory(name: str) -> Any:
     module_name, attribute = name.split(":", 1)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"algorithm.name {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module does when it is read
+        raise ValueError(f"algorithm.name {name!r} cannot be imported: {in_one_line(error)}") from error
     if not hasattr(module, attribute):
         raise ValueError(
             unknown_name(f"algorithm.name: {module_name}", attribute, [n for n in vars(module) if n[0] != "_"])
         )
     return getattr(module, attribute)
+
+
+def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
+    """An algorithm of the user's own. Raises ValueError for options that it does not take, and for what it raises."""
+    check_options("algorithm.options", factory, config.options, beside=("config", "correction"))
+    try:
+        return factory(config, correction=correction, **config.options)
+    except Exception as error:
+        raise ValueError(f"algorithm.name {config.name!r} cannot be built: {in_one_line(error)}") from error
 
 
 def _check_noise(config: AlgorithmConfig) -> None:
@@ -123,6 +135,18 @@ def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: i
             "algorithm.kl_form=proximal is 0 at the first optimizer step of a batch, so it needs "
             "trainer.updates_per_batch of at least 2, got 1"
         )
+
+
+def _check_trust_region(config: AlgorithmConfig, *, final: bool) -> None:
+    if config.max_kl_per_update is None:
+        return
+    if final:
+        raise ValueError(
+            f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: leave it "
+            "null"
+        )
+    if config.kl_probe_images == 0:
+        raise ValueError("algorithm.max_kl_per_update needs algorithm.kl_probe_images of at least 1, got 0")
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:

@@ -10,12 +10,14 @@ from async_flowrl.config.messages import unknown_name
 
 VERBS = {
     "train": ("async_flowrl.main", "train a configuration"),
+    "data": ("async_flowrl.data", "show what is understood of a prompt file, and what would be refused"),
     "plan": ("async_flowrl.plan", "predict step time, memory and bytes before a run"),
     "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
     "doctor": ("async_flowrl.doctor", "look at this machine; with --gpu, check its GPUs"),
-    "evaluate": ("async_flowrl.evaluate", "score a LoRA on prompts"),
+    "evaluate": ("async_flowrl.evaluate", "score a LoRA against its base model"),
     "generate": ("async_flowrl.generate", "make images with and without a LoRA"),
-    "export": ("async_flowrl.export", "write the LoRA of a checkpoint"),
+    "export": ("async_flowrl.export", "write a LoRA to publish: formats, merged weights, model card"),
+    "serve-rewards": ("async_flowrl.serve_rewards", "serve rewards over HTTP, to any trainer"),
     "verify": ("async_flowrl.verify", "check a finished run from its files"),
     "prove": ("async_flowrl.prove", "train the same steps undisturbed, delayed and killed, and compare digests"),
 }
@@ -26,7 +28,7 @@ def main() -> int:
     """Runs the verb's module with the remaining arguments; its exit code is the command's."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("--help", "-h"):
-        lines = [f"  {name:10} {what}" for name, (_, what) in VERBS.items()]
+        lines = [f"  {name:13} {what}" for name, (_, what) in VERBS.items()]
         sys.stdout.write("\n".join(["usage: async-flowrl <verb> [arguments]", "", *lines, ""]))
         return exit_codes.OK
     if verb == "--version":

@@ -54,6 +54,15 @@ class AlgorithmConfig:
     the divergence at which a row is dropped. Acts from the second optimizer step of a batch on."""
     clip_unit: str = setting("mean", choices=("mean", "nats"))
     """mean: bounds the ratio of mean log-probs (published recipes); nats: the true log-ratio, at any resolution."""
+    step_weight: str = setting("none", choices=("none", "variance"))
+    """variance: weighs each denoising step's surrogate by the variance of its noise. Without, the last noisy steps,
+    whose densities are the sharpest, make most of the gradient's norm and say least about the image."""
+    max_kl_per_update: float | None = setting(None, above=0)
+    """Trust region of one optimizer step: nats per image, summed over the denoising steps, by which it may move the
+    policy (exact Gaussian KL, measured after it); a longer one is scaled down. null = measured at every tenth only."""
+    kl_probe_images: int = setting(2, at_least=0)
+    """Images per rank, of the first trained group, on which that KL is measured: two forward passes at every denoising
+    step; 0 = none."""
     kl_coef: float = setting(0.0, at_least=0)
     """Coefficient of the KL penalty; 0 = none. Above 0 each batch costs a forward pass of the reference model."""
     kl_form: str = setting("code", choices=("code", "exact", "proximal"))

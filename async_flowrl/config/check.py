@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
 from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import settings
 
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_devices(config)
     _check_trainer(config)
+    _check_reward_pools(config)
     _check_group_setup(config)
     _check_environment(config)
     _check_engine(config)
@@ -65,6 +67,11 @@ def _check_placement(config: Config) -> None:
         raise ConfigError(
             "runtime.backend=local has all workers in one process, which holds one trainer rank, got "
             f"trainer.num_workers={config.trainer.num_workers}"
+        )
+    if config.runtime.backend == "local" and config.runtime.numa_binding:
+        raise ConfigError(
+            "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
+            "workers are threads of one process: use runtime.backend=ray"
         )
     if config.placement != "colocated":
         return
@@ -105,6 +112,16 @@ def _check_trainer(config: Config) -> None:
             raise ConfigError(
                 f"{pool}.gpus_per_worker={gpus:g}, but {what} computes on one GPU and would leave the others idle: use "
                 f"more {pool}.num_workers"
+            )
+
+
+def _check_reward_pools(config: Config) -> None:
+    for pool in reward_pools(config.reward):
+        gpus = pool.gpus_per_worker
+        if gpus > 1 and gpus != int(gpus):
+            raise ConfigError(
+                f"{pool.section}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}: a fraction is a "
+                "share of one"
             )
 
 
@@ -158,6 +175,11 @@ def _check_engine(config: Config) -> None:
         )
 
 
+def section_or_null(kind: Any) -> Any:
+    """The section's dataclass of a field that may be null instead; any other type as it is."""
+    return next((part for part in get_args(kind) if is_dataclass(part) and type(None) in get_args(kind)), kind)
+
+
 def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> list[str]:
     """Sentences for keys that the schema does not have (Hydra lets `+key=value` through silently)."""
     hints = get_type_hints(schema)
@@ -169,7 +191,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
             continue
         if not isinstance(value, Mapping):
             continue
-        kind = hints[str(key)]
+        kind = section_or_null(hints[str(key)])
         if isinstance(kind, type) and is_dataclass(kind):
             sentences.extend(unknown_keys(value, kind, f"{prefix}{key}."))
         elif get_origin(kind) is dict and isinstance(entry := get_args(kind)[1], type) and is_dataclass(entry):

@@ -14,10 +14,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from async_flowrl.config.check import ConfigError, unknown_keys
+from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.term_overrides import replacing_terms
 
 DEFAULT = "one_step_off"
 VERSION_BASE = "1.3"
@@ -49,7 +50,19 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
     """What Hydra makes of a command line, its own settings under `hydra` included. Raises ConfigError."""
     check_words(name, overrides, folder)
-    name = name.removesuffix(".yaml")
+    return _composed(name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder), folder)
+
+
+def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
+    """The overrides with deletions in front of those that replace all terms of a reward. Raises ConfigError."""
+
+    def terms_of(key: str, others: Sequence[str]) -> list[str]:
+        return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
+
+    return replacing_terms(overrides, terms_of)
+
+
+def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
@@ -149,12 +162,14 @@ def explain(error: Exception) -> str:
 
 def _missing_term(text: str) -> str | None:
     """What to write instead of a key of a reward that the configuration does not have: Hydra adds terms whole."""
+    if option := re.search(r"not in struct\s+full_key: (reward\.terms\.\w+\.options\.[\w.]+)", text):
+        return f"{option[1]} is not there yet; an option is added with a + in front: +{option[1]}=…"
     match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
     match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
     if match is None:
         return None
     name = match[1]
-    return f"the reward has no term {name!r}; one is added whole, like '+reward.terms={{{name}: {{weight: 1.0}}}}'"
+    return f"the reward has no term {name!r}; one is added whole, like '+reward.terms.{name}={{weight: 1.0}}'"
 
 
 def _expected(key: str) -> str | None:
@@ -167,7 +182,7 @@ def _expected(key: str) -> str | None:
                 return None
             kind = entry[0]  # a dictionary of sections: this part is the section's own name
             continue
-        kind = get_type_hints(kind).get(part)
+        kind = section_or_null(get_type_hints(kind).get(part))
     if isinstance(kind, type) and is_dataclass(kind):
         return f"a section with {', '.join(get_type_hints(kind))}"
     return WORDS.get(kind) or str(getattr(kind, "__name__", kind) if not get_args(kind) else kind)

@@ -1,7 +1,9 @@
 """Sentences that several refusals share: an unknown name with the nearest known one, and an error in one line."""
 
 import difflib
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 
 def unknown_name(key: str, given: str, allowed: Iterable[str]) -> str:
@@ -14,6 +16,24 @@ def did_you_mean(given: str, names: Iterable[str], shown: Callable[[str], object
     """`; did you mean 'x'?` for the nearest of `names`, written as `shown` says; empty where none is near."""
     near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.5)
     return f"; did you mean {shown(near[0])}?" if near else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and text of an error that somebody else's code raised, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def check_options(where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str]) -> None:
+    """Raises ValueError for an option that `factory` does not take; `beside` names what it gets in any case."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [each.name for each in parameters if each.kind in kinds and each.name not in beside]
+    for option in options:
+        if option not in known:
+            allowed = unknown_name("an option", option, known) if known else f"it takes none, got {option!r}"
+            raise ValueError(f"{where}: {allowed}")
 
 
 def first_line(error: BaseException) -> str:

@@ -16,15 +16,17 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
 
 
-def find_data(path: str, base: Path | None = None, *, key: str = "") -> Path:
-    """An existing file. `~` is expanded; a relative path is looked up in `base` (the working directory), then among
-    the shipped files. Raises FileNotFoundError naming `key` and the nearest file name in the folders searched.
+def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:
+    """An existing file, or also a folder where that is asked for.
+
+    `~` is expanded; a relative path is looked up in `base` (the working directory), then among the shipped files.
+    Raises FileNotFoundError naming `key` and the nearest file name in the folders searched.
     """
     given = Path(path).expanduser()
     roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
     candidates = [root / given for root in roots]
     for candidate in candidates:
-        if candidate.is_file():
+        if candidate.is_file() or (folder and candidate.is_dir()):
             return candidate
     problem = "is a folder, not a file" if any(candidate.is_dir() for candidate in candidates) else "does not exist"
     given_as, searched = f"{key}={path}" if key else path, " and ".join(map(str, candidates))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
-from async_flowrl.config.settings import NOTHING, ROUNDING, Rule, setting
+from async_flowrl.config.settings import MAX_SEED, NOTHING, ROUNDING, Rule, setting
 
 _FREE = {"rule": Rule(changes=NOTHING)}
 """Marks a section of which no field changes the weights."""
@@ -25,7 +25,7 @@ class TinyConfig:
     """Attention heads of 16 channels each."""
     contrast: float = setting(3.0, above=0)
     """Factor on the VAE's last convolution: a random decoder paints in shades of grey, this spreads them."""
-    seed: int = setting(0, at_least=0)
+    seed: int = setting(0, at_least=0, at_most=MAX_SEED)
     """Seed of the random weights."""
 
 
@@ -34,7 +34,8 @@ class ModelConfig:
     """The base model, frozen: the same for rollout and trainer."""
 
     path: str = "tiny"
-    """`tiny` (built offline), a local diffusers folder, or a hub name such as Qwen/Qwen-Image."""
+    """`tiny` (built offline and kept in $ASYNC_FLOWRL_CACHE, or ~/.cache/async_flowrl), a local diffusers folder, or a
+    hub name such as Qwen/Qwen-Image."""
     revision: str | None = None
     """Hub revision; null takes the newest and records which it was."""
     family: str = setting("auto", changes=NOTHING)
@@ -99,15 +100,52 @@ class RolloutConfig:
 
 
 @dataclass
+class ServeConfig:
+    """A server of this reward's own, which the run starts, watches and stops."""
+
+    command: Any = None
+    """Text, or a list of texts, of the program and its arguments; no shell reads it. {port}, {host} and {token_file}
+    stand for what the run gives it."""
+    gpus: float = setting(0.0, at_least=0, changes=NOTHING)
+    """GPUs of each server, which sees no other ones; a custom CPU resource stands in where the cluster has none."""
+    replicas: int = setting(1, at_least=1, changes=NOTHING)
+    """Servers; groups are spread over them."""
+    health: str = setting("/health", changes=NOTHING)
+    """Path that answers 200 as soon as the server can score."""
+    requirements: str | None = None
+    """A requirements.txt: the command then runs in an environment of its own, made once per node and kept."""
+    port: int | None = setting(None, at_least=1, at_most=65535, changes=NOTHING)
+    """TCP port of the first replica, the next ones count up; null = any that is free."""
+    start_seconds: float = setting(900.0, above=0, changes=NOTHING)
+    """Seconds from its start until the server must be healthy; making its environment does not count."""
+    restarts: int = setting(3, at_least=0, changes=NOTHING)
+    """Restarts of each replica that has died; one death more ends the run."""
+    environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
+    """Environment variables of the server; {token} in them stands for the token that this run asks it with."""
+
+
+@dataclass
 class RewardTerm:
     """One reward of the sum."""
 
     weight: float = 1.0
     """Factor on this reward in the sum; below 0 it is trained against."""
     name: str | None = None
-    """Registered name or `pkg.module:attr`; null = the key under `reward.terms`."""
+    """Registered name or `pkg.module:attr`; null = the key under `reward.terms`, or `http` for one with `serve`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, e.g. {model: …}; which there are is the reward's to say."""
+    required: bool = True
+    """false: a group that this term cannot score after the retries is trained on the sum of the others, counted and
+    shown; such scores are written down, so that a resume has the same. true: reward.on_error says what happens."""
+    workers: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Workers of a pool that scores by this term alone, beside the others. A term that sets this or one of the next
+    two gets such a pool, and what it leaves null is as in reward.*; all null = scored by the shared pool's workers."""
+    gpus_per_worker: float | None = setting(None, at_least=0, changes=NOTHING)
+    """GPUs per worker of the term's own pool; see reward.gpus_per_worker."""
+    threads: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Torch threads per worker of the term's own pool."""
+    serve: ServeConfig | None = None
+    """A server that the run starts for this term, whose name is then http where it says none; null = no server."""
 
 
 @dataclass
@@ -115,7 +153,11 @@ class RewardConfig:
     """The pool that scores images, and what it scores them by."""
 
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
-    """Reward workers; each scores one group at a time."""
+    """Reward workers; each scores one group at a time, by all terms that have no pool of their own."""
+    gpus_per_worker: float = setting(0.0, at_least=0, changes=NOTHING)
+    """GPUs per worker, also a fraction: 0.25 lets four workers share one. A worker with 0 sees no GPU at all. Where the
+    cluster has none, a custom CPU resource stands in; with runtime.backend=local, threads do, which see what this
+    process sees."""
     threads: int = setting(1, at_least=1, changes=NOTHING)
     """Torch threads per worker."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
@@ -126,9 +168,23 @@ class RewardConfig:
     """When a score cannot be had after the retries: fail ends the run; skip drops the group, counted and shown. An
     evaluation ends no run: what it lacks is named, and the exit code is 3."""
     retries: int = setting(3, at_least=0, changes=NOTHING)
-    """Retries of a call that failed, on the next free worker."""
+    """Retries of what failed: of a term, on the next free worker of its pool; of a pointwise term, image by image."""
     backoff: float = setting(0.5, at_least=0, changes=NOTHING)
     """Seconds before the first retry; doubled each time."""
+    concurrency: int = setting(8, at_least=1, changes=NOTHING)
+    """Images of a group that a worker scores at a time by a term that takes one image per call (pointwise). A term that
+    fails for an image is tried again for that image alone, in the worker and within deadlines.score."""
+
+
+@dataclass
+class CurriculumConfig:
+    """Prompts whose images all get one reward teach nothing: they are set aside for a while."""
+
+    after: int | None = setting(None, at_least=1)
+    """Groups of images, one after the other, without any spread of rewards, after which a prompt is set aside; null =
+    none ever is. Groups count that are surely trained when a prompt is chosen: more than max_staleness steps ago."""
+    skip_epochs: int = setting(1, at_least=1)
+    """Passes over the prompts that it is left out of; then it comes once, and goes on coming if its rewards differ."""
 
 
 @dataclass
@@ -136,13 +192,24 @@ class DataConfig:
     """Prompts."""
 
     train: str = "prompts/two_prompts.txt"
-    """txt, jsonl or parquet. Relative paths are looked up in the working directory, then among the shipped files."""
+    """txt, jsonl or parquet, or a folder with a train split (see docs/data.md). Relative paths are looked up in the
+    working directory, then among the shipped files."""
     evaluation: str | None = setting(None, changes=NOTHING)
-    """The same for the prompts of evaluations; null = the training prompts."""
+    """The same for the prompts of evaluations, or a folder with a test split. null = what data.held_out says; prompts
+    that are held out are not trained, and a resume wants the same training prompts."""
     prompt_key: str = "prompt"
     """Column of a jsonl or parquet file that holds the prompt."""
+    weight_key: str | None = None
+    """Column with a weight from 0 on: over many epochs a prompt is drawn in proportion to it, in each epoch as often as
+    that or once more or less. An epoch still has as many draws as there are prompts. null = each once per epoch."""
+    held_out: float | None = setting(None, at_least=0, below=1)
+    """Share of the prompts of data.train, by their text, that are evaluated instead of trained. null = with
+    data.evaluation=null, 16 of them (at most an eighth) where there are 64 different ones; 0 = none."""
+    held_out_seed: int = setting(0, at_least=0, at_most=MAX_SEED)
+    """Another seed holds out other prompts."""
     shuffle: bool = True
     """Another order of the prompts in every epoch, drawn from the seed; false keeps the file's."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -208,6 +275,9 @@ class CheckpointEngineConfig:
     """Seconds that making a group of the collective transports may take, and 0.1 more for each member."""
     ready_seconds: float = setting(10.0, above=0)
     """Seconds within which every member of a group answers that it is ready for the next version."""
+    max_members: int = setting(64, at_least=1)
+    """Rollout workers in one group of the collective transports, at most. Of more, one of each node is in it and passes
+    every version on to its neighbours through the node's memory."""
 
 
 @dataclass
@@ -218,6 +288,18 @@ class SaveConfig:
     """Training steps between checkpoints; 0 = only at the start and at the end."""
     keep: int = setting(2, at_least=1)
     """Newest checkpoints kept; older ones are deleted."""
+    best: str | None = None
+    """Name of an evaluated curve: `reward`, a key of reward.terms or of evaluate.reward.terms. Every evaluated version
+    then gets a checkpoint, that of the best one is kept too, and its LoRA is exported to lora_best/."""
+
+
+@dataclass
+class HeldOutConfig:
+    """What evaluations are scored by besides the training's reward."""
+
+    terms: dict[str, RewardTerm] = field(default_factory=dict)
+    """Name → term that no image is trained on, as in reward.terms. The sign of its weight says which way is better;
+    weight 0 is shown and judged by nothing. The workers of the reward pool score it; its failures end no run."""
 
 
 @dataclass
@@ -234,8 +316,19 @@ class EvaluateConfig:
     """Prompts used, from the beginning of the file."""
     num_inference_steps: int | None = setting(None, at_least=1)
     """Denoising steps; null = as in training. Evaluation samples without noise after the initial one."""
-    seed: int = 1234
+    seed: int = setting(1234, at_least=0, at_most=MAX_SEED)
     """Seed of the initial noises: the same in every run, so that evaluations compare."""
+    reward: HeldOutConfig = field(default_factory=HeldOutConfig)
+    baseline: bool = False
+    """Also evaluate the base model once, before training, at the steps and the guidance that it is usually sampled
+    with: what the training has to beat. Needs lora.path=null."""
+    baseline_steps: int | None = setting(None, at_least=1)
+    """Denoising steps of the baseline; null = the model family's usual number (as configured where model.path=tiny)."""
+    baseline_guidance: float | None = setting(None, at_least=0)
+    """Guidance scale of the baseline, of the kind that the family is usually guided by; null = the family's usual."""
+    on_hacking: str = setting("warn", choices=("warn", "stop", "ignore"))
+    """When the trained reward rises while a held-out term gets worse beyond its noise: warn, stop (the run ends in
+    order, resumable, with lora_best/ where save.best is set), or ignore. See docs/reward_hacking.md."""
 
 
 @dataclass
@@ -250,6 +343,12 @@ class MonitorConfig:
     """Weights & Biases; offline unless WANDB_API_KEY or a login is there."""
     wandb_project: str = "async_flowrl"
     """Project of the run at Weights & Biases."""
+    wandb_entity: str | None = None
+    """User or team there; null = the account's own."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the run there."""
+    metric_aliases: str = setting("none", choices=("none", "verl_omni"))
+    """verl_omni: trackers get metrics by verl-omni's names, too, where it has the same ones; metrics.jsonl stays."""
     report: bool = True
     """report.html at the end of the run."""
 
@@ -326,6 +425,8 @@ class RuntimeConfig:
     """ray (separate processes) or local (threads in this process, for tests and debugging)."""
     address: str | None = None
     """Ray cluster address; null starts one here."""
+    numa_binding: bool = False
+    """Keep each worker that owns a GPU, and its threads, on the CPUs of the GPU's NUMA node; the log says which."""
 
 
 @dataclass
@@ -337,7 +438,7 @@ class Config:
     deterministic: bool = setting(True, changes=ROUNDING)
     """Only kernels that give the same bits for the same work, in rollout and trainer. false: also faster ones on GPUs,
     and then no run repeats another bit for bit."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0, at_most=MAX_SEED)
     """Seed of every random draw of the training: prompts, noise, windows, the adapter's initial weights."""
     mode: str | None = setting(None, choices=("sync", "stream", "one_step_off", "fully_async"), changes=NOTHING)
     """Name of what max_staleness and hand_over say: if given, they must agree with it; null = no such check."""
@@ -359,7 +460,8 @@ class Config:
     hand_over: str = setting("batch", choices=("batch", "stream"), changes=NOTHING)
     """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
     resume: str = setting("never", changes=NOTHING)
-    """never, auto (newest checkpoint in output_dir), or a checkpoint's path."""
+    """never, auto (newest checkpoint in output_dir), force (the same, and other prompts or another configuration than
+    the checkpoint's are a warning instead of a refusal), or a checkpoint's path."""
     placement: str = setting("separate", choices=("separate", "colocated"), changes=NOTHING)
     """separate pools, or colocated (rollout and trainer share a device; max_staleness 0 only)."""
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)

@@ -18,6 +18,9 @@ ROUNDING = "rounding"
 NOTHING = "nothing"
 """Not a bit of the weights changes, so that it may differ from one part of a run to the next."""
 
+MAX_SEED = 2**63 - 1
+"""Largest seed: what torch's generators and `seeds.derive` take."""
+
 BOUNDS: dict[str, Callable[[float, float], bool]] = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -44,7 +47,10 @@ class Rule:
     @property
     def bounds(self) -> str:
         """In words, e.g. `at least 0 and below 1`; empty without bounds."""
-        return " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in self._given().items())
+        return " and ".join(
+            f"{name.replace('_', ' ')} {bound if isinstance(bound, int) else f'{bound:g}'}"
+            for name, bound in self._given().items()
+        )
 
     def refusal(self, value: Any) -> str | None:
         """What a value must be, where it is not; names outside `choices` are told apart by the caller."""

@@ -3,19 +3,18 @@
 import logging
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
 from async_flowrl.algorithms.registry import resolve_correction
+from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
-from async_flowrl.observability.images import write_grid
+from async_flowrl.controller.evaluation import Evaluations
+from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
-from async_flowrl.observability.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +29,19 @@ MEASURED = (
 class AfterStep:
     """Implements the controller's `Steps` protocol (context.py)."""
 
-    directory: RunDirectory
     metrics: MetricsLog
     monitor: Monitor
     checkpoints: Checkpoints
     pools: PoolLedger
+    records: EvaluationRecords
     latent_elements: int
     """Numbers in the latents of one image."""
-    failures: list[str]
-    """What went wrong beside the training, a sentence each: it ends no run."""
     evaluations: Evaluations = field(init=False)
-    evaluated: dict[int, EvaluationResult] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     trained: bool = False
 
     def __post_init__(self) -> None:
-        self.evaluations = Evaluations(self.show, self._failed)
+        self.evaluations = Evaluations(self.records.show, self.records.failed)
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
@@ -55,9 +51,12 @@ class AfterStep:
         """
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
-        for version in self._unevaluated(ctx):
-            if version < ctx.config.total_steps:
-                await self.evaluations.start(ctx, version)
+        due = [version for version in self._unevaluated(ctx) if version < ctx.config.total_steps]
+        if self._baseline_due(ctx):
+            await self.evaluations.start(ctx, 0, baselines=(True, False) if 0 in due else (True,))
+            due = [version for version in due if version > 0]
+        for version in due:
+            await self.evaluations.start(ctx, version)
         self._step_began, self._stalled = ctx.observer.now(), stalled(ctx)
         self.pools.lap()
 
@@ -67,7 +66,7 @@ class AfterStep:
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
         line = stats | self._timing(ctx, seconds) | {"images_per_s": stats["images"] / max(seconds, 1e-9)}
         self._warn(ctx, line)
-        self.metrics.append(step, dict.fromkeys(MEASURED) | line | self._evaluation_keys(step))
+        self.metrics.append(step, dict.fromkeys(MEASURED) | line | self.records.metric_keys(step))
         self.monitor.log(step, line)
         self.evaluations.check()
         await self.checkpoints.check()
@@ -86,10 +85,15 @@ class AfterStep:
             await self.evaluations.start(ctx, ctx.config.total_steps)
         await self.evaluations.drain()
 
-    def _failed(self, what: str, error: object) -> None:
-        sentence = f"{what}: {error}"
-        self.failures.append(sentence)
-        logger.warning("%s", sentence)
+    def _baseline_due(self, ctx: Context) -> bool:
+        """Whether the base model's own row is asked for, not recorded, and can still be had: at the start of a run."""
+        if not ctx.config.evaluate.baseline or self.records.log.baseline() is not None:
+            return False
+        if ctx.table.step > 0:
+            logger.warning(
+                "the baseline is evaluated at the start of a run only; this one goes on from %d", ctx.table.step
+            )
+        return ctx.table.step == 0
 
     def _unevaluated(self, ctx: Context) -> list[int]:
         """Versions up to the one that this attempt begins with whose evaluation is due and not recorded.
@@ -105,13 +109,7 @@ class AfterStep:
 
     def _lacking(self, config: Config, *versions: int) -> list[int]:
         """Those of the versions whose evaluation is due and not recorded."""
-        recorded = {line["step"]: line for line in self.metrics.read()}
-
-        def known(version: int) -> bool:
-            prefix = "evaluation_before/" if version == 0 else "evaluation/"
-            return any(key.startswith(prefix) for key in recorded.get(max(0, version - 1), ()))
-
-        return [version for version in versions if evaluation_due(config, version) and not known(version)]
+        return [v for v in versions if evaluation_due(config, v) and not self.records.known(v)]
 
     async def _save(self, ctx: Context, version: int) -> None:
         """A checkpoint names the digest of the version it stands at, so that version is sealed first."""
@@ -122,33 +120,6 @@ class AfterStep:
         """Ends what is still outstanding after the loop, by success or failure."""
         self.evaluations.cancel()
         self.checkpoints.abandon()
-
-    def show(self, result: EvaluationResult) -> None:
-        """Called in a thread when an evaluation is complete: its means join the line of the step before it."""
-        what = f"evaluation of version {result.version}"
-        if result.unscored:
-            self._failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
-        if not result.scores:
-            return
-        self.evaluated[result.version] = result
-        step = max(0, result.version - 1)
-        self.metrics.amend(step, self._evaluation_keys(step))
-        self.monitor.evaluation(result.version, {f"{name}/mean": mean for name, mean in result.means().items()})
-        try:
-            self.monitor.image(self._picture(result), result.version)
-        except Exception as error:  # whatever it was: a picture ends no run
-            self._failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
-
-    def _picture(self, result: EvaluationResult) -> Path:
-        path = self.directory.images / f"step_{result.version:06d}.png"
-        write_grid(
-            path,
-            [prompt.text for prompt in result.prompts],
-            result.images,
-            [scores.total for scores in result.scores],
-            title=f"policy version {result.version}, mean reward {result.means()['reward']:.3f}",
-        )
-        return path
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
         """Seconds of the step, seconds in which the trainer waited for staging, and each pool's share of busy time."""
@@ -165,27 +136,12 @@ class AfterStep:
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
         clip = clip_of_means(ctx.config.algorithm, self.latent_elements)
-        for sentence in warnings(line, correction=correction, kept=kept / total if total else 1.0, clip=clip):
+        share, elements = kept / total if total else 1.0, self.latent_elements
+        for sentence in warnings(line, correction=correction, kept=share, clip=clip, elements=elements):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
             if kind not in self.warned:
                 self.warned.add(kind)
                 logger.warning("step %d: %s", line["step"], sentence)
-
-    def _evaluation_keys(self, step: int) -> dict[str, float]:
-        keys: dict[str, float] = {}
-        if step == 0 and 0 in self.evaluated:
-            keys |= {f"evaluation_before/{name}/mean": x for name, x in self.evaluated[0].means().items()}
-        if step + 1 in self.evaluated:
-            keys |= {f"evaluation/{name}/mean": x for name, x in self.evaluated[step + 1].means().items()}
-        return keys
-
-
-def evaluation_due(config: Config, version: int) -> bool:
-    """Before training if asked, every so many steps, and at the end."""
-    if version == 0:
-        return config.evaluate.before_training
-    every = config.evaluate.every
-    return version == config.total_steps or (every > 0 and version % every == 0)
 
 
 def stalled(ctx: Context) -> float:

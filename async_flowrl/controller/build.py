@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.controller.context import Context, Observer, Signal, Steps
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
@@ -12,8 +13,8 @@ from async_flowrl.tickets.ticket import record
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerGroup
 
-ROLLOUT, TRAINER, REWARD = "rollout", "trainer", "reward"
-"""Names of the pools."""
+ROLLOUT, TRAINER = "rollout", "trainer"
+"""Names of the pools that every run has; those of reward workers are in config/reward_pools.py."""
 
 
 def build_context(
@@ -41,7 +42,7 @@ def build_context(
         requests=requests,
         table=table,
         rollout=pools[ROLLOUT],
-        reward=pools[REWARD],
+        rewards={pool.name: pools[pool.name] for pool in reward_pools(config.reward)},
         trainer=trainers,
         weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport),
         observer=observer,

@@ -2,15 +2,20 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
+from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
 from separation.group import WorkerFailed
@@ -36,13 +41,20 @@ class Checkpoints:
     trainers: TrainerGroup
     device: str
     """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
+    requests: RequestBuilder = field(kw_only=True)
+    spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
+    """Versions whose checkpoints are kept besides the newest."""
     misses: int = 0
     saved: list[int] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
 
+    def __post_init__(self) -> None:
+        self._inputs = inputs_of(self.requests)
+
     def due(self, version: int) -> bool:
         every = self.config.save.every
-        return version == self.config.total_steps or (every > 0 and version % every == 0)
+        evaluated = best_curve(self.config) is not None and evaluation_due(self.config, version)
+        return evaluated or version == self.config.total_steps or (every > 0 and version % every == 0)
 
     async def insist(self, table: TicketTable, version: int) -> None:
         """The last checkpoint of a run: no later one replaces it. Raises SaveFailed after MAX_MISSED_CHECKPOINTS."""
@@ -68,6 +80,8 @@ class Checkpoints:
             "published": {str(v): digest for v, digest in table.published.items()},
             "config_hash": config_hash(self.config),
             "numerics": numerics(self.config, device_type(self.device)),
+            "inputs": self._inputs,
+            "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
         }
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
 
@@ -91,7 +105,7 @@ class Checkpoints:
         writer = self.trainers.first
         try:
             async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
-                await writer.call("save", str(self.directory.checkpoints), controller, lane="save")
+                await writer.call("save", str(self.directory.checkpoints), controller, self.spare(), lane="save")
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise
@@ -111,6 +125,10 @@ class Resume:
     path: Path | None
     version: int
     controller: dict[str, Any]
+    forced: tuple[str, ...] = ()
+    """What resume=force went over, a sentence each."""
+    notes: tuple[str, ...] = ()
+    """What differs and is no reason to refuse, a phrase each."""
 
 
 START = Resume(None, 0, {})
@@ -135,26 +153,61 @@ def read_resume(path: Path) -> Resume:
     return Resume(path, int(controller["version"]), controller)
 
 
-def find_resume(config: Config, directory: RunDirectory) -> Resume:
-    """The checkpoint that `resume` names. Raises ConfigError for a damaged one or one of another configuration."""
+def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
+    """The checkpoint that `resume` names.
+
+    Raises ConfigError for a damaged one, and for one of another configuration or of other training prompts, which
+    resume=force goes over with a warning.
+    """
+    config = requests.config
     if config.resume == "never":
         return START
+    own = config.resume in ("auto", "force")
     try:
-        resume = newest(directory) if config.resume == "auto" else read_resume(Path(config.resume).expanduser())
+        resume = newest(directory) if own else read_resume(Path(config.resume).expanduser())
     except DamagedCheckpoint as error:
         raise ConfigError(str(error)) from error
-    if resume.path is not None and resume.controller["config_hash"] != config_hash(config):
-        raise ConfigError(
-            f"{resume.path} was made with a configuration that leads to other weights; compare {directory.config} with "
-            "yours"
+    if resume.path is None:
+        return resume
+    now = inputs_of(requests)
+    sentences = []
+    if resume.controller["config_hash"] != config_hash(config):
+        sentences.append(
+            f"{resume.path} was made with a configuration that leads to other weights; compare "
+            f"{resume.path.parent.parent / directory.config.name} with yours"
         )
-    return resume
+    if prompts := other_prompts(resume.controller["inputs"], now, config.data.train):
+        sentences.append(f"{resume.path}: {prompts}")
+    if sentences and config.resume != "force":
+        raise ConfigError(f"{'; and '.join(sentences)}. resume=force goes on all the same")
+    return replace(resume, forced=tuple(sentences), notes=tuple(other_inputs(resume.controller["inputs"], now)))
 
 
-def warn_of_other_numerics(config: Config, resume: Resume, device: str) -> None:
-    """Names what decides the last bits of the weights and is not as the checkpoint has it, the trainer's device too."""
+def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
+    """The request builder of an attempt that goes on from `resume`, with what data.curriculum knows of earlier steps.
+
+    Of steps with other prompts, which resume=force has let pass, nothing is known.
+    """
+    if requests.config.data.curriculum.after is None or resume.path is None:
+        return replace(requests, outcomes=b"")
+    groups = resume.version * requests.config.prompts_per_step
+    saved, inputs = resume.controller["curriculum"], resume.controller["inputs"]
+    outcomes = read_outcomes(saved) if saved is not None else b""
+    if len(outcomes) != groups or inputs["train"] != inputs_of(requests)["train"]:
+        outcomes = bytes([UNKNOWN]) * groups
+    return replace(requests, outcomes=outcomes)
+
+
+def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
+    """Says what is not as the checkpoint has it and was let pass: by resume=force, or because it only decides the last
+    bits of the weights (the trainer's device too), or because nobody can say what it changes.
+    """
     if resume.path is None:
         return
+    for sentence in resume.forced:
+        logger.warning("resume=force: %s", sentence)
+    for phrase in resume.notes:
+        logger.warning("resuming from %s, but %s", resume.path, phrase)
     changed = differences(resume.controller["numerics"], numerics(config, device_type(device)))
     if changed:
         logger.warning("resuming, but %s: the last bits of the weights will differ", ", ".join(changed))

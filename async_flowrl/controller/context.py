@@ -1,11 +1,12 @@
 """The state that the controller's coroutines share: one dataclass, made by controller/build.py and passed in."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
@@ -124,13 +125,18 @@ class Steps(Protocol):
         ...
 
 
+async def _at_once() -> None:
+    """Nothing to wait for."""
+
+
 @dataclass
 class Context:
     config: Config
     requests: RequestBuilder
     table: TicketTable
     rollout: WorkerGroup
-    reward: WorkerGroup
+    rewards: Mapping[str, WorkerGroup]
+    """By the pools' names; each scores every group by terms of its own."""
     trainer: Trainer
     weights: Weights
     observer: Observer
@@ -139,8 +145,12 @@ class Context:
     """Digest of the trainer's base weights; every rollout worker must hold the same."""
     score_log: ScoreLog | None = None
     """Scores that are written down; None if the reward is deterministic."""
+    reward_calls: RewardCalls = field(default_factory=RewardCalls)
+    """Retries and failures by term, until their step's line of metrics is written."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
+    servers_up: Callable[[], Awaitable[None]] = _at_once
+    """Waits while a term has no reward server that could be asked."""
     work: Signal = field(default_factory=Signal)
     """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

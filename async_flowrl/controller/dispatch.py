@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.held_out import ask_held_out
+from async_flowrl.controller.scoring import Free, ask_reward, free_workers
 from async_flowrl.tickets.table import TRAIN, Ticket, describe
-from async_flowrl.types import RolloutReport, Scores
-from separation.group import RefLost, Worker, WorkerDied, WorkerFailed
+from async_flowrl.types import RolloutReport
+from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
@@ -45,15 +47,13 @@ class StartError(RuntimeError):
 
 async def dispatch(ctx: Context) -> None:
     """Runs until it is cancelled; the first failure of any worker's coroutine ends it, by name."""
-    free: asyncio.Queue[int] = asyncio.Queue()
-    for index in range(len(ctx.reward.workers)):
-        free.put_nowait(index)
+    free = free_workers(ctx)
     async with asyncio.TaskGroup() as tasks:
         for index in range(len(ctx.rollout.workers)):
             tasks.create_task(serve(ctx, index, free, tasks), name=f"rollout-{index}")
 
 
-async def serve(ctx: Context, index: int, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
+async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) -> None:
     """Keeps the worker of one slot of the rollout pool in tickets, and replaces a dead one."""
     slot = filled(ctx, ctx.rollout.workers[index], tasks)
     lost: Exception | None = None
@@ -77,7 +77,7 @@ def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
     return Slot(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
 
 
-async def work(ctx: Context, slot: Slot, free: asyncio.Queue[int], tasks: asyncio.TaskGroup) -> None:
+async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
     """Gives the slot's worker the ticket that the gate has for it, over and over. Raises what `LOST` names."""
     while True:
         ticket = await next_ticket(ctx, slot)
@@ -156,7 +156,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     return fresh
 
 
-async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> None:
+async def score(ctx: Context, group: list[Ticket], free: Free) -> None:
     """Gives a whole group its scores: those of an earlier attempt, if they are written down. Lost images are remade."""
     log = ctx.score_log if group[0].kind == TRAIN else None
     if log is not None and group in log:
@@ -164,39 +164,17 @@ async def score(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> 
     else:
         try:
             scores = await ask_reward(ctx, group, free)
+            await ask_held_out(ctx, group, free)
         except RefLost as lost:
             make_again(ctx, group, lost)
             return
         if log is not None:
             await log.append(group, scores, step=ctx.table.step)
+    first = group[0]
+    for term, failure in scores.failed.items() if scores is not None and first.kind == TRAIN else ():
+        ctx.observer.event("unscored", step=first.step, group=first.group, term=term, message=failure.reason)
     ctx.table.scored(group, scores)
     ctx.ready.notify()
-
-
-async def ask_reward(ctx: Context, group: list[Ticket], free: asyncio.Queue[int]) -> Scores | None:
-    """One call for the whole group, on the next free reward worker, retried with back-off.
-
-    None if the reward always fails and `reward.on_error` is `skip`, or if the group is an evaluation's, which ends no
-    run. Raises RefLost, and the last failure.
-    """
-    config = ctx.config.reward
-    images = [ticket.payload[0] for ticket in group]
-    for attempt in range(config.retries + 1):
-        index = await free.get()
-        try:
-            return await score_once(ctx, index, group, images)
-        except (WorkerDied, WorkerFailed, DeadlineExceeded) as error:
-            await reward_failed(ctx, index, error)
-            if attempt == config.retries:
-                if config.on_error == "fail" and group[0].kind == TRAIN:
-                    raise
-                first = group[0]
-                ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=str(error))
-                return None
-        finally:
-            free.put_nowait(index)
-        await asyncio.sleep(config.backoff * 2**attempt)
-    raise AssertionError("unreachable")
 
 
 def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
@@ -205,25 +183,6 @@ def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
     for ticket in tickets:
         ctx.table.retry(ticket)
     ctx.work.notify()
-
-
-async def score_once(ctx: Context, index: int, group: list[Ticket], images: list[object]) -> Scores:
-    worker = ctx.reward.workers[index]
-    ctx.observer.state(worker.name, "busy")
-    async with deadline(ctx.config.deadlines.score, f"score: {describe(group[0])} on {worker.name}"):
-        scores: Scores = await worker.call("score", ctx.requests.prompt(group[0]), *images)
-    for span in scores.spans:
-        book_span(ctx.observer, worker.name, span)
-    ctx.observer.state(worker.name, "wait_data")
-    return scores
-
-
-async def reward_failed(ctx: Context, index: int, error: Exception) -> None:
-    worker = ctx.reward.workers[index]
-    ctx.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
-    if not isinstance(error, WorkerFailed):
-        worker.kill()
-        await ctx.reward.replace(index)
 
 
 async def load_rollout(worker: Worker, *, seconds: float) -> str:

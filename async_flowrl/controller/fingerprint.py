@@ -36,9 +36,18 @@ def _deciding(section: Any) -> dict[str, Any]:
     for member in fields(section):
         if rule_of(member).changes != WEIGHTS:
             del values[member.name]
-        elif is_dataclass(inner := getattr(section, member.name)):
-            values[member.name] = _deciding(inner)
+        else:
+            values[member.name] = _deciding_part(getattr(section, member.name), values[member.name])
     return values
+
+
+def _deciding_part(value: Any, written: Any) -> Any:
+    """The same of a field's value: a section, a dictionary of sections, or anything else as it is written."""
+    if is_dataclass(value):
+        return _deciding(value)
+    if isinstance(value, dict):
+        return {key: _deciding_part(inner, written[key]) for key, inner in value.items()}
+    return written
 
 
 def numerics(config: Config, device: str) -> dict[str, Any]:

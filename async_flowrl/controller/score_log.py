@@ -1,8 +1,10 @@
-"""scores.jsonl: scores of a reward that is not deterministic, so that no group is scored a second time after a resume.
+"""scores.jsonl: scores that another call may not give again, so that no group is scored twice after a resume.
 
-A resume or a recovery makes the images of the steps after its checkpoint again, bit for bit; such a reward would score
-them differently. One JSON line per training group: `step`, `group`, `digest` of the weights that made its images, and
-`total` and `by_term` as in `Scores` (JSON keeps float64 exactly), both null for a group that `reward.on_error` skipped.
+A resume or a recovery makes the images of the steps after its checkpoint again, bit for bit; a reward that is not
+deterministic would score them differently, and an optional term may fail for another group. One JSON line per training
+group: `step`, `group`, `digest` of the weights that made its images, and `total` and `by_term` as in `Scores` (JSON
+keeps float64 exactly), both null for a group that `reward.on_error` skipped; `extras`, and `failed` with the reason of
+every optional term that has no score, where there are any.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from typing import Any
 
 from async_flowrl.observability.events import cut_unfinished_line, read_events
 from async_flowrl.tickets.ticket import Ticket
-from async_flowrl.types import Scores
+from async_flowrl.types import Failure, Scores
 
 Key = tuple[int, int, str | None]
 """Step, group, and digest of the weights. Equal keys mean equal images, but for roundings that a resume warns of."""
@@ -41,7 +43,11 @@ class ScoreLog:
         """Returns when the line is synced to disk. Groups before `step`, the one that is trained now, are forgotten."""
         self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
         names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
-        line = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
+        line: dict[str, Any] = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
+        if scores is not None and scores.extras:
+            line["extras"] = {term: dict(extras) for term, extras in scores.extras.items()}
+        if scores is not None and scores.failed:
+            line["failed"] = {term: failure.reason for term, failure in scores.failed.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         await asyncio.to_thread(_sync, self.path)
@@ -54,7 +60,13 @@ def _key(group: list[Ticket]) -> Key:
 def _scores(line: dict[str, Any]) -> Scores | None:
     if line["total"] is None:
         return None
-    return Scores(tuple(line["total"]), {name: tuple(values) for name, values in line["by_term"].items()})
+    extras = {term: _tuples(extras) for term, extras in line.get("extras", {}).items()}
+    failed = {term: Failure(reason) for term, reason in line.get("failed", {}).items()}
+    return Scores(tuple(line["total"]), _tuples(line["by_term"]), extras=extras, failed=failed)
+
+
+def _tuples(lists: dict[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(values) for name, values in lists.items()}
 
 
 def _sync(path: Path) -> None:

@@ -1,11 +1,11 @@
 """The line of metrics of one step, from the rewards at the trainer's door and what the optimizer steps reported."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
+from async_flowrl.controller.term_metrics import term_metrics
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import UpdateStats
 from async_flowrl.types import Scores
@@ -18,7 +18,7 @@ class StepStatistics:
         self.step, self.windowed = step, windowed
         self.rewards: list[tuple[float, ...]] = []
         self.rewards_of: dict[int, tuple[float, ...]] = {}
-        self.by_term: dict[str, list[float]] = defaultdict(list)
+        self.scores: list[Scores] = []
         self.ages: list[int] = []
         self.constant = self.skipped = 0
         self.updates: list[UpdateStats] = []
@@ -31,8 +31,7 @@ class StepStatistics:
         self.rewards.append(scores.total)
         self.rewards_of[tickets[0].group] = scores.total
         self.constant += not any(advantages)
-        for name, values in scores.by_term.items():
-            self.by_term[name] += values
+        self.scores.append(scores)
 
     def add_update(self, stats: UpdateStats) -> None:
         self.updates.append(stats)
@@ -52,8 +51,7 @@ class StepStatistics:
             line["reward/mean"], line["reward/std"] = float(np.mean(flat)), float(np.std(flat))
             line["zero_std_ratio"] = self.constant / len(self.rewards)
             line["staleness/mean"], line["staleness/max"] = float(np.mean(self.ages)), max(self.ages)
-        for name, values in self.by_term.items():
-            line[f"reward/{name}/mean"] = float(np.mean(values))
+        line |= term_metrics(self.scores)
         ran = [stats.metrics for stats in self.updates if not stats.skipped]
         for name in sorted({name for metrics in ran for name in metrics}):
             line[name] = float(np.mean([metrics[name] for metrics in ran if name in metrics]))

@@ -16,6 +16,7 @@ import numpy as np
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.dispatch import make_again
+from async_flowrl.controller.group_advantages import group_advantages
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
@@ -62,7 +63,7 @@ class TrainerGroup:
         clock = asyncio.get_running_loop().time
         began, self._waited = clock(), 0.0
         per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
-        index = 0
+        index, spread = 0, list[bool | None]()
         async for groups in self._handed(ctx, step, per_update):
             if index == 0 and ctx.config.trainer.updates_per_batch > 1:
                 await self._proximal(ctx, step, per_update)
@@ -71,11 +72,12 @@ class TrainerGroup:
             results = await self._train(ctx, step, groups, begins=begins, finishes=index % per_update == 0)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
+                spread.append(None if group.scores is None else any(group.advantages))
             if results:
                 self._book(ctx, results)
                 statistics.add_update(results[0])
         timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
-        return statistics.metrics() | timing
+        return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
     async def _handed(self, ctx: Context, step: int, per_update: int) -> AsyncIterator[list[HandedGroup]]:
         """The step's groups in order: each as soon as it is ready (stream), or once all of them are (batch).
@@ -129,13 +131,9 @@ class TrainerGroup:
         ]
 
     def _advantages(self, ctx: Context, step: int, groups: Sequence[int], scores: Sequence[Scores | None]) -> list[Any]:
-        names = list(ctx.config.reward.terms)
-        rewards = {
-            name: [np.asarray(s.by_term[name], dtype=np.float64) for s in scores if s is not None] for name in names
-        }
-        weights = {name: ctx.config.reward.terms[name].weight for name in names}
         seeds = [derive(ctx.config.seed, "permute", step, group) for group in groups]
-        return list(self.algorithm.advantages(rewards, weights=weights, seeds=seeds)) if groups else []
+        there = [each for each in scores if each is not None]
+        return group_advantages(self.algorithm, ctx.config, there, seeds)
 
     def _handed_group(
         self, ctx: Context, tickets: list[Ticket], scores: Scores | None, advantages: tuple[float, ...]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
+from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.table import Ticket, describe
 from separation.table import format_table
 
@@ -57,7 +58,8 @@ class TicketAges:
     def look(self, ctx: Context, now: float) -> bool:
         """Takes note; True if a ticket came, went or moved since the last look, or a worker was replaced."""
         before, self.seen = self.seen, {}
-        known_workers, self.workers = self.workers, tuple(w.name for g in (ctx.rollout, ctx.reward) for w in g.workers)
+        groups = (ctx.rollout, *ctx.rewards.values())
+        known_workers, self.workers = self.workers, tuple(w.name for group in groups for w in group.workers)
         for ticket in ctx.table.live():
             key, state = (ticket.kind, ticket.ordinal), (str(ticket.state), ticket.attempt)
             known = before.get(key)
@@ -79,11 +81,13 @@ class TicketAges:
 def limit(config: Config) -> float:
     """Seconds without a change after which nothing can be under way any more.
 
-    The trainer may take `deadlines.update` for each group of a call, and be given all of a step's in one.
+    The trainer may take `deadlines.update` for each group of a call, and be given all of a step's in one. Groups wait
+    for a reward server that is started again.
     """
     deadlines = config.deadlines
     update = config.prompts_per_step * deadlines.update
-    return deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
+    servers = max((serve.start_seconds for _, serve in served_terms(config)), default=0.0)
+    return servers + deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
 
 
 async def watch_for_stalls(ctx: Context) -> None:

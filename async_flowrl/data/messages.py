@@ -34,7 +34,7 @@ def content_of(value: Any, where: str) -> str:
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r}")
+        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r:.200}")
     return value
 
 
@@ -45,7 +45,7 @@ def _content(content: Any, where: str) -> str:
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if isinstance(part, str))
-    raise PromptError(f"{where}: only text messages can be used, got {content!r}")
+    raise PromptError(f"{where}: only text messages can be used, got {content!r:.200}")
 
 
 def _roles(value: list[dict[str, Any]]) -> list[Any]:

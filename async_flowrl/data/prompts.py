@@ -1,75 +1,120 @@
-"""Prompt files: txt (one prompt per line), jsonl and parquet (one prompt per row, with columns)."""
+"""A row of a prompt file → Prompt, and what is refused; each refusal names the file and the line or row."""
 
+import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.paths import find_data
-from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.messages import PromptError, content_of, split_messages
 from async_flowrl.types import Prompt, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 """The first pair of double quotes, straight or curly, holds what should be written in the image."""
-SPLITS = ("train", "evaluation")
+UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters but tab and line ends, and halves of UTF-16 pairs, which no encoding has."""
+MAX_CHARACTERS = 32_768
+"""A longer prompt is refused: text encoders read a few thousand characters at most."""
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids")
+"""Columns with a meaning of their own; all others travel to the reward as metadata."""
 
-Row = tuple[str, Mapping[str, Any]]
-"""(where it stands: "file:line" or "file, row n"; the columns)."""
-
-
-def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Path | None = None) -> list[Prompt]:
-    """The prompts of `split` ("train" or "evaluation"), indexed in file order.
-
-    `needs_target`: refuse prompts that name no target (a `target` column, or the first pair of double quotes).
-    Relative paths are looked up in `base` (the working directory), then among the shipped files.
-    Raises FileNotFoundError or PromptError, one sentence each.
-    """
-    if split not in SPLITS:
-        raise ValueError(unknown_name("split", split, SPLITS))
-    key = "train" if split == "train" or config.evaluation is None else "evaluation"
-    given = config.train if config.evaluation is None or key == "train" else config.evaluation
-    path = find_data(given, base, key=f"data.{key}")
-    if path.suffix not in READERS:
-        raise PromptError(unknown_name(f"the ending of data.{split} ({path})", path.suffix, READERS))
-    prompts = [
-        _prompt(index, where, columns, config.prompt_key, needs_target=needs_target)
-        for index, (where, columns) in enumerate(READERS[path.suffix](path, config.prompt_key))
-    ]
-    if not prompts:
-        raise PromptError(f"{path} holds no prompts")
-    return prompts
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
-def quoted_target(text: str) -> str | None:
-    """What stands in the first pair of double quotes, without surrounding blanks; None if there is nothing."""
-    match = QUOTED.search(text)
-    return ((match[1] or match[2] or "").strip() or None) if match else None
+@dataclass(frozen=True)
+class Keys:
+    """How a row is read: its columns, and whether the reward needs a target."""
+
+    prompt: str = "prompt"
+    weight: str | None = None
+    needs_target: bool = False
 
 
-def _prompt(index: int, where: str, columns: Mapping[str, Any], key: str, *, needs_target: bool) -> Prompt:
-    if key not in columns:
-        raise PromptError(f"{where}: {unknown_name('data.prompt_key', key, columns)}")
-    written, system = split_messages(columns[key], where)
+def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) -> Prompt:
+    """Raises PromptError, naming `where`, for a row that holds no prompt that can be trained on."""
+    if keys.prompt not in columns:
+        raise PromptError(f"{where}: {unknown_name('data.prompt_key', keys.prompt, columns)}")
+    written, system = split_messages(columns[keys.prompt], where)
     text = written.strip()
     if not text:
         raise PromptError(f"{where}: the prompt is empty")
     target = _optional(columns, "target", where) or _ground_truth(columns) or quoted_target(text)
-    if needs_target and not target:
-        raise PromptError(f"{where}: the reward needs a target, but there is none in double quotes: {text!r}")
+    if keys.needs_target and not target:
+        raise PromptError(f"{where}: {no_target(text)}")
+    negative = _optional(columns, "negative_prompt", where)
+    # An empty system prompt is none: verl-omni writes one for models that have no place for it.
+    system = _optional(columns, "system_prompt", where) or system or None
+    for name, value in (("prompt", written), ("negative", negative), ("system", system), ("target", target)):
+        if value is not None:
+            _check_text(f"{where}: the {name}{'' if name in ('prompt', 'target') else ' prompt'}", value)
+    own = (keys.prompt, keys.weight, *COLUMNS)
     return Prompt(
         index=index,
         text=text,
-        negative=_optional(columns, "negative_prompt", where),
-        system=_optional(columns, "system_prompt", where) or system,
+        negative=negative,
+        system=system,
         target=target,
-        metadata={name: value for name, value in columns.items() if name not in (key, *COLUMNS)},
+        metadata={name: value for name, value in columns.items() if name not in own} if len(columns) > 1 else {},
         token_ids=_token_ids(columns, "prompt_token_ids", where),
         negative_token_ids=_token_ids(columns, "negative_token_ids", where),
     )
+
+
+def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
+    """The weight of a row. Raises PromptError unless it is a finite number from 0 on."""
+    if key not in columns:
+        raise PromptError(f"{where}: {unknown_name('data.weight_key', key, columns)}")
+    value = columns[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise PromptError(f"{where}: {key}, its weight, must be a finite number from 0 on, got {value!r:.80}")
+    return float(value)
+
+
+def no_target(text: str) -> str:
+    """What is said of a prompt without the target that a reward needs."""
+    return f"the reward needs a target, but there is none in double quotes: {text!r:.200}"
+
+
+def quoted_target(text: str) -> str | None:
+    """What stands in the first pair of double quotes, without surrounding blanks; None if there is nothing."""
+    if '"' not in text and "“" not in text:
+        return None
+    match = QUOTED.search(text)
+    return ((match[1] or match[2] or "").strip() or None) if match else None
+
+
+def digest(prompt: Prompt, weight: float | None = None) -> bytes:
+    """16 bytes of everything that a prompt says and how often it is drawn; its place in the file is not in it."""
+    hashed = hashlib.blake2b(prompt.text.encode(), digest_size=16)
+    said = (prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight)
+    if prompt.metadata or any(value is not None for value in said):
+        # No text contains the zero byte that ends this one.
+        hashed.update(b"\0" + _ENCODER.encode((*said, prompt.metadata)).encode(errors="replace"))
+    return hashed.digest()
+
+
+def text_key(text: str) -> int:
+    """64 bits of a prompt's text: equal for duplicates, whatever their other columns say."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def digest_all(digests: Iterable[bytes]) -> str:
+    """One digest of many prompts in their order."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for each in digests:
+        hashed.update(each)
+    return hashed.hexdigest()
+
+
+def _check_text(what: str, text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise PromptError(f"{what} has {len(text):,} characters, {MAX_CHARACTERS:,} are allowed: {text[:40]!r}…")
+    if match := UNPRINTABLE.search(text):
+        place = f"U+{ord(match[0]):04X} at character {match.start() + 1}"
+        raise PromptError(f"{what} holds a character that cannot be printed, {place}: {text[:80]!r}")
 
 
 def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
@@ -95,47 +140,3 @@ def _ground_truth(columns: Mapping[str, Any]) -> str | None:
     model = columns.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     return truth if isinstance(truth, str) and truth.strip() else None
-
-
-def _read_txt(path: Path, key: str) -> Iterator[Row]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", {key: line.strip()}
-
-
-def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
-    del key
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise PromptError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-        yield f"{path}:{number}", row
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise PromptError(f"{path} is not a parquet file: {error}") from error
-    if key not in table.column_names:
-        raise PromptError(f"{path}: {unknown_name('data.prompt_key', key, table.column_names)}")
-    for number, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {number}", row
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
-
-
-READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

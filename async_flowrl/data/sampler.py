@@ -3,15 +3,11 @@
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from async_flowrl.seeds import derive
 
-
-def prompts_for_step(num_prompts: int, prompts_per_step: int, *, seed: int, step: int, shuffle: bool) -> list[int]:
-    """Prompt indices of `step`, in group order. Every prompt comes exactly once per epoch; a step may span epochs."""
-    if num_prompts < 1 or prompts_per_step < 1:
-        raise ValueError(f"both must be at least 1, got num_prompts={num_prompts}, prompts_per_step={prompts_per_step}")
-    return list(_chosen(num_prompts, prompts_per_step, seed, step, shuffle))
+Indices = npt.NDArray[np.int64]
 
 
 def steps_for(epochs: int, num_prompts: int, prompts_per_step: int) -> int:
@@ -19,20 +15,67 @@ def steps_for(epochs: int, num_prompts: int, prompts_per_step: int) -> int:
     return -(-epochs * num_prompts // prompts_per_step)
 
 
-@lru_cache(maxsize=16)
-def _chosen(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> tuple[int, ...]:
-    """Every ticket of a step asks for the same list."""
-    first = step * prompts_per_step
-    chosen = []
-    for position in range(first, first + prompts_per_step):
-        epoch, place = divmod(position, num_prompts)
-        chosen.append(_permutation(num_prompts, seed, epoch)[place] if shuffle else place)
-    return tuple(chosen)
+class Sampler:
+    """Without weights every prompt comes exactly once per epoch.
 
+    With weights an epoch has as many draws as there are prompts, and prompt i gets floor or ceil of its share of them:
+    systematic sampling (Madow 1949) at one random offset per epoch, so that its share is exact on average.
+    """
 
-@lru_cache(maxsize=4)
-def _permutation(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
-    named = derive(seed, "prompts", epoch)
-    # RandomState, because its stream is frozen across numpy versions; Generator's is not.
-    source = np.random.RandomState([named & 0xFFFFFFFF, named >> 32])
-    return tuple(int(index) for index in source.permutation(num_prompts))
+    def __init__(
+        self,
+        num_prompts: int,
+        prompts_per_step: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        if num_prompts < 1 or prompts_per_step < 1:
+            raise ValueError(
+                f"both must be at least 1, got num_prompts={num_prompts}, prompts_per_step={prompts_per_step}"
+            )
+        self.num_prompts, self.prompts_per_step = num_prompts, prompts_per_step
+        self._seed, self._shuffle, self._weights = seed, shuffle, weights
+        self._order = lru_cache(maxsize=4)(self.order)
+        # Every ticket of a step asks for the same list, several times.
+        self.step = lru_cache(maxsize=64)(self._step)
+
+    def order(self, epoch: int, kept: npt.NDArray[np.bool_] | None = None) -> Indices:
+        """Prompt indices of a whole epoch; of the prompts in `kept` alone, where that is given."""
+        drawn = self._drawn(epoch, kept)
+        if not self._shuffle:
+            return drawn
+        if self._weights is not None:
+            return drawn[self._permutation(epoch, len(drawn))]
+        shuffled = self._permutation(epoch, self.num_prompts)
+        return shuffled if kept is None else shuffled[kept[shuffled]]
+
+    def _step(self, step: int) -> tuple[int, ...]:
+        """Prompt indices of `step`, in group order; a step may span epochs."""
+        first = step * self.prompts_per_step
+        places = (divmod(first + group, self.num_prompts) for group in range(self.prompts_per_step))
+        return tuple(int(self._order(epoch)[place]) for epoch, place in places)
+
+    def _drawn(self, epoch: int, kept: npt.NDArray[np.bool_] | None) -> Indices:
+        """The prompts of an epoch in file order, each as often as it comes."""
+        if self._weights is None:
+            return np.arange(self.num_prompts) if kept is None else np.flatnonzero(kept)
+        weights = self._weights if kept is None else np.where(kept, self._weights, 0.0)
+        draws = self.num_prompts if kept is None else int(kept.sum())
+        ends = np.cumsum(weights)
+        if ends[-1] == 0:
+            return np.empty(0, np.int64)
+        offset = self._source("weights", epoch).random_sample()
+        points = (np.arange(draws) + offset) * (ends[-1] / draws)
+        # Rounding may put the last point on the end; prompts of weight 0 are never hit.
+        hit = np.searchsorted(ends, points, side="right")
+        return np.asarray(np.minimum(hit, np.flatnonzero(weights)[-1]), np.int64)
+
+    def _permutation(self, epoch: int, count: int) -> Indices:
+        return np.asarray(self._source("prompts", epoch).permutation(count), np.int64)
+
+    def _source(self, name: str, epoch: int) -> np.random.RandomState:
+        named = derive(self._seed, name, epoch)
+        # RandomState, because its stream is frozen across numpy versions; Generator's is not.
+        return np.random.RandomState([named & 0xFFFFFFFF, named >> 32])

@@ -16,7 +16,7 @@ ROW_HEIGHT, NAMES_WIDTH = 26, 92
 """Height of a timeline row and width of the worker names beside it, pixels."""
 WAIT_COLOURS = {"wait_data": "#f25c5c", "wait_weights": "#f59f45", "sync": "#9b7fd1", "idle": "#e03131"}
 REWARD_WAIT_COLOUR = "#f9dede"
-"""Paler than other waiting: the reward pool has no accelerators that could stand idle."""
+"""Paler than other waiting: reward workers are cheap beside the others, and ought to wait."""
 WORK_COLOURS = {"rollout": "#2b6cb0", "reward": "#2f9e77", "trainer": "#3b4252"}
 
 
@@ -57,7 +57,7 @@ def timeline(workers: Sequence[Track], window: Interval, origin: float, *, width
     for number, track in enumerate(workers):
         top = number * ROW_HEIGHT + 2
         parts.append(_text(2, top + ROW_HEIGHT / 2 + 3, track.place))
-        pool = pool_of(track.place)
+        pool = pool_of(track.place).split("/", 1)[0]
         for state, shade in WAIT_COLOURS.items():
             parts += _bars(track.waiting(state), axis, top, REWARD_WAIT_COLOUR if pool == "reward" else shade, state)
         for name in sorted({span["name"] for span in track.spans}):

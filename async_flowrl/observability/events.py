@@ -99,7 +99,8 @@ def read_events(path: Path) -> Iterator[Event]:
 def effective(events: Iterable[Event]) -> list[Event]:
     """The history that counts: what a rollback to step c undid is left out.
 
-    That is: steps >= c, the transitions of tickets that had not been trained in a step < c, and versions > c.
+    That is: steps >= c, the transitions of tickets that had not been trained in a step < c, what their groups lacked,
+    and versions > c.
     """
     kept: list[Event] = []
     for event in events:
@@ -110,6 +111,6 @@ def effective(events: Iterable[Event]) -> list[Event]:
 
 
 def _undone(event: Event, step: int) -> bool:
-    if event["event"] in ("ticket", "step"):
+    if event["event"] in ("ticket", "step", "unscored"):
         return bool(event["step"] >= step)
     return event["event"] == "version" and bool(event["version"] > step)

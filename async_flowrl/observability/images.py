@@ -1,9 +1,12 @@
 """Picture grids of evaluations: a row per prompt, its text above, each image's reward below."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
 from async_flowrl.types import ByteArray
 
@@ -21,11 +24,14 @@ def write_grid(
     *,
     title: str = "",
     columns: int = 8,
+    captions: Sequence[Sequence[str]] = (),
+    data: Any = None,
 ) -> None:
     """A PNG of at most `columns` images uint8 [n, H, W, 3] per prompt.
 
-    Small images are enlarged by a whole factor, without smoothing, and large ones reduced to MAX_SIDE pixels. Raises
-    ValueError if the three lists differ in length or are empty.
+    Small images are enlarged by a whole factor, without smoothing, and large ones reduced to MAX_SIDE pixels. Below an
+    image stand its reward and what `captions` has for it, by prompt and image; `data` is kept in the file as JSON, in
+    its text `data`. Raises ValueError if the three lists differ in length or are empty.
     """
     if not len(prompts) == len(images) == len(rewards) or not prompts:
         raise ValueError(
@@ -35,18 +41,29 @@ def write_grid(
     side = _side(images[0].shape[1])
     width = GAP + min(columns, max(map(len, images))) * (side + GAP)
     head = LINE_HEIGHT if title else 0
-    height = head + len(prompts) * (2 * LINE_HEIGHT + side + GAP)
+    row_height = (3 if captions else 2) * LINE_HEIGHT + side + GAP
+    height = head + len(prompts) * row_height
     sheet = Image.new("RGB", (max(width, 240), height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
     draw.text((GAP, 2), title, fill="black", font=font)
     for row, (prompt, group, scores) in enumerate(zip(prompts, images, rewards, strict=True)):
-        top = head + row * (2 * LINE_HEIGHT + side + GAP)
-        draw.text((GAP, top + 2), _fit(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
+        top = head + row * row_height
+        draw.text((GAP, top + 2), fitted(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
         for column, (image, score) in enumerate(zip(group[:columns], scores, strict=False)):
             left = GAP + column * (side + GAP)
             sheet.paste(_shown(image, side), (left, top + LINE_HEIGHT))
-            draw.text((left, top + LINE_HEIGHT + side + 1), f"{score:.3f}", fill=(90, 90, 90), font=font)
-    sheet.save(path, format="PNG", optimize=True)
+            below = (f"{score:.3f}", *(fitted(each[column], draw, font, side) for each in captions[row : row + 1]))
+            for line, text in enumerate(below, start=1):
+                draw.text((left, top + line * LINE_HEIGHT + side + 1), text, fill=(90, 90, 90), font=font)
+    sheet.save(path, format="PNG", optimize=True, pnginfo=_kept(data))
+
+
+def _kept(data: Any) -> PngInfo | None:
+    if data is None:
+        return None
+    info = PngInfo()
+    info.add_itxt("data", json.dumps(data, ensure_ascii=False), zip=True)
+    return info
 
 
 def _side(side: int) -> int:
@@ -59,7 +76,7 @@ def _shown(image: ByteArray, side: int) -> Image.Image:
     return Image.fromarray(image).resize((side, side), resampling)
 
 
-def _fit(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
+def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
     """The text on one line, shortened with an ellipsis where it is too long."""
     line = " ".join(text[:MAX_SHOWN_CHARACTERS].split())
     if len(text) <= MAX_SHOWN_CHARACTERS and draw.textlength(line, font=font) <= width:

@@ -1,11 +1,11 @@
 """Live views of a run: the progress line, TensorBoard and W&B, as the configuration group `monitor` says."""
 
 import logging
-import os
+import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from async_flowrl.config.schema import MonitorConfig
+from async_flowrl.observability.trackers import ALIASES, Sample, Tensorboard, Wandb
 
 logger = logging.getLogger(__name__)
 
-VERSION_KEY = "evaluation/version"
-"""W&B's axis of evaluations: the policy version that was evaluated."""
 AVERAGED_STEPS = 20
 """Steps over which seconds per step and the time left are measured."""
 MIN_LINE_SECONDS = 5.0
@@ -30,6 +29,8 @@ class Sink(Protocol):
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
 
     def image(self, path: Path, version: int) -> None: ...
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -51,9 +52,9 @@ class Monitor:
         if config.progress:
             self._sinks.append(Display(total_steps))
         if config.tensorboard:
-            self._sinks.append(Tensorboard(folder / "tensorboard"))
+            self._sinks.append(Tensorboard(folder / "tensorboard", ALIASES[config.metric_aliases]))
         if config.wandb:
-            self._sinks.append(Wandb(config.wandb_project, name, folder, settings))
+            self._sinks.append(Wandb(config, name, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics of a finished step, by the names of metrics.jsonl."""
@@ -66,6 +67,10 @@ class Monitor:
     def image(self, path: Path, version: int) -> None:
         """The picture grid of an evaluation."""
         self._each(lambda sink: sink.image(path, version))
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None:
+        """Images of an evaluation, one by one, in the order of the prompts."""
+        self._each(lambda sink: sink.samples(version, samples))
 
     def close(self) -> None:
         """Again does nothing."""
@@ -95,6 +100,7 @@ class Display:
         self._ends: deque[float] = deque([clock()], maxlen=AVERAGED_STEPS + 1)
         self._shown = float("-inf")
         self._skipped = 0
+        self._without: Counter[str] = Counter()
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -117,12 +123,19 @@ class Display:
             self._shown = now
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._console.print(
-            f"evaluation of version {version}: reward {_number(metrics['reward/mean'])}", highlight=False
-        )
+        what = f"version {version}"
+        if any(name.startswith("baseline/") for name in metrics):
+            what, metrics = "the baseline", {name.removeprefix("baseline/"): x for name, x in metrics.items()}
+        parts = [f"reward {_with_change(metrics, 'reward')}"]
+        held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
+        parts += [f"{name.replace('held_out/', 'held-out ')} {_with_change(metrics, name)}" for name in held_out]
+        self._console.print(f"evaluation of {what}: {', '.join(parts)}", highlight=False, soft_wrap=True)
 
     def image(self, path: Path, version: int) -> None:
         """Pictures are in the run directory; a line of text has no room for them."""
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None:
+        """Likewise."""
 
     def close(self) -> None:
         if self._console.is_terminal:
@@ -132,9 +145,13 @@ class Display:
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         lost = metrics.get("tickets_skipped")
         self._skipped += int(lost or 0)
+        for key, value in metrics.items():
+            if value and (missing := re.fullmatch("reward/([^/]+)/missing", key)):
+                self._without[missing[1]] += int(value)
         parts = [
             f"reward {_number(metrics.get('reward/mean'))}",
             *([f"{self._skipped} tickets skipped"] if self._skipped else []),
+            *(f"{count} groups without {term}" for term, count in self._without.items()),
             f"staleness {_number(metrics.get('staleness/mean'), '.2g')}",
             f"{seconds:.2f} s/step",
             f"ETA {_duration(seconds * (self._total - step - 1))}",
@@ -142,72 +159,17 @@ class Display:
         return " | ".join(parts)
 
 
-class Tensorboard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in _scalars(metrics).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"evaluation/{name}", value, version)
-        self._writer.flush()
-
-    def image(self, path: Path, version: int) -> None:
-        import numpy as np
-        from PIL import Image
-
-        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), version, dataformats="HWC")
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory.
-
-    W&B's own step only counts calls, as an evaluation ends after later steps: the charts' axes are `step` and, of
-    evaluations and pictures, `evaluation/version`.
-    """
-
-    def __init__(self, project: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
-        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
-        self._run: Any = wandb.init(
-            project=project, name=name, dir=str(folder), config=dict(settings), mode=mode, reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
-
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_scalars(metrics) | {"step": step})
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})
-
-    def image(self, path: Path, version: int) -> None:
-        self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
-
-
 def _number(value: Any, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
+
+
+def _with_change(metrics: Mapping[str, float], name: str) -> str:
+    """A mean, and in brackets what it has changed by since the first evaluation, with its standard error."""
+    changed, error = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_stderr")
+    text = _number(metrics.get(f"{name}/mean"))
+    if changed is None:
+        return text
+    return f"{text} ({changed:+.3g}{'' if error is None else f' ± {error:.2g}'})"
 
 
 def _duration(seconds: float) -> str:

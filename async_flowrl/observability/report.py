@@ -12,10 +12,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.observability.charts import Line, legend, line_chart, timeline
+from async_flowrl.observability.evaluation_summary import evaluation_parts
+from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import Track, tracks
 
 MAX_STEPS_SHOWN = 8
@@ -41,8 +44,11 @@ SUMMARY_KEYS = (
     "efficiency",
     "reward_first",
     "reward_last",
+    "evaluation_prompts",
     "weights_digest",
 )
+EVALUATED = {"held_out": "evaluation of held-out prompts", "training": "evaluation of training prompts"}
+"""How the curve of evaluations is called."""
 MIN_LOST_SHARE = 0.1
 """Shares of its time below this that a pool loses are not mentioned."""
 MAX_SPLIT_SHARE = 0.97
@@ -59,7 +65,8 @@ def write_report(run_dir: Path) -> Path:
         f"<h1>{escape(run_dir.name)}</h1>",
         f'<p class="lead">{escape(verdict(run_dir, workers, history))}</p>',
         _facts(summary, metrics),
-        *_curves(metrics, history),
+        *_curves(metrics, history, EVALUATED.get(str(summary.get("evaluation_prompts")), "evaluation prompts")),
+        *_evaluations(run_dir),
         *_timelines(workers, history),
         *_pictures(run_dir / "images"),
         "<h2>Configuration</h2>",
@@ -74,9 +81,17 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
+def _evaluations(run_dir: Path) -> list[str]:
+    settings: Any = OmegaConf.create(_text(run_dir / "config.yaml") or "{}")
+    on_hacking = OmegaConf.select(settings, "evaluate.on_hacking", default="warn")
+    return evaluation_parts(read_evaluations(run_dir / "evaluations.jsonl"), str(on_hacking))
+
+
 def verdict(run_dir: Path, workers: Sequence[Track], history: Sequence[Event]) -> str:
     """The bottleneck of a run, from its events and the shape of its step."""
     window, settings = _window(history), _text(run_dir / "config.yaml")
+    if (sentence := reward_bound(workers, window)) is not None:
+        return sentence
     config: Any = OmegaConf.create(settings) if settings else {}
     separate = config.get("placement") == "separate"
     split = better_split(workers, window, int(config.get("group_size", 1))) if separate else None
@@ -191,15 +206,13 @@ def _pool_table(pools: dict[str, dict[str, float]]) -> str:
     return f"<h2>Where the time went</h2><table><tr><th></th>{head}</tr>{rows}</table>"
 
 
-def _curves(metrics: Sequence[Metrics], history: Sequence[Event]) -> list[str]:
+def _curves(metrics: Sequence[Metrics], history: Sequence[Event], evaluation: str) -> list[str]:
     steps = [line["step"] for line in metrics]
     clock = _wall_clock(metrics, history)
     reward = [line.get("reward/mean") for line in metrics]
     evaluated = [line for line in metrics if line.get("evaluation/reward/mean") is not None]
-    held_out = Line(
-        "held-out prompts", [e["step"] for e in evaluated], [e["evaluation/reward/mean"] for e in evaluated]
-    )
-    by_step = [Line("training", steps, reward), *([held_out] if evaluated else [])]
+    curve = Line(evaluation, [e["step"] for e in evaluated], [e["evaluation/reward/mean"] for e in evaluated])
+    by_step = [Line("training", steps, reward), *([curve] if evaluated else [])]
     ages = [Line(kind, steps, [line.get(f"staleness/{kind}") for line in metrics]) for kind in ("mean", "max")]
     names = sorted({name for line in metrics for name in line if name.startswith("timing/")})
     timing = [Line(name.removeprefix("timing/"), steps, [line.get(name) for line in metrics]) for name in names]

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.flops import utilisation
@@ -93,7 +94,12 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "workers": {
             "rollout": config.rollout.num_workers,
             "trainer": config.trainer.num_workers,
-            "reward": config.reward.num_workers,
+            **{pool.name: pool.workers for pool in reward_pools(config.reward)},
+        },
+        "gpus_per_worker": {
+            "rollout": config.rollout.gpus_per_worker,
+            "trainer": config.trainer.gpus_per_worker,
+            **{pool.name: pool.gpus_per_worker for pool in reward_pools(config.reward)},
         },
         **staleness(metrics, config.trainer.updates_per_batch),
         "weights_digest": outcome.weights_digest,
@@ -114,7 +120,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,
         "skipped": skipped(metrics),
-        "warnings": _warnings(kept, skipped(metrics)),
+        "warnings": _warnings(kept, metrics),
         "reward_first": _tenth(metrics, first=True),
         "reward_last": _tenth(metrics, first=False),
     }
@@ -180,22 +186,49 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 
 def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
-    """Training tickets without a score in the whole run, steps that had some, and steps that had nothing else."""
+    """Training tickets without a score in the whole run, steps that had some, and steps that had nothing else; and how
+    often a group was trained without an optional term."""
     tickets = [int(line.get("tickets_skipped") or 0) for line in metrics]
     nothing = sum(line.get("reward/mean") is None for line, count in zip(metrics, tickets, strict=True) if count)
-    return {"tickets": sum(tickets), "steps": sum(count > 0 for count in tickets), "steps_without_reward": nothing}
+    return {
+        "tickets": sum(tickets),
+        "steps": sum(count > 0 for count in tickets),
+        "steps_without_reward": nothing,
+        "optional_terms": sum(groups_without(metrics).values()),
+    }
 
 
-def _warnings(kept: Mapping[str, float], skipped: Mapping[str, int]) -> list[str]:
+def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
+    """By optional term, the groups that were trained without its score."""
+    counts: dict[str, int] = {}
+    for line in metrics:
+        for key, value in line.items():
+            term = key.removeprefix("reward/").removesuffix("/missing")
+            if key == f"reward/{term}/missing" and value:
+                counts[term] = counts.get(term, 0) + int(value)
+    return counts
+
+
+def _warnings(kept: Mapping[str, float], metrics: Sequence[Metrics]) -> list[str]:
+    counts = skipped(metrics)
     lost = [
-        f"{skipped['tickets']} tickets in {skipped['steps']} steps were skipped, as their rewards could not be had; "
-        f"{skipped['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"
+        f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
+        f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"
     ]
-    return (lost if skipped["tickets"] else []) + [
-        f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
-        "algorithm.clip_range or lower max_staleness"
-        for age, share in kept.items()
-        if share < MIN_GRADIENT_KEPT
+    without = [
+        f"{count} groups were trained without the term {term}, which is not required and could not be had (see the "
+        "events `unscored` in events.jsonl)"
+        for term, count in groups_without(metrics).items()
+    ]
+    return [
+        *(lost if counts["tickets"] else []),
+        *without,
+        *(
+            f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
+            "algorithm.clip_range or lower max_staleness"
+            for age, share in kept.items()
+            if share < MIN_GRADIENT_KEPT
+        ),
     ]
 
 

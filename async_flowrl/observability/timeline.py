@@ -56,7 +56,8 @@ def tracks(events: Iterable[Event]) -> list[Track]:
 
 def _order(track: Track) -> tuple[int, str, int]:
     pool = pool_of(track.place)
-    return POOLS.index(pool) if pool in POOLS else len(POOLS), pool, int(track.place.rsplit("-", 1)[-1])
+    base = pool.split("/", 1)[0]
+    return POOLS.index(base) if base in POOLS else len(POOLS), pool, int(track.place.rsplit("-", 1)[-1])
 
 
 def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:

@@ -3,6 +3,7 @@
     python -m async_flowrl.plan --generate 40 --update 40 --sync 1 --devices 8
     python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
     python -m async_flowrl.plan --memory --config-name one_step_off experiment=qwen_image_ocr
+    python -m async_flowrl.plan --fit
     python -m async_flowrl.plan --rehearse --card H100 experiment=qwen_image_ocr
 
 `--generate` and `--update` are device-seconds per training step: what one rollout worker, or one trainer rank, would
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.plan.advise import Limits, advise
 from async_flowrl.plan.arguments import parser
 from async_flowrl.plan.calibrate import calibrate
@@ -48,7 +50,14 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
 def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
     run = calibrate(given.from_run.expanduser())
     devices = given.devices or (sum(given.split) if given.split else run.layout.rollout + run.layout.trainer)
-    limits = replace(limits, devices=devices, reward=given.reward_workers or run.layout.reward)
+    pools = reward_pools(run.config.reward)
+    limits = replace(
+        limits,
+        devices=devices,
+        reward=(given.reward_workers or run.layout.reward) if run.layout.reward else 0,
+        own_rewards=run.layout.own_rewards,
+        reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
+    )
     return replace(run.work, serial=given.serial, switch=given.switch), limits
 
 
@@ -81,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         words.remove("--memory")
         return report_memory(words)
+    if "--fit" in words:
+        from async_flowrl.plan.fit import main as fit
+
+        words.remove("--fit")
+        return fit(words)
     if "--rehearse" in words:
         from async_flowrl.plan.rehearsal.command import main as rehearse
 

@@ -1,9 +1,12 @@
 """Recommendation of a split, of a max_staleness, and of whether to run asynchronously at all."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from async_flowrl.plan.finer import finer_tickets
+from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
 from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
 
@@ -14,6 +17,8 @@ MIN_SPEEDUP = 1.02
 MIN_DEVICE_USE = 0.95
 """Share of the devices; a split that leaves more of them idle is pointed out."""
 MAX_STALENESS = 8
+MAX_ADVISED_STALENESS = 2
+"""Deeper pipelines stand in the table, but none is recommended."""
 TICKETS_PER_SIMULATION = 1000
 """They take a few tenths of a second."""
 MAX_SPLITS = 8
@@ -41,7 +46,11 @@ class Limits:
     memory: float = math.inf
     """Bytes of object store for images and trajectories."""
     reward: int = 1
-    """Reward workers; they are not counted among the devices."""
+    """Workers of the shared reward pool, 0 where there is none; they are not counted among the devices."""
+    own_rewards: Mapping[str, int] = field(default_factory=dict)
+    """Workers of the reward pools of single terms."""
+    reward_gpus: Mapping[str, float] = field(default_factory=dict)
+    """GPUs of a worker, by reward pool; they come beside the devices that are split."""
     split: tuple[int, int] | None = None
     """(rollout, trainer) if it is fixed."""
     steps: int | None = None
@@ -77,7 +86,8 @@ def splits(work: Work, limits: Limits) -> list[Layout]:
         pairs = [limits.split]
     else:
         pairs = [(n, limits.devices - n) for n in range(1, limits.devices) if work.allows(limits.devices - n)]
-    layouts = [Layout(rollout, trainer, limits.reward, slow=limits.slow) for rollout, trainer in pairs]
+    common: dict[str, Any] = {"reward": limits.reward, "slow": limits.slow, "own_rewards": limits.own_rewards}
+    layouts = [Layout(rollout, trainer, **common) for rollout, trainer in pairs]
     return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:MAX_SPLITS]
 
 
@@ -95,8 +105,12 @@ def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Predict
 
 
 def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
-    """The freshest that reaches 98 % of the bound; where none does, the freshest within 2 % of the fastest."""
-    fitting = [p for p in depths if p.payload_bytes <= limits.memory]
+    """The freshest that reaches 98 % of the bound; where none does, the freshest within 2 % of the fastest.
+
+    Never deeper than MAX_ADVISED_STALENESS: what a deeper pipeline evens out, smaller tickets do with fresher samples.
+    """
+    advised = [p for p in depths if p.layout.max_staleness <= MAX_ADVISED_STALENESS]
+    fitting = [p for p in advised if p.payload_bytes <= limits.memory]
     if not fitting:
         return None
     fastest = min(p.step_seconds for p in fitting)
@@ -110,7 +124,7 @@ def predict_colocated(work: Work, limits: Limits) -> Prediction | None:
     """Every device generates, then every device trains; None where no number of ranks divides a group."""
     if not work.allows(limits.devices):
         return None
-    layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow)
+    layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow, limits.own_rewards)
     # Handing the device over costs the switch once per step, where the trainer stages.
     return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
 
@@ -121,11 +135,32 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
     if chosen is None:
         return []
     return [
+        *on_rewards(work, chosen, limits),
         *against_colocated(chosen, advice.colocated, limits),
         recommendation(chosen, advice.colocated),
         *on_staleness(chosen, advice.depths),
+        *on_tickets(work, chosen, limits),
         *on_balance(work, chosen, limits),
     ]
+
+
+def on_rewards(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
+    """Whether a reward pool is the limit, and how many workers would cure that."""
+    cure = cures(work, chosen.layout, chosen.bounds)
+    if not cure:
+        return []
+    cured = _simulate(work, with_workers(chosen.layout, cure), limits)
+    return [limit_sentence(work, chosen, cured, cure, limits.reward_gpus)]
+
+
+def on_tickets(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
+    """Whether smaller tickets do what more staleness would."""
+    if chosen.layout.max_staleness < 2 and chosen.efficiency >= ENOUGH_EFFICIENCY:
+        return []
+    if cures(work, chosen.layout, chosen.bounds):
+        return []
+    finer = finer_tickets(work, chosen, lambda smaller, layout: _simulate(smaller, layout, limits))
+    return [] if finer is None else [finer.sentence(chosen)]
 
 
 def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: Limits) -> list[str]:
@@ -163,10 +198,10 @@ def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
     k = chosen.layout.max_staleness
     deeper = [p.step_seconds for p in depths if p.layout.max_staleness > k]
     sentences = []
-    if chosen.efficiency < ENOUGH_EFFICIENCY:
+    if max(p.efficiency for p in depths) < ENOUGH_EFFICIENCY:
         sentences.append(
             f"No max_staleness up to {max(p.layout.max_staleness for p in depths)} reaches {ENOUGH_EFFICIENCY:.0%} of "
-            "the bound: generation or rewards are too uneven for this many tickets per worker; smaller tickets help."
+            "the bound: generation or rewards are too uneven for this many tickets per worker."
         )
     if deeper and min(deeper) > chosen.step_seconds * ENOUGH_EFFICIENCY:
         limiter = "the trainer" if chosen.bounds.update >= chosen.bounds.generation else "generation"
@@ -188,9 +223,6 @@ def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
             f"Whole devices cost {1 - used:.0%}: generation and training take {generation:.3g} and {update:.3g} "
             f"device-seconds per step, which {limits.devices} devices cannot share evenly."
         )
-    limit = chosen.bounds
-    if limit.reward >= max(limit.generation, limit.update) and limit.reward > 0:
-        sentences.append("Rewards are the limit: more reward workers shorten the step.")
     return sentences
 
 

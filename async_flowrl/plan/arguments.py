@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     option("--no-colocate", action="store_true", help="both models do not fit one device")
     option("--steps", type=count, help="steps to simulate (default: enough for some 1,000 tickets)")
     option("--memory", action="store_true", help="device memory of a configuration instead; has options of its own")
+    option("--fit", action="store_true", help="which recipes fit which hardware instead; has options of its own")
     option("--rehearse", action="store_true", help="run a configuration on shapes alone; has options of its own")
     option("--json", action="store_true", help="print the plan as JSON")
     return command_line

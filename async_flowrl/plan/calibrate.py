@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.reward_pools import SHARED, reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
@@ -71,6 +72,7 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
     ]
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
     slow = slow_places(tickets)
+    scores = score_times(history, [pool.name for pool in reward_pools(config.reward)])
     work = Work(
         prompts_per_step=config.prompts_per_step,
         tickets_per_group=config.group_size // config.images_per_ticket,
@@ -79,7 +81,8 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         generate=Law.measured([seconds / slow.get(place, 1.0) for place, seconds in tickets]),
         update=Law.measured(per_group),
         finish=Law(finish),
-        score=Law.measured(score_times(history)),
+        score=Law.measured(scores.pop(SHARED, [])),
+        own_scores={pool: Law.measured(times) for pool, times in scores.items()},
         stage=Law.measured(rest),
         deliver=Law.measured(delivery_times(history)),
         ticket_bytes=payload_bytes(history),
@@ -99,11 +102,13 @@ def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:
 
 
 def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
+    pools = {pool.name: pool.workers for pool in reward_pools(config.reward)}
     places = [slow.get(f"rollout-{index}", 1.0) for index in range(config.rollout.num_workers)]
     return Layout(
         rollout=config.rollout.num_workers,
         trainer=config.trainer.num_workers,
-        reward=config.reward.num_workers,
+        reward=pools.pop(SHARED, 0),
+        own_rewards=pools,
         max_staleness=config.max_staleness,
         hand_over=config.hand_over,
         slow=tuple(places) if slow else (),
@@ -155,14 +160,14 @@ def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
     return {place: value / middle for place, value in medians.items() if value > MIN_SLOWNESS * middle}
 
 
-def score_times(history: Iterable[Event]) -> list[float]:
-    """Seconds a reward worker was taken for one group."""
+def score_times(history: Iterable[Event], pools: Sequence[str]) -> dict[str, list[float]]:
+    """By reward pool the seconds that one of its workers was taken for one group."""
     began: dict[str, float] = {}
-    times = []
+    times: dict[str, list[float]] = {pool: [] for pool in pools}
     for event in history:
-        if event["event"] == "state" and pool_of(event["worker"]) == "reward":
+        if event["event"] == "state" and (pool := pool_of(event["worker"])) in times:
             if event["worker"] in began:
-                times.append(event["time"] - began.pop(event["worker"]))
+                times[pool].append(event["time"] - began.pop(event["worker"]))
             if event["state"] == "busy":
                 began[event["worker"]] = event["time"]
     return times

@@ -1,23 +1,29 @@
 """Comparison of the memory plan with the devices that a run has found, before its models are loaded."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.reward_pools import is_reward_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
     Footprint,
+    beside,
     rollout_footprint,
+    rollout_ranks,
     sampling_peak,
     trainer_footprint,
     training_peak,
 )
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.seats import reward_seats
+from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
 from async_flowrl.tickets.arithmetic import check_batching
 
 logger = logging.getLogger(__name__)
@@ -38,12 +44,17 @@ class Change:
 
     key: str
     value: Any
+    also: tuple["Change", ...] = ()
+    """Settings that it goes with."""
 
     def __str__(self) -> str:
-        return f"{self.key}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+        own = f"{self.key}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+        return " ".join([own, *map(str, self.also)])
 
     def applied(self, config: Config) -> Config:
         changed = deepcopy(config)
+        for other in self.also:
+            changed = other.applied(changed)
         *path, name = self.key.split(".")
         owner: Any = changed
         for part in path:
@@ -71,7 +82,7 @@ class Device:
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """Sentences to warn with, of a configuration on devices of `memory` bytes by pool ("trainer", "rollout").
+    """Sentences to warn with, of a configuration on devices of `memory` bytes by pool.
 
     A pool that is not there has no device, or one that is not planned. Raises ConfigError where weights, optimizer and
     versions alone are larger than a device, unless `allow_oom` is set. A model that cannot be planned may well run:
@@ -89,9 +100,11 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
     """As `check_devices`, for a model that can be planned."""
-    model, warnings = build_meta_model(config), []
+    warnings = compared_rewards(config, memory)
+    memory = {pool: size for pool, size in memory.items() if not is_reward_pool(pool)}
+    model = build_meta_model(config)
     for title, device in _devices(config, memory).items():
-        if _footprint(title, config, model, device).resident > device.available:
+        if footprint(title, config, model, device).resident > device.available:
             sentence = refusal(title, config, model, device)
             if not config.allow_oom:
                 raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
@@ -100,24 +113,51 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
         return warnings
     sampling, training = sampling_peak(config, model), training_peak(config, model)
     for title, device in _devices(config, memory).items():
-        whole = _footprint(title, config, model, device, training=training, sampling=sampling)
+        whole = footprint(title, config, model, device, training=training, sampling=sampling)
         if whole.total > TIGHT * device.available:
             warnings.append(tight(title, whole, device.available))
     return warnings
+
+
+def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
+    """As `check_devices`, for the reward pools: what their models take is what they say of themselves."""
+    warnings = []
+    for seat in reward_seats(config):
+        if (size := memory.get(seat.pool)) is None:
+            continue
+        available, held = round(size * min(1.0, seat.gpus)), seat.footprint
+        if held.resident > available:
+            sentence = (
+                f"a {seat.title} holds {held.resident / GIB:.3g} GiB of reward models, its share of a device is "
+                f"{available / GIB:.3g} GiB: it would fit with {seat.key}={enough_gpus(held.total, size):g}"
+            )
+            if not config.allow_oom:
+                raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+            warnings.append(sentence)
+        elif seat.known and held.total > TIGHT * available:
+            warnings.append(tight(f"a {seat.title}", held, available))
+    return warnings
+
+
+def enough_gpus(needed: int, device: int) -> float:
+    """The share of a device, in steps of a twentieth, that holds so many bytes; 1 where none of them is enough."""
+    return min(1.0, math.ceil(20 * needed / device) / 20)
 
 
 def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
     """The device of each kind of process; a process has all of it, or the share that `gpus_per_worker` leaves."""
     if config.placement == "colocated" or (config.runtime.backend == "local" and len(memory) > 1):
         whole = min(memory.values(), default=0)
-        title = ALL if config.runtime.backend == "local" else BOTH
-        return {title: Device(whole, whole)} if memory else {}
+        if config.runtime.backend == "local":
+            return {ALL: Device(whole, whole)} if memory else {}
+        share = min(1.0, max(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker))
+        return {BOTH: Device(whole, round(whole * share))} if memory else {}
     shares = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
     titles = {"trainer": TRAINER, "rollout": ROLLOUT}
     return {titles[pool]: Device(size, round(size * min(1.0, shares[pool]))) for pool, size in memory.items()}
 
 
-def _footprint(
+def footprint(
     title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
 ) -> Footprint:
     trainer = trainer_footprint(config, model, device.memory, training)
@@ -126,34 +166,34 @@ def _footprint(
         return trainer
     if title == ROLLOUT:
         return rollout
-    workers = config.rollout.num_workers if title == ALL else 1
-    parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
-    return Footprint(parts | {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()})
+    if title == ALL:
+        return beside(trainer, rollout, config.rollout.num_workers, processes=1)
+    return beside(trainer, rollout)
 
 
 def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str:
     """What there is too much of, and what would make it fit; what helps most, where no setting alone is enough."""
-    footprint, available = _footprint(title, config, model, device), device.available
-    resident = {name: size for name, size in footprint.parts.items() if size and name in footprint.lasting}
+    held, available = footprint(title, config, model, device), device.available
+    resident = {name: size for name, size in held.parts.items() if size and name in held.lasting}
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
     left = {
-        change: _footprint(title, change.applied(config), _scaled(change, config, model), device).resident
-        for change in changes(title, config)
+        change: footprint(title, change.applied(config), scaled(change, config, model), device).resident
+        for change in changes(title, config, model.family)
         if change.accepted(config)
     }
-    smaller = sorted((change for change in left if left[change] < footprint.resident), key=lambda c: left[c])
+    smaller = sorted((change for change in left if left[change] < held.resident), key=lambda c: left[c])
     fitting = [change for change in left if left[change] <= available]
     chosen = [*fitting, *(change for change in smaller if change not in fitting)][:SHOWN]
     verb = "it would fit with" if fitting else "it would need less, though not little enough, with"
     advice = ", ".join(f"{change} ({left[change] / GIB:.3g} GiB)" for change in chosen)
     return (
-        f"{title} holds {footprint.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
+        f"{title} holds {held.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
         f"({parts}), its device has {available / GIB:.3g} GiB; "
         + (f"{verb} {advice}" if chosen else "no single setting would make it need less")
     )
 
 
-def changes(title: str, config: Config) -> Sequence[Change]:
+def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     """Settings that need less memory, those that cost least first."""
     trainer, rollout = config.trainer, config.rollout
     found = []
@@ -172,10 +212,16 @@ def changes(title: str, config: Config) -> Sequence[Change]:
         found.append(Change("lora.rank", config.lora.rank // 2))
     if config.max_staleness > 0:
         found.append(Change("max_staleness", 0))
+    if title == ROLLOUT and family in VLLM_FAMILIES:
+        found += [
+            Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
+            for gpus in (2, 4, 8)
+            if gpus > rollout_ranks(config)
+        ]
     return found
 
 
-def _scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
+def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
     """The model after a change, by arithmetic alone."""
     if change.key == "lora.rank":
         return replace(model, adapter_parameters=model.adapter_parameters * change.value // config.lora.rank)
@@ -193,8 +239,9 @@ def _scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
 
 def tight(title: str, footprint: Footprint, available: int) -> str:
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
+    runtime = footprint.processes * RUNTIME_BYTES / GIB
     return (
         f"{title} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
-        f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.3g} of "
-        "runtime): it may run out of memory"
+        f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {runtime:.3g} of runtime): it may "
+        "run out of memory"
     )

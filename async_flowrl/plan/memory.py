@@ -36,9 +36,11 @@ PASSING = ("activations", "gathered blocks")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Named bytes of one process on its device."""
+    """Named bytes on a device, of one process or of all that share it."""
 
     parts: Mapping[str, int]
+    processes: int = 1
+    """How many there are, each with a runtime of its own."""
 
     @property
     def lasting(self) -> set[str]:
@@ -53,7 +55,22 @@ class Footprint:
     @property
     def total(self) -> int:
         """With margin and runtime."""
-        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + RUNTIME_BYTES
+        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + self.processes * RUNTIME_BYTES
+
+
+def beside(trainer: Footprint, rollout: Footprint, workers: int = 1, *, processes: int = 2) -> Footprint:
+    """Of a trainer rank with rollout workers on its device."""
+    parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
+    parts |= {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()}
+    return Footprint(parts, processes)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of passing tensors, of an update and of the making of images."""
+
+    training: int
+    sampling: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class MemoryPlan:
     ticket_bytes: int
     payload: int
     adapter_bytes: int
+    peaks: Peaks
 
 
 def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
@@ -83,6 +101,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes),
         adapter_bytes=model.version_bytes,
+        peaks=Peaks(activations, sampling_bytes),
     )
 
 
@@ -104,7 +123,8 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
-        "optimizer": 2 * vector,
+        # Two moments, and a vector that holds the gradient up to the last group, then the weights before the step.
+        "optimizer": 3 * vector,
         "versions of the adapter": versions * model.version_bytes + masters * vector,
         "activations": activations,
     }
@@ -115,7 +135,10 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
 
 
 def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
-    """Of a rollout worker with the diffusers engine."""
+    """Of a rollout worker; of one of its GPUs where vllm_omni spreads the network over several.
+
+    Of vllm_omni everything but the network is counted as if each GPU held it whole, which is the most it can be.
+    """
     text = model.text_parameters * model.itemsize
     offloaded = config.rollout.text_encoder == "offload"
     streams = 2 if config.trainer.ema_decay is not None else 1
@@ -123,7 +146,7 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     copies = 1 + streams * (config.max_staleness + 1) + 1 + 1
     return Footprint(
         {
-            "base weights": model.base_bytes + model.buffer_bytes,
+            "base weights": -(-model.base_bytes // rollout_ranks(config)) + model.buffer_bytes,
             "text encoders": 0 if offloaded else text,
             "VAE": model.vae_parameters * model.itemsize,
             "versions of the adapter": copies * model.version_bytes,
@@ -131,6 +154,11 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
             "activations": max(activations, text) if offloaded and activations else activations,
         }
     )
+
+
+def rollout_ranks(config: Config) -> int:
+    """GPUs that one rollout worker's network is spread over."""
+    return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
 
 
 def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> int:

@@ -2,17 +2,47 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.memory import MARGIN_SHARE, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
+from async_flowrl.plan.devices import BOTH, ROLLOUT, TRAINER, Device, enough_gpus, refusal
+from async_flowrl.plan.fitting import advice
+from async_flowrl.plan.memory import (
+    MARGIN_SHARE,
+    RUNTIME_BYTES,
+    Footprint,
+    MemoryPlan,
+    beside,
+    plan_memory,
+    rollout_ranks,
+)
+from async_flowrl.plan.seats import describe_gpus, gpus_taken, reward_seats
 from separation.table import format_table
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Process:
+    """One kind of process on a device."""
+
+    title: str
+    footprint: Footprint
+    share: float
+    """Of a device; whole ones where it is above 1."""
+    kind: str = ""
+    """What plan/devices.py calls it, where it knows settings that change it."""
+    caveat: str = ""
+
+    def available(self, device_gib: float) -> int:
+        """Bytes that it has of a device."""
+        return round(device_gib * GIB * (min(1.0, self.share) or 1.0))
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
@@ -23,10 +53,12 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         f"LoRA of {model.adapter_parameters / 1e6:.1f} M parameters, {plan.adapter_bytes / 1e6:.0f} MB per version"
     )
     sections = [f"{whole}, {adapter}", ""]
-    for title, footprint in processes(plan, config):
+    for process in processes(plan, config):
+        title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
         extra = footprint.total - sum(footprint.parts.values())
-        rows.append((f"margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.1f} of runtime", f"{extra / GIB:.2f}"))
+        runtime = footprint.processes * RUNTIME_BYTES / GIB
+        rows.append((f"margin {MARGIN_SHARE:.0%} and {runtime:.1f} of runtime", f"{extra / GIB:.2f}"))
         rows.append(("together", f"{footprint.total / GIB:.2f}"))
         sections += [format_table((title, "GiB"), rows), ""]
     if plan.host:
@@ -38,50 +70,57 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
 
 
-def processes(plan: MemoryPlan, config: Config) -> list[tuple[str, Footprint]]:
-    """Trainer rank and rollout worker, each with its footprint; one sum of both where they share a device."""
+def processes(plan: MemoryPlan, config: Config) -> list[Process]:
+    """Trainer rank, rollout worker (one sum where they share a device), and a worker of each reward pool with GPUs."""
+    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
+    seats = [Process(seat.title, seat.footprint, seat.gpus, caveat=seat.caveat) for seat in reward_seats(config)]
     if config.placement == "colocated":
-        both = {f"{name} (trainer)": size for name, size in plan.trainer.parts.items()}
-        both |= {f"{name} (rollout)": size for name, size in plan.rollout.parts.items()}
-        return [("trainer rank and rollout worker", Footprint(both))]
-    return [("trainer rank", plan.trainer), ("rollout worker", plan.rollout)]
+        both = beside(plan.trainer, plan.rollout)
+        return [Process("trainer rank and rollout worker", both, max(trainer, rollout), BOTH), *seats]
+    spread = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
+    return [
+        Process("trainer rank", plan.trainer, trainer, TRAINER),
+        Process(spread, plan.rollout, rollout, ROLLOUT),
+        *seats,
+    ]
 
 
 def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
     """What fits devices of `device_gib`, and what to change where something does not."""
-    count = config.trainer.num_workers
-    if config.placement != "colocated":
-        count += config.rollout.num_workers
-    sentences = []
-    for title, footprint in processes(plan, config):
-        left = device_gib - footprint.total / GIB
-        if left >= 0:
-            sentences.append(f"a {title} fits a device of {device_gib:g} GiB, {left:.1f} GiB left")
-        else:
-            sentences.append(
-                f"a {title} does not fit {device_gib:g} GiB, {-left:.1f} GiB are missing: {_advice(title, config)}"
-            )
-    return [*sentences, f"the run takes {count} devices"]
+    sentences = [judged(process, plan, config, device_gib) for process in processes(plan, config)]
+    return [*sentences, describe_gpus(config)]
 
 
-def _advice(title: str, config: Config) -> str:
-    if title == "rollout worker":
-        resident = [] if config.rollout.text_encoder == "offload" else ["rollout.text_encoder=offload"]
-        return ", ".join([*resident, "a smaller rollout.batch_size", "a smaller lora.rank"])
-    trainer = config.trainer
-    options = [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing=true"]
-    options += ["a smaller trainer.micro_batch_size"]
-    options += ["trainer.shard=full"] if trainer.num_workers > 1 and trainer.shard != "full" else []
-    options += ["more trainer.num_workers"] if trainer.shard != "none" else []
-    options += [] if trainer.cpu_offload else ["trainer.cpu_offload=true"]
-    return ", ".join(options)
+def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float) -> str:
+    """One sentence on one process."""
+    footprint, available = process.footprint, process.available(device_gib)
+    whole = f"{device_gib:g} GiB"
+    part = "" if process.share >= 1 else f"{process.share:g} of "
+    left = (available - footprint.total) / GIB
+    if not footprint.parts:
+        return f"whether a {process.title} fits {part}{whole} is unknown: its rewards do not say what they take"
+    if left >= 0:
+        return f"a {process.title} fits {part}a device of {whole}, {left:.1f} GiB left{process.caveat}"
+    return f"a {process.title} does not fit {part}{whole}, {-left:.1f} GiB are missing: " + cure(
+        process, plan, config, Device(round(device_gib * GIB), available)
+    )
+
+
+def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
+    """What would make a process fit a device: settings, or at least a larger device."""
+    footprint, larger = process.footprint, f"a device of {math.ceil(process.footprint.total / GIB)} GiB"
+    if not process.kind:
+        return f"give it {enough_gpus(footprint.total, device.memory):g} of one{process.caveat}"
+    if footprint.resident <= device.available:
+        return f"{advice(process.kind, config, plan.model, plan.peaks, device)}, or with {larger}"
+    return f"{refusal(process.kind, config, plan.model, device)}; as it is, it takes {larger}"
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
     """All sizes in bytes."""
     parts = {
-        title.replace(" ", "_"): {**footprint.parts, "total": footprint.total}
-        for title, footprint in processes(plan, config)
+        process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
+        for process in processes(plan, config)
     }
     return {
         "base_parameters": plan.model.base_parameters,
@@ -91,7 +130,8 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,
         "adapter_bytes": plan.adapter_bytes,
-        "fits": all(footprint.total <= device_gib * GIB for _, footprint in processes(plan, config)),
+        "devices": gpus_taken(config),
+        "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
     }
 
 

@@ -35,6 +35,7 @@ class MetaModel:
     """Of the transformer's tables; they are never sharded."""
     itemsize: int = 4
     """Bytes of a number that the network computes with, and that a version of the adapter holds."""
+    family: str = ""
 
     @property
     def base_bytes(self) -> int:
@@ -74,6 +75,7 @@ def build_meta_model(config: Config) -> MetaModel:
         vae_parameters=sum(p.numel() for p in cast("nn.Module", policy._whole("decode").vae).parameters()),
         buffer_bytes=_buffer_bytes(policy.transformer, DTYPES[dtype]),
         itemsize=DTYPES[dtype].itemsize,
+        family=known.family,
     )
 
 

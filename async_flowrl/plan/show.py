@@ -41,7 +41,7 @@ def record(prediction: Prediction) -> dict[str, Any]:
     return {
         "rollout": layout.rollout,
         "trainer": layout.trainer,
-        "reward": layout.reward,
+        "reward": layout.reward_workers,
         "max_staleness": layout.max_staleness,
         "hand_over": layout.hand_over,
         "step_seconds": prediction.step_seconds,

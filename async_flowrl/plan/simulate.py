@@ -69,7 +69,7 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Predic
         requests=cast("RequestBuilder", TicketsAsRequests()),
         table=TicketTable(shape(config), on_change=recorder.moved),
         rollout=planned_pool("rollout", layout.rollout, work, layout, seed),
-        reward=planned_pool("reward", layout.reward, work, layout, seed),
+        rewards={name: planned_pool(name, size, work, layout, seed) for name, size in layout.reward_workers.items()},
         trainer=PlannedTrainer(work, layout, seed),
         weights=weights,
         observer=recorder,

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from async_flowrl.config.reward_pools import SHARED
 from async_flowrl.controller.context import Context
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
@@ -38,11 +39,12 @@ class PlannedWorker(VirtualWorker):
     def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int) -> None:
         super().__init__(pool, index, EmptyAnswers())
         self._work, self._slowness, self._seed = work, layout.slowness(index) if pool == "rollout" else 1.0, seed
+        self._scored = pool.replace(SHARED, "score", 1)
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
         ticket: Ticket = args[0]
         if method == "score":
-            return self._work.score.draw(f"{self._seed}/score/{ticket.step}/{ticket.group}")
+            return self._work.score_in(self.pool).draw(f"{self._seed}/{self._scored}/{ticket.step}/{ticket.group}")
         return self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness
 
 

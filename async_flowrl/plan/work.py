@@ -1,8 +1,10 @@
 """Work of a training step, layout of devices, and the closed forms that bound the one on the other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from async_flowrl.config.schema import Config, DeadlinesConfig, mode_name
+from async_flowrl.config.reward_pools import SHARED
+from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm, mode_name
 from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
@@ -25,7 +27,9 @@ class Work:
     finish: Law = field(default_factory=lambda: Law(0.0))
     """End of an update, after its last group."""
     score: Law = field(default_factory=lambda: Law(0.0))
-    """Rewards of one group on one reward worker."""
+    """Rewards of one group on one worker of the shared reward pool."""
+    own_scores: Mapping[str, Law] = field(default_factory=dict)
+    """The same by reward pools of single terms (`reward/X`)."""
     stage: Law = field(default_factory=lambda: Law(0.0))
     """What the trainer waits for between two updates: the copy for sending, bookkeeping."""
     deliver: Law = field(default_factory=lambda: Law(0.0))
@@ -47,6 +51,10 @@ class Work:
         """Forward and backward of one group shared by `ranks` ranks (Amdahl)."""
         return self.update.scaled(self.serial + (1.0 - self.serial) / ranks)
 
+    def score_in(self, pool: str) -> Law:
+        """Rewards of one group on one worker of a reward pool."""
+        return self.score if pool == SHARED else self.own_scores[pool]
+
     def allows(self, ranks: int) -> bool:
         return self.group_size == 0 or self.group_size % ranks == 0
 
@@ -58,14 +66,22 @@ class Layout:
     rollout: int
     trainer: int
     reward: int = 1
+    """Workers of the shared reward pool; 0 where every term has a pool of its own."""
     max_staleness: int = 1
     hand_over: str = "stream"
     slow: tuple[float, ...] = ()
     """Factors on the durations of the first rollout workers; the others are as fast as measured."""
+    own_rewards: Mapping[str, int] = field(default_factory=dict)
+    """Workers of the reward pools of single terms (`reward/X`)."""
 
     @property
     def mode(self) -> str:
         return mode_name(self.max_staleness, self.hand_over)
+
+    @property
+    def reward_workers(self) -> dict[str, int]:
+        """Workers by reward pool."""
+        return ({SHARED: self.reward} if self.reward else {}) | dict(self.own_rewards)
 
     def slowness(self, index: int) -> float:
         return self.slow[index] if index < len(self.slow) else 1.0
@@ -80,12 +96,23 @@ class Bounds:
 
     generation: float
     update: float
-    reward: float
+    rewards: Mapping[str, float]
+    """By reward pool."""
+
+    @property
+    def reward(self) -> float:
+        """Of the slowest reward pool."""
+        return max(self.rewards.values(), default=0.0)
+
+    @property
+    def without_rewards(self) -> float:
+        """max(G, T)."""
+        return max(self.generation, self.update)
 
     @property
     def overlapped(self) -> float:
         """max(G, T, R): no schedule of these pools takes less per step."""
-        return max(self.generation, self.update, self.reward)
+        return max(self.without_rewards, self.reward)
 
 
 def bounds(work: Work, layout: Layout) -> Bounds:
@@ -95,7 +122,10 @@ def bounds(work: Work, layout: Layout) -> Bounds:
     return Bounds(
         generation=work.tickets_per_step * work.generate.mean / speed,
         update=update + work.stage.mean,
-        reward=work.prompts_per_step * work.score.mean / layout.reward,
+        rewards={
+            pool: work.prompts_per_step * work.score_in(pool).mean / size
+            for pool, size in layout.reward_workers.items()
+        },
     )
 
 
@@ -112,7 +142,10 @@ def config_of(work: Work, layout: Layout, steps: int) -> Config:
     config.group_size = work.tickets_per_group * max(2, config.group_size // work.tickets_per_group)
     config.ticket_size = config.group_size // work.tickets_per_group
     config.max_staleness, config.hand_over = layout.max_staleness, layout.hand_over
-    config.rollout.num_workers, config.reward.num_workers = layout.rollout, layout.reward
+    config.rollout.num_workers, config.reward.num_workers = layout.rollout, max(1, layout.reward)
     config.trainer.num_workers = layout.trainer
+    shared = {SHARED: RewardTerm()} if layout.reward else {}
+    own = {pool.removeprefix(f"{SHARED}/"): RewardTerm(workers=size) for pool, size in layout.own_rewards.items()}
+    config.reward.terms = shared | own
     config.deadlines = DeadlinesConfig(**{deadline.name: UNREACHED_SECONDS for deadline in fields(DeadlinesConfig)})
     return config

@@ -91,6 +91,8 @@ class PolicyFamily(Protocol):
 
     usual_guidance: tuple[float, float]
     """(true_cfg_scale, guidance_scale) that its models are usually sampled with."""
+    usual_steps: int
+    """Denoising steps that its models are usually sampled with: the default of diffusers' pipeline."""
 
     def load(
         self,

@@ -10,6 +10,7 @@ from typing import cast
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.messages import first_line
+from async_flowrl.policies.download import hub_answers, hub_file
 from async_flowrl.policies.stored import FILE, FOLDER
 
 _STORED = {"F32": "float32", "BF16": "bfloat16"}
@@ -65,11 +66,11 @@ def _header(file: Path) -> Counter[str]:
 
 def _hub(path: str, revision: str) -> Counter[str]:
     """Of all files of the transformer; those that are not in the cache are asked for their first kilobytes."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        index = Path(hf_hub_download(path, f"{FOLDER}/{FILE}.index.json", revision=revision))
+        index = hub_file(path, f"{FOLDER}/{FILE}.index.json", revision)
         names = set(json.loads(index.read_text())["weight_map"].values())
     except EntryNotFoundError:
         names = {FILE}
@@ -85,6 +86,8 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
     from huggingface_hub import parse_safetensors_file_metadata
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, SafetensorsParsingError
 
+    if not hub_answers():
+        raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
     # Among its bases is the HTTP library's own error, which the hub's client lets through where nobody answers.
     known = (*HfHubHTTPError.__bases__, EntryNotFoundError, SafetensorsParsingError)
     try:

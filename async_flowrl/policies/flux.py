@@ -101,4 +101,6 @@ class FluxFamily(PipelineFamily):
 
     policy = FluxPolicy
     pipeline, transformer = "FluxPipeline", "FluxTransformer2DModel"
+    # The defaults of FluxPipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 3.5
+    usual_steps = 28

@@ -24,6 +24,7 @@ class PipelineFamily:
     """diffusers' class names, of the pipeline and of its transformer."""
     transformer: ClassVar[str]
     usual_guidance: tuple[float, float]
+    usual_steps: int
 
     def load(
         self,

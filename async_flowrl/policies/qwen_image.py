@@ -130,7 +130,9 @@ class QwenImageFamily(PipelineFamily):
 
     policy = QwenImagePolicy
     pipeline, transformer = "QwenImagePipeline", "QwenImageTransformer2DModel"
+    # The defaults of QwenImagePipeline.__call__, diffusers 0.40.
     usual_guidance = 4.0, 0.0
+    usual_steps = 50
 
     def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
         from diffusers import QwenImagePipeline

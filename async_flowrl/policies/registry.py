@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
@@ -11,11 +12,11 @@ from typing import Any, cast
 import torch
 
 from async_flowrl.config.check import check_fields
-from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
+from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
-from async_flowrl.policies.download import download
+from async_flowrl.policies.download import download, hub_file
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.types import Prompt
@@ -35,6 +36,8 @@ PIPELINES = {
 """`_class_name` of model_index.json to family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("all", "offload", "transformer", "structure")
+PROMPTS_AT_A_TIME = 32_768
+"""Prompts that a family checks in one call: it reads its tokenizer for each."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -124,10 +127,14 @@ def shapes_of(model: ResolvedModel, resolution: int) -> Shapes:
     )
 
 
-def check_prompts_of(model: ResolvedModel, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode."""
-    if special := [p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids]:
-        load_family(model.family).check_prompts(special, model.path, revision=model.revision)
+def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode.
+
+    They are read and checked some at a time: a file may hold millions.
+    """
+    special = (p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids)
+    while some := list(islice(special, PROMPTS_AT_A_TIME)):
+        load_family(model.family).check_prompts(some, model.path, revision=model.revision)
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:
@@ -148,9 +155,12 @@ def load_family(name: str) -> PolicyFamily:
     path = FAMILIES.get(name, name)
     try:
         family = resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model.family {path} cannot be imported: {type(error).__name__}: {error}") from error
-    return cast("PolicyFamily", family())
+    except Exception as error:  # whatever the module does when it is read
+        raise ValueError(f"model.family {path} cannot be imported: {in_one_line(error)}") from error
+    try:
+        return cast("PolicyFamily", family())
+    except Exception as error:
+        raise ValueError(f"model.family {path} cannot be built: {in_one_line(error)}") from error
 
 
 def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
@@ -185,11 +195,10 @@ def _family(wanted: str, index: Path, path: str) -> str:
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:
     """model_index.json of a hub model and the commit it belongs to, from the network or the local hub cache."""
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        index = Path(hf_hub_download(config.path, "model_index.json", revision=config.revision))
+        index = hub_file(config.path, "model_index.json", config.revision)
     except LocalEntryNotFoundError as error:
         reason = "no such folder; as a hub model it is not in the local cache, and the hub cannot be reached"
         raise ValueError(_missing(config.path, reason)) from error

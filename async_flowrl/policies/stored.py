@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line
-from async_flowrl.policies.download import download
+from async_flowrl.policies.download import download, hub_file
 
 FOLDER = "transformer"
 FILE = "diffusion_pytorch_model.safetensors"
@@ -55,12 +55,7 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
     """
     name = f"{part}/config.json"
     try:
-        if revision is None:
-            file = Path(path) / name
-        else:
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(path, name, revision=revision))
+        file = Path(path) / name if revision is None else hub_file(path, name, revision)
         return cast("dict[str, Any]", json.loads(file.read_text()))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error

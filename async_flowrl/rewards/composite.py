@@ -1,16 +1,14 @@
 """A weighted sum of rewards, scored together."""
 
 import asyncio
-import inspect
-import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from async_flowrl.rewards.base import Reward, RewardError
+from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
+from async_flowrl.rewards.call import Attempts, score_term
+from async_flowrl.rewards.results import check_size
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
 
@@ -20,7 +18,10 @@ class Term:
 
     name: str
     weight: float
-    reward: Reward
+    reward: Reward | PointwiseReward
+    required: bool = True
+    """Whether a group without this term's score has no reward at all."""
+    pointwise: bool = False
 
     @property
     def needs_target(self) -> bool:
@@ -30,6 +31,8 @@ class Term:
 @dataclass(frozen=True)
 class CompositeReward:
     terms: tuple[Term, ...]
+    attempts: Attempts = field(default_factory=Attempts)
+    """How often a pointwise term is tried per image, and on how many images at a time."""
 
     @property
     def needs_target(self) -> bool:
@@ -42,7 +45,7 @@ class CompositeReward:
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raises ValueError for the first prompt that a term cannot score, naming both."""
-        checks = [(term.name, term.reward.check) for term in self.terms if hasattr(term.reward, "check")]
+        checks = [(term.name, check) for term in self.terms if (check := getattr(term.reward, "check", None))]
         for prompt in prompts:
             for name, check in checks:
                 try:
@@ -53,49 +56,44 @@ class CompositeReward:
     async def score(self, prompt: Prompt, images: ByteArray, executor: Executor) -> Scores:
         """Scores of images uint8 [n, H, W, 3]; the terms run side by side, plain functions on `executor`'s threads.
 
-        Raises RewardError; if several terms fail, the first in configuration order.
+        Raises RewardError if a required term fails, or all terms do: the first in configuration order.
         """
+        scores = await self.attempt(prompt, images, executor)
+        fatal = [name for term in self.terms if (name := term.name) in scores.failed and term.required]
+        for name in fatal or (() if scores.by_term else scores.failed):
+            raise RewardError(scores.failed[name].reason)
+        return scores
+
+    async def attempt(
+        self, prompt: Prompt, images: ByteArray, executor: Executor, *, only: Collection[str] | None = None
+    ) -> Scores:
+        """The same, where terms that fail are in `failed` instead. `only` names the terms to score, all if None."""
         start = time.time()
-        results = await asyncio.gather(
-            *(_run(term, prompt, images, executor) for term in self.terms), return_exceptions=True
-        )
-        by_term: dict[str, tuple[float, ...]] = {}
-        spans: list[Span] = []
-        for term, result in zip(self.terms, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            by_term[term.name], span = result
-            spans.append(span)
-        total = tuple(
-            sum(term.weight * by_term[term.name][image] for term in self.terms) for image in range(len(images))
-        )
+        terms = [term for term in self.terms if only is None or term.name in only]
+        calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, self.attempts) for t in terms)
+        results = dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
+        by_term = {name: result.scores for name, result in results.items() if result.failure is None}
+        spans = [result.span for result in results.values()]
         whole = Span("score", start, time.time())
-        return Scores(total=total, by_term=by_term, spans=(whole, *spans) if len(spans) > 1 else (whole,))
+        return Scores(
+            total=weighted_total(self.weights, by_term, len(images)),
+            by_term=by_term,
+            spans=(whole, *spans),
+            extras={name: result.extras for name, result in results.items() if result.extras},
+            failed={name: result.failure for name, result in results.items() if result.failure is not None},
+            retries={name: result.retries for name, result in results.items() if result.retries},
+        )
 
 
-async def _run(term: Term, prompt: Prompt, images: ByteArray, executor: Executor) -> tuple[tuple[float, ...], Span]:
-    start = time.time()
-    try:
-        result = await asyncio.get_running_loop().run_in_executor(executor, term.reward, images, prompt)
-        if inspect.isawaitable(result):
-            result = await result
-    except Exception as error:
-        raise RewardError(
-            f"reward {term.name!r} failed on prompt {prompt.text!r}: {type(error).__name__}: {error}"
-        ) from error
-    return checked(term.name, prompt, result, len(images)), Span(f"score/{term.name}", start, time.time())
+def weighted_total(
+    weights: Mapping[str, float], by_term: Mapping[str, tuple[float, ...]], images: int
+) -> tuple[float, ...]:
+    """Per image the weighted sum of the terms that are there, taken in the order of `weights`.
 
-
-def checked(name: str, prompt: Prompt, result: object, count: int) -> tuple[float, ...]:
-    """`result` as `count` finite float64 numbers, or RewardError naming reward, prompt and what came back."""
-    where = f"reward {name!r} on prompt {prompt.text!r} must return {count} finite numbers"
-    try:
-        values = np.asarray(result, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"{where}, got {result!r}") from error
-    if values.shape != (count,):
-        raise RewardError(f"{where}, got shape {list(values.shape)}: {result!r}")
-    numbers = tuple(float(value) for value in values)
-    if not all(math.isfinite(number) for number in numbers):
-        raise RewardError(f"{where}, got {list(numbers)}")
-    return numbers
+    Raises RewardError where a sum is too large for a loss.
+    """
+    there = [name for name in weights if name in by_term]
+    total = tuple(sum(weights[name] * by_term[name][image] for name in there) for image in range(images))
+    for number in total:
+        check_size("the weighted sum of the rewards", number)
+    return total

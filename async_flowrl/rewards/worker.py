@@ -2,13 +2,19 @@
 
 import asyncio
 import threading
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 
-from async_flowrl.config.schema import DelaysConfig, RewardConfig
+from async_flowrl.config.schema import DelaysConfig, RewardConfig, RewardTerm
 from async_flowrl.observability.delays import debug_delay
+from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rewards.served import Addresses, Connecting
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 
@@ -16,25 +22,59 @@ class RewardWorker:
     """Builds its own rewards and keeps one event loop, so that async rewards may keep connections open."""
 
     def __init__(
-        self, config: RewardConfig, index: int, name: str, *, delays: DelaysConfig | None = None, seed: int = 0
+        self,
+        config: RewardConfig,
+        index: int,
+        name: str,
+        *,
+        delays: DelaysConfig | None = None,
+        seed: int = 0,
+        held_out: Mapping[str, RewardTerm] = MappingProxyType({}),
+        folder: Path | None = None,
+        servers: Mapping[str, Addresses] = MappingProxyType({}),
     ) -> None:
+        """`held_out` are terms that score evaluations alone; `folder` is the run's, for rewards that keep something."""
         self.index, self.name = index, name
-        self.reward = build_reward(config)
+        self.reward, self.held_out = build_reward(config), build_held_out(held_out)
         self._delays, self._seed = delays or DelaysConfig(), seed
         self._calls = 0
-        self._executor = ThreadPoolExecutor(len(self.reward.terms), thread_name_prefix=f"{name}-score")
+        terms = (*self.reward.terms, *self.held_out)
+        for term in terms:
+            if folder is not None and hasattr(term.reward, "keep_in"):
+                term.reward.keep_in(folder)
+        threads = sum(config.concurrency if term.pointwise else 1 for term in terms)
+        self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=f"{name}-score")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name}-loop", daemon=True)
         self._thread.start()
+        self.connect(servers)
+
+    def connect(self, servers: Mapping[str, Addresses]) -> None:
+        """Says to the terms whose servers the run has started where these are."""
+        for term in (*self.reward.terms, *self.held_out):
+            if (found := servers.get(term.name)) is not None:
+                cast("Connecting", term.reward).connect(found.urls, found.token)
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
-        """Scores of one group from its tickets' images uint8 [ticket_size, H, W, 3], in order. Raises RewardError."""
-        group = images[0] if len(images) == 1 else np.concatenate(images)
-        scoring = self.reward.score(prompt, group, self._executor)
+        """Scores of one group from its tickets' images uint8 [ticket_size, H, W, 3], in order.
+
+        Terms that fail are in `failed`, and the others keep their scores.
+        """
+        return self.score_terms(None, prompt, *images)
+
+    def score_terms(self, only: Collection[str] | None, prompt: Prompt, *images: ByteArray) -> Scores:
+        """The same by the named terms, all if None."""
+        scoring = self.reward.attempt(prompt, _joined(images), self._executor, only=only)
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
         debug_delay(self._delays, "score", self._seed, self.name, self._calls)
         self._calls += 1
         return scores
+
+    def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
+        """What the named held-out terms say of one group; those that fail are named in it, and end nothing."""
+        group, attempts = _joined(images), self.reward.attempts
+        scoring = score_held_out(self.held_out, names, prompt, group, self._executor, attempts=attempts)
+        return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
 
     def close(self) -> None:
         """Ends the event loop's thread; a reward that is still running is left behind."""
@@ -42,3 +82,8 @@ class RewardWorker:
         self._thread.join()
         self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _joined(images: tuple[ByteArray, ...]) -> ByteArray:
+    """A group's images from its tickets'."""
+    return images[0] if len(images) == 1 else np.concatenate(images)

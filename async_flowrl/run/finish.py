@@ -13,14 +13,18 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
+from async_flowrl.observability.evaluation_summary import summarise_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.report import write_report
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
-from async_flowrl.policies.lora_file import write as write_lora
+from async_flowrl.policies.lora_file import save as save_lora
+from async_flowrl.run.best import export_best
+from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
+from async_flowrl.training.checkpoint import DamagedCheckpoint
 from separation.group import Worker
 from separation.supervise import deadline
 
@@ -50,13 +54,23 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     run.ledgers.events.flush()
 
     def write() -> dict[str, Any]:
-        write_lora(directory.lora, tensors, alpha=config.lora.alpha)
+        save_lora(directory.lora, tensors, alpha=config.lora.alpha, base=config.model.path)
         history = list(read_events(directory.events))
         summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
         summary["total_steps"] = config.total_steps
+        summary["evaluation_prompts"] = run.prepared.requests.evaluated
+        summary["prompts"] = prompts_of(run.prepared)
+        summary["warnings"] += forced(history)
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         ledgers = run.ledgers
+        evaluated = summarise_evaluations(config, ledgers.evaluations.records)
+        summary |= evaluated
+        summary["warnings"] += evaluated["hacking"]["alarms"]
+        try:
+            export_best(config, directory, ledgers.evaluations.records)
+        except (DamagedCheckpoint, OSError) as error:
+            ledgers.failures.append(f"lora_best: the best version's checkpoint cannot be read: {error}")
         summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
         late = views(config, directory)
@@ -69,6 +83,23 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         return summary
 
     return await asyncio.to_thread(write)
+
+
+def prompts_of(prepared: Prepared) -> dict[str, Any]:
+    """What was trained and evaluated, counted."""
+    train = prepared.data.train
+    return {
+        "train": len(train),
+        "duplicates": train.duplicates,
+        "digest": train.digest,
+        "evaluation": len(prepared.requests.evaluation),
+        "evaluation_trained": prepared.requests.shared,
+    }
+
+
+def forced(history: Sequence[Event]) -> list[str]:
+    """What resume=force went over in the whole run, a sentence each."""
+    return [f"resume=force: {each}" for event in history if event["event"] == "inputs" for each in event["forced"]]
 
 
 def views(config: Config, directory: RunDirectory) -> list[str]:

@@ -14,14 +14,18 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
-from async_flowrl.controller.checkpoints import Resume, find_resume, warn_of_other_numerics
+from async_flowrl.controller.checkpoints import Resume, find_resume, warn_of_differences
+from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.reward_servers import serving
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.report import mfu
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.run.describe import describe_inputs
 from async_flowrl.run.devices import CheckDevices, compare_devices
 from async_flowrl.run.finish import Predict, finish, foresee
 from async_flowrl.run.launch import (
@@ -60,18 +64,23 @@ def run(
     try:
         prepared = prepare(config)
         check_machine(prepared)
+        if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
+            log_to(directory.logs / "controller.log")  # a checkpoint that is passed over is a warning
+        # Before the run directory is written to: a run that is refused leaves it as it was.
+        resume = find_resume(prepared.requests, directory)
         if config.dry_run:
             directory.claim()
-            sys.stdout.write(describe_run(prepared))
+            sys.stdout.write(describe_inputs(prepared) + describe_run(prepared))
             return exit_codes.OK
         directory.create(prepared.config, hydra_record)
     except ConfigError as error:
         return _fail(error, exit_codes.CONFIG)
     log_to(directory.logs / "controller.log")
+    sys.stdout.write(describe_inputs(prepared))
     if sentence := ends_before_its_epochs(prepared):
         logger.warning("%s", sentence)
     try:
-        return asyncio.run(train(prepared, directory, predict, check_devices))
+        return asyncio.run(train(prepared, directory, resume, predict, check_devices))
     except KeyboardInterrupt:
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
@@ -92,11 +101,13 @@ def run(
         directory.release()
 
 
-async def train(prepared: Prepared, directory: RunDirectory, predict: Predict, check_devices: CheckDevices) -> int:
+async def train(
+    prepared: Prepared, directory: RunDirectory, resume: Resume, predict: Predict, check_devices: CheckDevices
+) -> int:
     """A whole run, from its start or its checkpoint to its end; returns the exit code."""
     stop = StopRequest()
     try:
-        summary = await train_until(stop, prepared, directory, check_devices)
+        summary = await train_until(stop, prepared, directory, resume, check_devices)
         prediction = await asyncio.to_thread(foresee, predict, directory, summary)
         return conclude(summary, directory, stop, prediction)
     except Exception as error:
@@ -120,18 +131,17 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
 
 
 async def train_until(
-    stop: StopRequest, prepared: Prepared, directory: RunDirectory, check_devices: CheckDevices
+    stop: StopRequest, prepared: Prepared, directory: RunDirectory, resume: Resume, check_devices: CheckDevices
 ) -> dict[str, Any]:
     """Trains until all is done or `stop` is asked; returns the summary."""
     config = prepared.config
-    resume = find_resume(config, directory)
     with listening(stop, config.time_limit):
-        async with open_cluster(prepared, directory.logs) as groups:
+        async with open_cluster(prepared, directory.logs) as groups, serving(config, groups) as servers:
             await compare_devices(config, groups, check_devices)
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
-            warn_of_other_numerics(config, resume, info["device"])
+            warn_of_differences(config, resume, info["device"])
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
@@ -139,7 +149,10 @@ async def train_until(
             ledgers = open_ledgers(prepared, directory, resume)
             try:
                 digest, device = info["base_digest"], info["device"]
-                run = Run(prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives)
+                run = Run(
+                    prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives, servers
+                )
+                await servers.all_up(ledgers.events)
                 ctx = await train_with_recovery(run, resume)
                 return await finish(run, ctx)
             finally:
@@ -158,27 +171,39 @@ def open_ledgers(
     events = EventLog(directory.events, lambda: clock() + offset, ledger=pools)
     metrics = MetricsLog(directory.metrics)
     metrics.truncate(resume.version)
+    evaluations = EvaluationLog(directory.evaluations)
+    evaluations.truncate(resume.version)
     if continued:
         events.event("rollback", step=resume.version)
+    events.event("inputs", **inputs_of(prepared.requests), forced=list(resume.forced))
     monitor = Monitor(
         config.monitor, directory.root, name=config.name, total_steps=config.total_steps, settings=asdict(config)
     )
-    return Ledgers(events, pools, metrics, monitor)
+    return Ledgers(events, pools, metrics, evaluations, monitor)
 
 
 def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest, prediction: str | None) -> int:
     """The last lines a person sees, and the exit code."""
     if stop() and summary["steps"] < summary["total_steps"]:
-        sys.stdout.write(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto\n")
-        return exit_codes.RESUMABLE
+        instead = " and evaluate.on_hacking=warn" if stop.code == exit_codes.HACKING else ""
+        sys.stdout.write(
+            f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n"
+        )
+        if stop.code != exit_codes.HACKING:
+            return stop.code
     if prediction:
         sys.stdout.write(f"{'plan':8} {prediction}\n")
     if known := mfu(summary):
         sys.stdout.write(f"{'MFU':8} {known}\n")
+    if row := summary["evaluations"]["best"]:
+        best = f"{directory.lora_best} (version {row['version']}, {row['curve']} {row['mean']:.4g})"
+        sys.stdout.write(f"{'best':8} {best}\n")
     for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
         sys.stdout.write(f"{label:8} {path}\n")
     for sentence in summary["failed"]:
         sys.stdout.write(f"{'failed':8} {sentence}\n")
+    if stop() and summary["steps"] < summary["total_steps"]:
+        return stop.code
     return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.reward_pools import RewardPool, reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.build import REWARD, ROLLOUT, TRAINER
+from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
 from async_flowrl.run.transport import refusal
@@ -20,7 +22,7 @@ from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
-from separation.placement import ResourcesMissing, own_cluster
+from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
@@ -64,15 +66,31 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
-        PoolSpec(
-            REWARD,
-            "async_flowrl.rewards.worker:RewardWorker",
-            config.reward.num_workers,
-            arguments={"config": config.reward, "delays": config.debug.delays, "seed": config.seed},
-            threads=config.reward.threads,
-            environment=config.reward.environment,
-        ),
+        *(reward_spec(pool, config) for pool in reward_pools(config.reward)),
+        *server_pools(config),
     ]
+
+
+def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
+    """A pool of workers that score by some of the terms; those of the first pool score evaluations by held-out ones."""
+    first = pool.name == reward_pools(config.reward)[0].name
+    held_out = {"held_out": config.evaluate.reward.terms} if first else {}
+    return PoolSpec(
+        pool.name,
+        "async_flowrl.rewards.worker:RewardWorker",
+        pool.workers,
+        arguments={
+            "config": pool.config(config.reward),
+            "delays": config.debug.delays,
+            "seed": config.seed,
+            "folder": Path(config.output_dir).absolute(),
+            SERVERS: {},
+            **held_out,
+        },
+        gpus_per_worker=pool.gpus_per_worker,
+        threads=pool.threads,
+        environment=config.reward.environment,
+    )
 
 
 def describe_run(prepared: Prepared) -> str:
@@ -80,8 +98,15 @@ def describe_run(prepared: Prepared) -> str:
     config = prepared.config
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
+    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in reward_pools(config.reward)}
     rows = [
-        (spec.name, spec.num_workers, f"{spec.gpus_per_worker:g}", spec.threads, spec.factory.rpartition(":")[2])
+        (
+            spec.name,
+            spec.num_workers,
+            f"{spec.gpus_per_worker:g}",
+            spec.threads,
+            spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),
+        )
         for spec in pools(prepared)
     ]
     lines = [
@@ -107,7 +132,7 @@ def check_machine(prepared: Prepared) -> None:
     if runtime.backend != "ray":
         return
     try:
-        own_cluster(pools(prepared), os.cpu_count() or 1)
+        fits_own_cluster(pools(prepared), config.placement)
     except ResourcesMissing as error:
         raise ConfigError(str(error)) from error
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
@@ -117,6 +142,15 @@ def check_machine(prepared: Prepared) -> None:
             resolve_transport(config.checkpoint_engine.transport, "cuda" if gpus_here() else "cpu")
         except ValueError as error:
             raise refusal(str(error)) from error
+
+
+def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
+    """Raises ResourcesMissing where this machine's cores or GPUs cannot hold the pools. Nothing is started."""
+    from separation.ray_session import gpus_here
+
+    cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
+    here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}
+    check_fits(reserve(wanted, here, placement=placement, colocated=(ROLLOUT, TRAINER)), [here])
 
 
 def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:

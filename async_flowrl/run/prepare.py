@@ -6,15 +6,20 @@ from pathlib import Path
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.schema import Config
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.config.curves import check_curves
+from async_flowrl.config.schema import Config, LoraConfig
+from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, resolve_model, shapes_of
-from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.policies.lora import targeted_modules
+from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load_policy, resolve_model, shapes_of
+from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
+from async_flowrl.rewards.registry import check_rewards, prompt_check
+from async_flowrl.rewards.served import check_served
 from async_flowrl.rollout.vllm_omni.settings import check_family
+from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.tickets.arithmetic import check_batching
 from async_flowrl.tickets.request import RequestBuilder
 
@@ -26,6 +31,7 @@ class Prepared:
     algorithm: Algorithm
     requests: RequestBuilder
     shapes: Shapes
+    data: Data
 
 
 def prepare(config: Config) -> Prepared:
@@ -40,21 +46,40 @@ def prepare(config: Config) -> Prepared:
         if config.lora.path is not None:
             lora_file.read_for(config.lora)
         needs_target = check_rewards(config.reward)
-        train = load_prompts(config.data, split="train", needs_target=needs_target)
-        config = with_limits(config, len(train))
-        evaluation = load_prompts(config.data, split="evaluation", needs_target=needs_target)
-        check_prompts(config.reward, [*train, *evaluation])
+        check_served(config)
+        check_curves(config)
+        data = load_data(config.data, needs_target=needs_target, check=prompt_check(config.reward))
+        config = with_limits(config, len(data.train))
+        if check_held_out(config):
+            data.evaluation.check_targets()
+        check_held_out_prompts(config, data.evaluation[: config.evaluate.max_prompts])
         check_output(config)
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
             check_family(model.family)
-        check_prompts_of(model, [*train, *evaluation])
+        for prompts in (data.train, data.evaluation):
+            if prompts.special:
+                check_prompts_of(model, prompts)
         shapes = shapes_of(model, config.rollout.resolution)
+        check_lora_targets(model, config.lora)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
-    chosen = evaluation[: config.evaluate.max_prompts]
-    return Prepared(config, model, algorithm, RequestBuilder(config, train, chosen), shapes)
+    requests = RequestBuilder(
+        config,
+        data.train,
+        data.evaluation[: config.evaluate.max_prompts],
+        data.train.weights,
+        baseline=baseline_sampling(config, model.family),
+    )
+    return Prepared(config, model, algorithm, requests, shapes, data)
+
+
+def check_lora_targets(model: ResolvedModel, config: LoraConfig) -> None:
+    """Raises ValueError for `lora.targets` that name no layer of the network, which is built without weights."""
+    if config.targets is not None:
+        policy = load_policy(model, dtype=model.dtype, device="cpu", parts="structure")
+        targeted_modules(policy.transformer, config, policy)
 
 
 def with_limits(config: Config, prompts: int) -> Config:
@@ -86,5 +111,5 @@ def check_output(config: Config) -> None:
             raise ConfigError(
                 f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
             )
-    elif config.resume != "auto" and not Path(config.resume).expanduser().is_dir():
-        raise ConfigError(f"resume={config.resume} is neither never, nor auto, nor the folder of a checkpoint")
+    elif config.resume not in ("auto", "force") and not Path(config.resume).expanduser().is_dir():
+        raise ConfigError(f"resume={config.resume} is neither never, auto nor force, nor the folder of a checkpoint")

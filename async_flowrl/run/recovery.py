@@ -10,21 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from async_flowrl.config import exit_codes
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
-from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest
+from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import StartError
 from async_flowrl.controller.download import download_model, loaders
+from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run as run_loop
+from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.registry import is_deterministic
+from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
@@ -47,6 +51,7 @@ class Ledgers:
     events: EventLog
     pools: PoolLedger
     metrics: MetricsLog
+    evaluations: EvaluationLog
     monitor: Monitor
     failures: list[str] = field(default_factory=list)
     """What went wrong beside the training, a sentence each: an evaluation, a picture."""
@@ -67,6 +72,7 @@ class Run:
     """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
     transport: str
     negatives: Negatives
+    servers: RewardServers = field(default_factory=RewardServers)
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
@@ -135,6 +141,7 @@ async def recover(run: Run) -> Resume:
         await send_negatives(run.trainers, run.negatives)
         await restore(run.trainers, run.directory, resume)
     run.ledgers.metrics.truncate(resume.version)
+    run.ledgers.evaluations.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume
 
@@ -161,26 +168,45 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
         worker.kill()
 
 
+def records_of(run: Run) -> EvaluationRecords:
+    """What takes note of evaluations; what earlier attempts and runs recorded in the directory counts."""
+    ledgers = run.ledgers
+    return EvaluationRecords(
+        run.prepared.config,
+        run.directory,
+        ledgers.metrics,
+        ledgers.monitor,
+        ledgers.evaluations,
+        ledgers.events,
+        ledgers.failures,
+        lambda reason: run.stop.ask(reason, exit_codes.HACKING),
+    )
+
+
 def context_of(run: Run, resume: Resume) -> Context:
     """Fresh controller state for an attempt that goes on from `resume`; the event log learns who the workers are."""
     config, ledgers = run.prepared.config, run.ledgers
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
-    checkpoints = Checkpoints(config, run.directory, run.trainers, run.device, saved=[resume.version] if own else [])
+    requests = with_outcomes(run.prepared.requests, resume)
+    saved = [resume.version] if own else []
+    records = records_of(run)
+    checkpoints = Checkpoints(
+        config, run.directory, run.trainers, run.device, requests=requests, saved=saved, spare=records.spare
+    )
     first_step = resume.version
-    score_log = None if is_deterministic(config.reward) else ScoreLog(run.directory.scores, first_step=first_step)
+    score_log = ScoreLog(run.directory.scores, first_step=first_step) if keeps_scores(config.reward) else None
     ctx = build_context(
-        run.prepared.requests,
+        requests,
         run.groups,
         run.trainers,
         ledgers.events,
         AfterStep(
-            run.directory,
             ledgers.metrics,
             ledgers.monitor,
             checkpoints,
             ledgers.pools,
+            records,
             latent_elements=prod(run.prepared.shapes.latents),
-            failures=ledgers.failures,
         ),
         base_digest=run.base_digest,
         transport=run.transport,
@@ -188,4 +214,4 @@ def context_of(run: Run, resume: Resume) -> Context:
     )
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-    return replace(ctx, score_log=score_log, stop_requested=run.stop)
+    return replace(ctx, score_log=score_log, stop_requested=run.stop, servers_up=run.servers.up)

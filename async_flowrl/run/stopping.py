@@ -5,18 +5,23 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from async_flowrl.config import exit_codes
+
 
 class StopRequest:
-    """True once somebody asked the run to end; `reason` says who."""
+    """True once somebody asked the run to end; `reason` says who, `code` is what it then exits with."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.code = exit_codes.RESUMABLE
 
     def __call__(self) -> bool:
         return self.reason is not None
 
-    def ask(self, reason: str) -> None:
-        self.reason = self.reason or reason
+    def ask(self, reason: str, code: int = exit_codes.RESUMABLE) -> None:
+        """The first one who asks counts."""
+        if self.reason is None:
+            self.reason, self.code = reason, code
 
 
 @contextmanager

@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.data.sampler import prompts_for_step
+from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
+from async_flowrl.data.sampler import Sampler
+from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import EVALUATION, Ticket
 from async_flowrl.types import Prompt, RolloutRequest, Sampling
@@ -14,18 +19,63 @@ from async_flowrl.types import Prompt, RolloutRequest, Sampling
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Everything a ticket's images depend on besides the weights."""
+    """Everything a ticket's images depend on besides the weights.
+
+    With data.curriculum it is told of every trained step, and every attempt makes one of its own.
+    """
 
     config: Config
     train: Sequence[Prompt]
     evaluation: Sequence[Prompt]
+    weights: npt.NDArray[np.float64] | None = None
+    """How often each training prompt is drawn, relative to the others; None for all alike."""
+    outcomes: bytes = b""
+    """What data.curriculum knows from the steps before this attempt."""
+    baseline: Sampling | None = None
+    """How the images of a baseline's tickets are sampled, where the run evaluates one."""
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        config = self.config
+        return Sampler(
+            len(self.train),
+            config.prompts_per_step,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            weights=self.weights,
+        )
+
+    @cached_property
+    def curriculum(self) -> Curriculum | None:
+        settings = self.config.data.curriculum
+        if settings.after is None:
+            return None
+        return Curriculum(settings, self.sampler, lag=self.config.live_versions, outcomes=self.outcomes)
+
+    @cached_property
+    def shared(self) -> int:
+        """Prompts of evaluations that are training prompts, too, by their text."""
+        return shared_texts(self.evaluation, self.train)
+
+    @property
+    def evaluated(self) -> str:
+        """`held_out`, or `training` where an evaluation looks at a prompt that is trained."""
+        return "training" if self.shared else "held_out"
 
     def prompt(self, ticket: Ticket) -> Prompt:
         if ticket.kind == EVALUATION:
             return self.evaluation[ticket.group]
-        config = self.config
-        chosen = _prompts(len(self.train), config.prompts_per_step, config.seed, ticket.step, config.data.shuffle)
+        chosen = self.curriculum.choice(ticket.step).prompts if self.curriculum else self.sampler.step(ticket.step)
         return self.train[chosen[ticket.group]]
+
+    def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
+        """Tells data.curriculum, if it is on, which groups had advantages (None: no scores); what is shown of it."""
+        if self.curriculum is None:
+            return {}
+        names = {True: SPREAD, False: NO_SPREAD, None: UNKNOWN}
+        self.curriculum.record(step, [names[each] for each in spread])
+        choice = self.curriculum.choice(step)
+        return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
     def request(self, ticket: Ticket) -> RolloutRequest:
         return self._evaluation(ticket) if ticket.kind == EVALUATION else self._train(ticket)
@@ -65,7 +115,6 @@ class RequestBuilder:
     def _evaluation(self, ticket: Ticket) -> RolloutRequest:
         config = self.config
         images = tuple(range(config.evaluate.images_per_prompt))
-        steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
         seeds = tuple(derive(config.evaluate.seed, "evaluation", ticket.group, image) for image in images)
         return RolloutRequest(
             kind=ticket.kind,
@@ -79,14 +128,14 @@ class RequestBuilder:
             noise_seeds=seeds,
             noise_steps=(),
             train_steps=(),
-            sampling=replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps),
+            sampling=self.baseline if ticket.baseline and self.baseline else evaluation_sampling(config),
         )
 
 
-@lru_cache(maxsize=32)
-def _prompts(num_prompts: int, prompts_per_step: int, seed: int, step: int, shuffle: bool) -> Sequence[int]:
-    """Kept for the steps under way: every ticket asks several times, and drawing costs as much as the step is wide."""
-    return prompts_for_step(num_prompts, prompts_per_step, seed=seed, step=step, shuffle=shuffle)
+def evaluation_sampling(config: Config) -> Sampling:
+    """How evaluations sample: as training does, without noise after the initial one."""
+    steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
+    return replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
 
 
 def sampling(config: Config) -> Sampling:

@@ -226,8 +226,8 @@ class TicketTable:
 
     # -- evaluation
 
-    def issue_evaluation(self, *, version: int, step: int, groups: int) -> list[Ticket]:
-        """Evaluation tickets for `version`, one per held-out prompt; one evaluation may be outstanding."""
+    def issue_evaluation(self, *, version: int, step: int, groups: int, baseline: bool = False) -> list[Ticket]:
+        """Evaluation tickets for `version`, one per prompt of evaluations; one evaluation may be outstanding."""
         if self._evaluation:
             raise Refused("an evaluation is still outstanding")
         for old in [v for v in self.evaluated if v < version]:
@@ -235,7 +235,7 @@ class TicketTable:
         for group in range(groups):
             ordinal = self._next_evaluation
             self._next_evaluation += 1
-            self._evaluation[ordinal] = Ticket(EVALUATION, ordinal, step, group, 0, version)
+            self._evaluation[ordinal] = Ticket(EVALUATION, ordinal, step, group, 0, version, baseline=baseline)
             self._move(self._evaluation[ordinal], State.PENDING)
         return list(self._evaluation.values())
 

@@ -60,6 +60,10 @@ class Ticket:
     payload: Any = None
     """Where its images and trajectory are; opaque here."""
     scores: Any = None
+    held_out: Any = None
+    """Of an evaluation's ticket: what the held-out terms say of its images."""
+    baseline: bool = False
+    """Of an evaluation's ticket: its images are made as the base model is usually sampled."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 _NAME = re.compile(r"step_(\d+)")
 _WORK = ".unfinished-"
@@ -48,8 +48,10 @@ class Checkpoint:
     controller: Mapping[str, Any]
 
 
-def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Writes `directory`/step_N, whole or not at all, and removes all but the newest `keep` up to it.
+def write_checkpoint(
+    directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
+) -> Path:
+    """Writes `directory`/step_N, whole or not at all; removes all but the newest `keep` up to it and those to spare.
 
     Every file is synced before the rename and the directory after it; an older checkpoint of the same step gives way.
     """
@@ -67,7 +69,8 @@ def write_checkpoint(directory: Path, step: int, checkpoint: Checkpoint, *, keep
     newest_first = written(directory)
     position = newest_first.index(target)
     # Newer ones belong to a history that a return to an earlier step has ended.
-    for old in [*newest_first[:position], *newest_first[position + keep :]]:
+    older = [path for path in newest_first[position + keep :] if checkpoint_step(path) not in spare]
+    for old in [*newest_first[:position], *older]:
         old.rename(directory / f"{_WORK}old-{uuid.uuid4().hex}")
     _remove_unfinished(directory)
     return target

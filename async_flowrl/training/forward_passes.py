@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
@@ -88,7 +89,7 @@ class ForwardPasses:
     def remember_proximal(self, group: Group, measured: UpdateMetrics) -> None:
         """Predicts under the live weights, for a later optimizer step of this batch."""
         with measured.span("proximal"):
-            self._proximal[group.meta.group] = self._predict(group, self.batches(group))
+            self._proximal[group.meta.group] = self.predict(group, self.batches(group))
 
     def forget_proximal(self) -> None:
         self._proximal.clear()
@@ -109,11 +110,11 @@ class ForwardPasses:
         behaviour = proximal if fresh else None
         if not fresh and (wanted := self._behaviour_batches(batches, plan, measured)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
-                behaviour = self._predict(group, wanted)
+                behaviour = self.predict(group, wanted)
         reference = None
         if inputs.algorithm.needs_reference:
             with measured.span("reference"), self._reference():
-                reference = self._predict(group, batches)
+                reference = self.predict(group, batches)
         return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and plan.update == 0)
 
     def train(
@@ -133,6 +134,11 @@ class ForwardPasses:
             _at(frozen.reference, index),
         )
         return output, behaviour
+
+    def clean(self, group: Group, batch: MicroBatch) -> Tensor:
+        """The clean latents [B, ...] that the live weights predict, x - sigma v."""
+        velocity = self._velocity(group)(batch.latents, batch.sigma).detach()
+        return batch.latents - expand(batch.sigma, batch.latents) * velocity
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Mean |log-prob under the sampling weights - log-prob the rollout reported|: what two engines disagree by."""
@@ -159,7 +165,7 @@ class ForwardPasses:
             return reference_mode(inputs.policy.transformer)
         return inputs.parameters.swapped(inputs.reference)
 
-    def _predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
+    def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
         """With gradients enabled and then detached: another grad mode may take other kernels."""
         velocity = self._velocity(group)
         return [_detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
@@ -174,13 +180,12 @@ class ForwardPasses:
         return lambda latents, sigma: policy.velocity(latents, sigma, group.conditioning, negative, meta.sampling)
 
 
-def first_rows(batch: MicroBatch, count: int) -> MicroBatch:
-    """The first `count` rows of a micro-batch."""
+def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
+    """`count` rows of a micro-batch from `start` on."""
     if count >= len(batch.sigma):
         return batch
-    per_row = {
-        field.name: getattr(batch, field.name)[:count] for field in fields(batch) if field.name not in ("sigmas", "age")
-    }
+    rows = slice(start, start + count)
+    per_row = {f.name: getattr(batch, f.name)[rows] for f in fields(batch) if f.name not in ("sigmas", "age")}
     return replace(batch, **per_row)
 
 

@@ -90,6 +90,12 @@ class Optimizer:
             kept[moment] = self._parameters.pack(mine, where=f"optimizer state {moment}")
 
 
+def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
+    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree."""
+    length = float(torch.linalg.vector_norm(parameters.values.data - before, dtype=torch.float64))
+    return length / (rate * math.sqrt(parameters.numel))
+
+
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """The rate of every optimizer step of batch `step` (counted from 0), after `step` published updates.
 

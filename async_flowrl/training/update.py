@@ -14,7 +14,8 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
-from async_flowrl.training.optimizer import learning_rate
+from async_flowrl.training.optimizer import learning_rate, step_over_lr
+from async_flowrl.training.trust_region import GradientPieces, TrustRegion
 from async_flowrl.training.update_metrics import GroupMetrics, RowSums, UpdateMetrics
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
@@ -29,6 +30,10 @@ class Update:
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._passes = ForwardPasses(inputs)
+        self._region = TrustRegion(inputs, self._passes)
+        self._pieces = GradientPieces()
+        self._scratch = torch.zeros_like(inputs.parameters.gradients)
+        """While gradients accumulate, their sum before the last group; then the weights before the optimizer step."""
         self._step: int | None = None
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
@@ -57,6 +62,8 @@ class Update:
         if plan.update == 0:
             self._profiler.start(step)
         self._inputs.parameters.gradients.zero_()
+        self._pieces.begin(self._scratch)
+        self._region.begin()
 
     def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
         """Adds the gradient of groups, in order; each group's tickets stand together in `trajectories`.
@@ -91,15 +98,24 @@ class Update:
         rate = learning_rate(inputs.config.trainer, step, inputs.config.total_steps)
         if not measured.groups:
             return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(measured.spans))
+        if self._region.measures:
+            with measured.span("probe"):
+                self._region.prepare()
         with measured.span("optimizer"):
             inputs.world.sum(inputs.parameters.gradients)
             norm = inputs.optimizer.gradient_norm()
             if not math.isfinite(norm):
                 groups = ", ".join(str(group.meta.group) for group in measured.groups)
                 raise NonFiniteError(f"step {step}: the summed gradient of groups {groups} is not finite")
+            signal = self._pieces.signal_to_noise(inputs.world, norm)
+            before = self._scratch.copy_(inputs.parameters.values.data)
             taken = inputs.optimizer.step(rate, norm)
+            taken["optimizer/step_over_lr"] = step_over_lr(before, inputs.parameters, rate)
             measured.reduce(inputs.world, inputs.device)
-        metrics = {**measured.metrics(plan.rows), **taken}
+        metrics = {**measured.metrics(plan.rows), **taken, **signal}
+        if self._region.measures:
+            with measured.span("probe"):
+                metrics |= self._region.bound(before)
         return UpdateStats(step, plan.update, False, metrics, measured.kept(), measured.stats(), tuple(measured.spans))
 
     def _groups(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> Iterable[Group]:
@@ -134,4 +150,6 @@ class Update:
         for what, value in (("loss", totals["loss"]), ("gradient", gradient)):
             if not math.isfinite(value):
                 raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {value}")
+        self._region.remember(group, batches)
+        self._pieces.add(self._inputs.parameters.gradients, self._scratch)
         measured.groups.append(GroupMetrics(group.meta, min(group.train_steps), totals, sums.rows))

@@ -4,7 +4,7 @@ Everything but sealing, sending and writing runs on the main lane, one call at a
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -34,6 +34,7 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Trajectory
 from checkpoint_engine import base_digest, weights_digest
+from separation.numa import bind
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class TrainerWorker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if config.deterministic:
             repeatable_kernels()
+        if config.runtime.numa_binding:
+            logger.info("NUMA: this worker %s", bind())
         self.world = World()
         self.algorithm: Algorithm = build_algorithm(config)
         self.policy: Policy
@@ -215,14 +218,17 @@ class TrainerWorker:
         self._snapshot = self.versions.newest, Checkpoint(parts, trainer, {})
         return self.versions.newest
 
-    def save(self, directory: str, controller: Mapping[str, Any]) -> str:
-        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0 only."""
+    def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
+        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0 only.
+
+        `spare`: steps of older checkpoints that are kept besides the newest.
+        """
         if self._snapshot is None:
             raise RuntimeError("save was called without a snapshot")
         version, checkpoint = self._snapshot
         self._snapshot = None
         whole = Checkpoint(checkpoint.tensors, checkpoint.trainer, controller)
-        return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep))
+        return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
     def restore(self, path: str) -> int:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""

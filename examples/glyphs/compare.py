@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from async_flowrl.benchmark.page import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
 from examples.glyphs.result import Result, load_all
-from examples.glyphs.result_picture import draw, table
+from examples.glyphs.result_picture import FLOW_GRPO, draw, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)
@@ -32,11 +33,17 @@ COPIES = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """How a variant differs from `--config-name <mode> experiment=glyphs`, and which seeds it is run with."""
+    """How a variant differs from `--config-name <mode> experiment=<experiment>`, and which seeds it is run with."""
 
     mode: str
     overrides: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
+    experiment: str = "glyphs"
+
+
+def flow_grpo(mode: str, *overrides: str, seeds: tuple[int, ...] = (5, 6, 7)) -> Variant:
+    """Judged on seeds that no setting was chosen by; in one process, because only scores count here."""
+    return Variant(mode, ("runtime.backend=local", *overrides), seeds, "glyphs_flow_grpo")
 
 
 VARIANTS = {
@@ -45,6 +52,11 @@ VARIANTS = {
     "sync_all_cores": Variant("sync", ("rollout.threads=2", "trainer.threads=2"), seeds=(0,)),
     "fully_async": Variant("fully_async", ("max_staleness=3",)),
     "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), seeds=(0,)),
+    "grpo_sync": flow_grpo("sync"),
+    "grpo_one_step_off": flow_grpo("one_step_off"),
+    "grpo_fully_async": flow_grpo("fully_async", "max_staleness=3"),
+    "grpo_two_updates": flow_grpo("sync", "trainer.updates_per_batch=2", seeds=(5,)),
+    "grpo_permuted": flow_grpo("sync", "algorithm.permute_advantages=true", seeds=(5,)),
 }
 """`sync_all_cores`: each phase has both cores of a small machine, of which `sync` leaves one idle."""
 
@@ -56,8 +68,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="total_steps; default: the experiment's")
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/results")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/glyphs_compare.png")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/glyphs.md", help="gets the table")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs/images", help="folder of the pictures")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/glyphs.md", help="gets the tables")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -69,11 +81,19 @@ def main() -> None:
     found = load_all(arguments.results)
     if not found:
         raise SystemExit(f"compare: {arguments.results} has no results yet")
-    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(found, arguments.picture)
+    show([result for result in found if not result.variant.startswith(FLOW_GRPO)], "compare", arguments)
+    show([result for result in found if result.variant.startswith(FLOW_GRPO)], "flow_grpo", arguments)
+
+
+def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) -> None:
+    """Draws the runs into glyphs_<name>.png, and writes their table between the page's markers of that name."""
+    if not results:
+        return
+    arguments.pictures.mkdir(parents=True, exist_ok=True)
+    draw(results, arguments.pictures / f"glyphs_{name}.png")
     page = arguments.page.read_text(encoding="utf-8")
-    arguments.page.write_text(between_markers(page, "compare", table(found)), encoding="utf-8")
-    print(table(found))
+    arguments.page.write_text(between_markers(page, name, table(results)), encoding="utf-8")
+    print(table(results))
 
 
 def complete(variant: str, seed: int, *, steps: int | None, runs: Path, results: Path) -> None:
@@ -100,7 +120,7 @@ def overrides(variant: Variant, seed: int, folder: Path, *, steps: int | None) -
     """What follows `python -m async_flowrl.main`."""
     given = [f"name={folder.name}", f"output_dir={folder.resolve()}", f"seed={seed}", "resume=auto"]
     length = [] if steps is None else [f"total_steps={steps}"]
-    return ["--config-name", variant.mode, "experiment=glyphs", *given, *length, *variant.overrides]
+    return ["--config-name", variant.mode, f"experiment={variant.experiment}", *given, *length, *variant.overrides]
 
 
 def collect(variant: str, seed: int, folder: Path) -> Result:

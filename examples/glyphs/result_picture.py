@@ -16,21 +16,29 @@ COLOURS = {
     "sync": "#7a7a7a",
     "sync_all_cores": "#2f9e6e",
     "fully_async": "#d9822b",
+    "two_updates": "#6a51a3",
     "permuted": "#b03060",
 }
 """Variant to colour, in the order in which they are listed."""
+FLOW_GRPO = "grpo_"
+"""What the names of the variants trained by Flow-GRPO begin with; theirs is a picture and a table of their own."""
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
-    """Two panels, one line per run (training images) with dots (held-out words); one colour per variant."""
+    """Against images and seconds, one line per run (training images) with dots (held-out words), a colour per variant.
+
+    The second panel is left out where no run is `timed`.
+    """
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for panel, axis in zip(panels, ("images", "seconds"), strict=True):
+    axes = ("images", "seconds") if any(result.timed for result in results) else ("images",)
+    figure, grid = pyplot.subplots(1, len(axes), figsize=(10, 4), sharey=True, squeeze=False)
+    panels = grid[0]
+    for panel, axis in zip(panels, axes, strict=True):
         labelled: set[str] = set()
         for result in (r for r in results if axis == "images" or r.timed):
-            along, colour = getattr(result, axis), COLOURS.get(result.variant, "black")
+            along, colour = getattr(result, axis), COLOURS.get(result.variant.removeprefix(FLOW_GRPO), "black")
             label = None if result.variant in labelled else result.variant
             labelled.add(result.variant)
             panel.plot(along, smooth(result.reward), color=colour, label=label, linewidth=0.8, alpha=0.6)
@@ -55,22 +63,24 @@ def table(results: Sequence[Result]) -> str:
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
     others = [name for name in COLOURS if name not in ("sync", "permuted")]
+    others += [f"{FLOW_GRPO}{name}" for name in others]
     return "\n".join([*lines, *filter(None, (_against_sync(results, name) for name in others))])
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
     """Differences of scores and ratios of seconds, paired by seed; nothing where there are no pairs."""
-    differences = score_differences(results, variant, "sync")
+    sync = f"{FLOW_GRPO}sync" if variant.startswith(FLOW_GRPO) else "sync"
+    differences = score_differences(results, variant, sync)
     if not differences:
         return ""
     bounds = interval(differences)
     inside = "" if bounds is None else f"; 90 % interval of the mean {bounds[0]:+.3f} to {bounds[1]:+.3f}"
-    scores = f"OCR of {variant} less that of sync, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside
-    ratios = time_ratios(results, variant, "sync")
+    scores = f"OCR of {variant} less that of {sync}, by seed: " + ", ".join(f"{d:+.3f}" for d in differences) + inside
+    ratios = time_ratios(results, variant, sync)
     if not ratios:
         return f"\n{scores}"
-    lines = [scores, f"Seconds of {variant} ÷ sync, by seed: {_listed(ratios)}"]
-    if reached := goal_ratios(results, variant, "sync", GOAL):
+    lines = [scores, f"Seconds of {variant} ÷ {sync}, by seed: {_listed(ratios)}"]
+    if reached := goal_ratios(results, variant, sync, GOAL):
         lines.append(f"The same until the first evaluation of {GOAL:g} or more: {_listed(reached)}")
     return "\n" + "\n\n".join(lines)
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.load import load_prompts
 
 SYSTEM = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
@@ -38,7 +38,7 @@ def main() -> None:
 
 def write(path: Path, source: str, system: str, negative: str) -> tuple[Path, int]:
     """Writes one split; prompts without a quoted target are refused with file and line."""
-    prompts = load_prompts(DataConfig(train=source), split="train", needs_target=True)
+    prompts = load_prompts(DataConfig(train=source, held_out=0), split="train", needs_target=True)
     rows = [
         {
             "prompt": prompt.text,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.after_step import evaluation_due
 from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
@@ -95,7 +96,7 @@ async def _run(directory: Path, config: Config) -> None:
         for pool, factory, count, lanes in (
             ("trainer", "SleepingTrainer", config.trainer.num_workers, ("publish",)),
             ("rollout", "SleepingRollout", config.rollout.num_workers, ("sync",)),
-            ("reward", "SleepingReward", config.reward.num_workers, ()),
+            *((pool.name, "SleepingReward", pool.workers, ()) for pool in reward_pools(config.reward)),
         )
     ]
     algorithm = build_algorithm(config)

@@ -39,9 +39,13 @@ ONE_LINE = {
     "number for a section": (["rollout=3"], ["rollout must be a section with num_workers"]),
     "number for the rewards": (["reward.terms=3"], ["reward.terms must be a dictionary of rewards"]),
     "text for a weight": (["reward.terms.color.weight=much"], ["reward.terms.color.weight must be a number", "'much'"]),
-    "part of a new reward": (["+reward.terms.ocr.weight=1"], ["no term 'ocr'", "'+reward.terms={ocr: {weight: 1.0}}'"]),
-    "number for a new reward": (["+reward.terms.x=1"], ["no term 'x'", "'+reward.terms={x: {weight: 1.0}}'"]),
+    "part of a new reward": (["+reward.terms.ocr.weight=1"], ["no term 'ocr'", "'+reward.terms.ocr={weight: 1.0}'"]),
+    "number for a new reward": (["+reward.terms.x=1"], ["no term 'x'", "'+reward.terms.x={weight: 1.0}'"]),
     "part of a missing reward": (["reward.terms.colour.weight=2"], ["the reward has no term 'colour'"]),
+    "option that is not there yet": (
+        ["reward.terms.color.options.channel=red"],
+        ["+reward.terms.color.options.channel=…"],
+    ),
     "unknown reward, added": (["+reward.terms={ocrr: {weight: 1}}"], ["'ocrr'", "did you mean 'ocr'"]),
     "no value": (["total_steps"], ["total_steps"]),
     "no key": (["=3"], ["=3", "key=value"]),
@@ -89,6 +93,10 @@ ONE_LINE = {
         ["runtime.backend=local", "trainer.num_workers=2"],
         ["runtime.backend=local", "trainer.num_workers=2"],
     ),
+    "threads bound like processes": (
+        ["runtime.backend=local", "runtime.numa_binding=true"],
+        ["runtime.numa_binding=true", "use runtime.backend=ray"],
+    ),
     "a base that is whole and offloaded": (
         ["trainer.shard=none", "trainer.cpu_offload=true"],
         ["trainer.cpu_offload=true is FSDP2's", "set trainer.shard to full or auto, got none"],
@@ -101,8 +109,14 @@ ONE_LINE = {
     "no evaluation steps": (["evaluate.num_inference_steps=0"], ["evaluate.num_inference_steps must be at least 1"]),
     "no average": (["trainer.ema_every=0"], ["trainer.ema_every must be at least 1, got 0"]),
     "growing weights": (["trainer.weight_decay=-1"], ["trainer.weight_decay must be at least 0, got -1"]),
+    "a seed below 0": (["seed=-1"], ["seed must be at least 0 and at most 9223372036854775807, got -1"]),
+    "a seed beyond 64 bits": ([f"evaluate.seed={10**20}"], ["evaluate.seed must be at least 0", f"got {10**20}"]),
+    "layers that do not exist, in a dry run": (
+        ["lora.targets=[to_qq]", "dry_run=true"],
+        ["lora.targets: 'to_qq' names no linear layer", "did you mean attn.to_q?"],
+    ),
     "no LoRA to start from": (["lora.path=/nowhere"], ["lora.path /nowhere does not exist"]),
-    "unknown resume": (["resume=yes"], ["resume=yes is neither never, nor auto"]),
+    "unknown resume": (["resume=yes"], ["resume=yes is neither never, auto nor force"]),
 }
 
 
@@ -117,6 +131,50 @@ def test_one_line(
     for part in told:
         assert part in message
     assert not out.exists()
+
+
+OWN_MODULES = {
+    "broken_on_import": 'raise OSError("libcudart is not\\nhere")',
+    "own_algorithm": """
+class Mine:
+    def __init__(self, config, *, correction, strength=1.0):
+        raise ZeroDivisionError("strength")
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.name=broken_on_import:Mine", "cannot be imported: OSError: libcudart is not here"),
+        ("model.family=broken_on_import:Mine", "cannot be imported: OSError: libcudart is not here"),
+        ("algorithm.name=own_algorithm:Mine", "'own_algorithm:Mine' cannot be built: ZeroDivisionError: strength"),
+        ("model.family=own_algorithm:Mine", "own_algorithm:Mine cannot be built: TypeError"),
+    ],
+)
+def test_modules_of_ones_own_that_raise(
+    override: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_modules(tmp_path, monkeypatch)
+    message = refuse([override, "dry_run=true", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    assert told in message
+    assert len(message.splitlines()) == 1
+
+
+def test_options_that_an_algorithm_of_ones_own_does_not_take(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_modules(tmp_path, monkeypatch)
+    given = ["algorithm.name=own_algorithm:Mine", "+algorithm.options={strengthh: 2}", f"output_dir={tmp_path / 'run'}"]
+    message = refuse(given, capfd, monkeypatch)
+    assert "algorithm.options: an option must be one of strength, got 'strengthh'; did you mean 'strength'?" in message
+
+
+def own_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in OWN_MODULES.items():
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
 
 
 def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(

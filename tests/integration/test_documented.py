@@ -15,10 +15,13 @@ from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
-OPEN = ("name", "pool", "age", "start")
+OPEN = ("name", "pool", "age", "start", "step")
 """Placeholders on the pages, written <name> and so on."""
 OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
-ON_EVENT = {"tickets_skipped", "adapter/changed_share"}
+ON_EVENT = {"reward/<name>/missing", "reward/<name>/failures", "reward/<name>/retries", "reward/<name>/<extra>"} | {
+    "tickets_skipped",
+    "adapter/changed_share",
+}
 
 
 def named(page: str, heading: str) -> set[str]:
@@ -56,10 +59,21 @@ def leaves(summary: Mapping[str, Any]) -> set[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """Two runs whose keys differ: correction, KL, windows that differ, evaluation before training."""
     folder = tmp_path_factory.mktemp("documented")
-    plain = train(folder / "plain", "one_step_off", "evaluate.before_training=true", "monitor.report=true")
+    evaluated = (
+        "evaluate.before_training=true",
+        "evaluate.baseline=true",
+        "+evaluate.reward.terms={size: {name: jpeg_compressibility}}",
+    )
+    plain = train(folder / "plain", "one_step_off", *evaluated, "monitor.report=true")
     add_prediction(plain.root)
     windows = ("algorithm.window=random", "algorithm.sde_window_size=2")
-    extras = ("algorithm.correction=mask", "algorithm.kl_coef=0.01", *windows)
+    extras = (
+        "algorithm.correction=mask",
+        "algorithm.kl_coef=0.01",
+        "algorithm.max_kl_per_update=1",
+        "data.curriculum.after=2",
+        *windows,
+    )
     corrected = train(folder / "corrected", "fully_async", "total_steps=4", *extras)
     return [plain, corrected]
 

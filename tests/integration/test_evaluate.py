@@ -1,23 +1,28 @@
 """Rewards measured in a fresh pipeline are those that the rollout engine's evaluation images get."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 
 from async_flowrl import evaluate as evaluating
+from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.load import load_prompts
+from async_flowrl.evaluate import job_of_run, measure
+from async_flowrl.evaluate.measure import Scored
 from async_flowrl.export import save_lora
+from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
-from async_flowrl.types import Scores
 from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
@@ -39,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     config = Config(lora=LORA)
     config.rollout.true_cfg_scale = 4.0
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
-    config.evaluate.images_per_prompt = 5
+    config.evaluate.images_per_prompt = 4
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     config.data.train = str(prompts)
@@ -48,39 +53,120 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine_mean(config: Config, policy: QwenImagePolicy) -> float:
-    """The mean weighted reward of the rollout engine's own evaluation images."""
+def engine_scores(config: Config, policy: QwenImagePolicy) -> list[list[float]]:
+    """The weighted rewards of the rollout engine's own evaluation images, by prompt."""
     prompts = load_prompts(config.data, split="evaluation", needs_target=False)
     assert prompts[1].system is not None and prompts[1].negative is not None
     recipe, engine = RequestBuilder(config, prompts, prompts), DiffusersEngine(policy)
     (term,) = build_reward(config.reward).terms
-    values: list[float] = []
+    groups = []
     for group, prompt in enumerate(prompts):
         ticket = Ticket(EVALUATION, ordinal=group, step=0, group=group, slice_index=0, version=0)
-        values.extend(term.reward(engine.generate(recipe.request(ticket)).images, prompt))  # type: ignore[arg-type]
-    return term.weight * float(np.mean(values))
+        scores: Any = term.reward(engine.generate(recipe.request(ticket)).images, prompt)  # type: ignore[arg-type]
+        groups.append([term.weight * float(score) for score in scores])
+    return groups
 
 
-def test_a_fresh_pipeline_scores_what_the_engine_scores(run: Path) -> None:
-    assert evaluating.main([str(run), "--out", str(run / "found.json")]) == 0
-    found = json.loads((run / "found.json").read_text())
-    config = evaluating.read_config(run / "config.yaml")
-    assert found["before"]["reward"] == pytest.approx(engine_mean(config, tiny_policy()), abs=2e-4)
-    assert found["after"]["reward"] == pytest.approx(engine_mean(config, adapted_policy(config=LORA)), abs=2e-4)
-    assert abs(found["after"]["reward"] - found["before"]["reward"]) > 0.005
-    assert found["after"]["reward"] == pytest.approx(2 * found["after"]["color"])
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    return found
 
 
-def test_another_seed_gives_other_images(run: Path) -> None:
-    for seed in ("1", "1", "2"):
-        assert evaluating.main([str(run), "--seed", seed, "--images", "2", "--out", str(run / f"{seed}.json")]) == 0
-    one, two = (json.loads((run / f"{seed}.json").read_text()) for seed in ("1", "2"))
-    assert one["before"] != two["before"]
+def test_a_fresh_pipeline_scores_what_the_engine_scores(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Image by image; and the statistics are those of prompts, not of images."""
+    assert evaluating.main([str(run), "--out", str(tmp_path / "out")]) == 0
+    config = read_config(run / "config.yaml")
+    before, after = engine_scores(config, tiny_policy()), engine_scores(config, adapted_policy(config=LORA))
+    found = results(tmp_path / "out")
+    row = found["rewards"]["reward"]
+    for side, wanted in (("before", before), ("after", after)):
+        assert [row["scores"][side][str(place)] for place in range(3)] == [
+            pytest.approx(group, abs=2e-4) for group in wanted
+        ]
+    changes = np.array([np.subtract(b, a) for a, b in zip(before, after, strict=True)])
+    assert row["difference"]["mean"] == pytest.approx(changes.mean(), abs=2e-4)
+    assert row["difference"]["stderr"] == pytest.approx(changes.mean(axis=1).std(ddof=1) / 3**0.5, abs=1e-4)
+    half = 4.302652729911275 * row["difference"]["stderr"]  # Student's t, 2 degrees of freedom, 97.5 %
+    assert row["difference"]["high"] - row["difference"]["mean"] == pytest.approx(half)
+    assert row["improved"] == (changes > 0).mean()
+    assert abs(row["difference"]["mean"]) > 0.005
+    assert row["after"]["mean"] == pytest.approx(2 * found["rewards"]["color"]["after"]["mean"])
+    shown = capsys.readouterr().out
+    assert "difference [95 %]" in shown and "3 prompts" in shown and f"{row['difference']['mean']:+.4g}" in shown
+    sheet = np.asarray(Image.open(tmp_path / "out" / "before_after.png"))
+    assert sheet.shape[1] == 2 * (4 * 128 + 3 * 4) + 4 * 4 and sheet.std() > 1
+
+
+def test_several_seeds_are_more_images_of_the_same_prompts(run: Path, tmp_path: Path) -> None:
+    common = [str(run), "--images", "2", "--max-prompts", "1", "--reward", "jpeg_compressibility"]
+    for name, more in (("one", ["--seed", "7"]), ("two", ["--seed", "7", "--seeds", "2"]), ("other", ["--seed", "8"])):
+        assert evaluating.main([*common, *more, "--out", str(tmp_path / name)]) == 0
+    one, two, other = (
+        results(tmp_path / name)["rewards"]["jpeg_compressibility"]["scores"]["before"]["0"]
+        for name in ("one", "two", "other")
+    )
+    assert two == [*one, *other] and one != other
+    assert results(tmp_path / "two")["seeds"] == [7, 8] and results(tmp_path / "two")["images_per_prompt"] == 4
+
+
+def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path) -> None:
+    """A file in kohya's names, which says nothing of itself: the same images as with the run's own LoRA."""
+    source = lora_file.read(run / "lora")
+    theirs = lora_formats.write(
+        tmp_path / "far" / "from" / "theirs.safetensors", source, family="qwen_image", form="kohya"
+    )
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("red red red red\nblue\n")
+    common = ["--prompts", str(prompts), "--images", "2", "--steps", "3", "--guidance", "1"]
+    rewards = ["--reward", "color", "--reward", "tests.integration.brightness:brightness"]
+    assert evaluating.main([str(theirs), "--base", "tiny", *common, *rewards, "--out", str(tmp_path / "theirs")]) == 0
+    assert evaluating.main([str(run), *common, *rewards, "--out", str(tmp_path / "ours")]) == 0
+    one, two = results(tmp_path / "theirs"), results(tmp_path / "ours")
+    assert one["prompts"] == ["red red red red", "blue"] and one["num_inference_steps"] == 3
+    assert set(one["rewards"]) == {"color", "brightness"} == set(two["rewards"])
+    for name, row in one["rewards"].items():
+        assert row["after"]["mean"] == pytest.approx(two["rewards"][name]["after"]["mean"], abs=1e-3)
+        assert row["before"]["mean"] == pytest.approx(two["rewards"][name]["before"]["mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "LoRA nowhere does not exist"),
+        (["RUN/lora", "--images", "0"], "--images must be at least 1, got 0"),
+        (["RUN/lora", "--seed", "-1"], "--seed must be from 0 to"),
+        (["RUN/lora", "--guidance", "-1"], "--guidance must be at least 0, got -1"),
+        (["RUN/lora", "--reward", "colour"], "did you mean 'color'"),
+        (["RUN/lora", "--reward", "color", "--reward", "color"], "another score of the name 'color'"),
+        (["RUN/lora", "--reward", "ocr", "--prompts", "prompts/two_prompts.txt"], "two_prompts.txt"),
+        (["RUN/lora", "--prompts", "prompts/two_promts.txt"], "two_promts.txt"),
+        (["LORA"], "--base is needed"),
+        (["LORA", "--base", "tiny", "--prompts", "prompts/two_prompts.txt"], "--reward is needed"),
+        (["LORA", "--base", "tiny", "--reward", "color"], "--prompts is needed"),
+        (["LORA", "--base", "tinny", "--reward", "color"], "did you mean 'tiny'"),
+        (["EMPTY"], "holds no lora/: the run has not ended"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], message: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = tmp_path / "far" / "from" / "lora.safetensors"
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes((run / "lora" / lora_file.FILE_NAME).read_bytes())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    places = {"RUN/lora": str(run / "lora"), "LORA": str(alone), "EMPTY": str(tmp_path / "empty")}
+    assert evaluating.main([places.get(each, each) for each in arguments]) == 2
+    assert message in caplog.messages[-1] and len(caplog.messages[-1].splitlines()) == 1
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert evaluating.main([str(tmp_path)]) == 2
-    assert "config.yaml is not the configuration of a run" in caplog.text
+    assert "holds no .safetensors file" in caplog.text
+    (tmp_path / "lora").mkdir()
+    save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
     (tmp_path / "config.yaml").write_text("rolout: {resolution: 32}\n")
     assert evaluating.main([str(tmp_path)]) == 2
     assert "rolout" in caplog.messages[-1]
@@ -97,27 +183,25 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     config.reward.on_error = on_error
     config.reward.terms = {"judge": {"name": "tests.integration.judge:judge"}}
     OmegaConf.save(config, run / "config.yaml")
-    code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out.json")])
+    code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out")])
     if on_error == "fail":
         assert code == 2 and "prompt 1 has no score: reward 'judge' failed" in caplog.text
+        assert not (tmp_path / "out").exists()
     else:
         assert code == 0 and "prompt 1 is skipped: reward" in caplog.text
-        assert set(json.loads((tmp_path / "out.json").read_text())) == {"before", "after"}
+        assert results(tmp_path / "out")["scored"] == 2
 
 
-def test_before_and_after_are_means_over_the_same_prompts(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A prompt that is skipped once is left out twice."""
-    lists = iter([{0: 1.0, 1: 5.0, 2: 3.0}, {0: 2.0, 2: 4.0}, {1: 5.0}, {0: 2.0}])
-
-    async def scored(*_: object) -> dict[int, Scores]:
-        return {prompt: Scores((total,), {"color": (total,)}) for prompt, total in next(lists).items()}
-
-    monkeypatch.setattr(evaluating, "_score", scored)
-    config = evaluating.read_config(run / "config.yaml")
-    found = evaluating.evaluate(config, run / "lora")
-    assert (found["before"]["reward"], found["after"]["reward"]) == (2.0, 3.0)
-    assert "means over 2 of 3 prompts" in caplog.text
-    with pytest.raises(ValueError, match="none of 3 prompts could be scored"):
-        evaluating.evaluate(config, run / "lora")
+def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that is skipped once is left out twice; a term that is trained against is better where it is less."""
+    job = job_of_run(read_config(run / "config.yaml"), run / "lora")
+    before = Scored({"color": {0: (1.0, 2.0), 1: (5.0, 5.0), 2: (3.0, 3.0)}})
+    after = Scored({"color": {0: (2.0, 1.0), 2: (4.0, 5.0)}})
+    row = measure.row("color", job, before, after)
+    assert row.after is not None and row.difference is not None
+    assert (row.before.mean, row.after.mean, row.difference.mean, row.improved) == (2.25, 3.0, 0.75, 0.75)
+    assert "color: means over 2 of 3 prompts" in caplog.text
+    against = replace(job, terms={"color": RewardTerm(weight=-1.0)})
+    assert measure.row("color", against, before, after).improved == 0.25
+    with pytest.raises(ValueError, match="none of 3 prompts could be scored by color"):
+        measure.row("color", job, before, Scored({"color": {}}))

@@ -6,7 +6,7 @@ import pytest
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import RewardTerm
-from async_flowrl.evaluate import evaluate
+from async_flowrl.evaluate import evaluate, job_of_run
 from tests.integration.runs import Run, train
 
 EXPERIMENT = (
@@ -29,8 +29,9 @@ def rise(run: Run, terms: dict[str, RewardTerm] | None = None) -> float:
     config = read_config(run.root / "config.yaml")
     assert config.evaluate.seed != config.seed
     config.reward.terms = terms or COLOR
-    found = evaluate(config, run.root / "lora")
-    return found["after"]["reward"] - found["before"]["reward"]
+    found = evaluate(job_of_run(config, run.root / "lora")).rows["reward"]
+    assert found.difference is not None
+    return found.difference.mean
 
 
 @pytest.mark.slow

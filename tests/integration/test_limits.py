@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.data.sampler import prompts_for_step
+from async_flowrl.data.sampler import Sampler
 from tests.integration.runs import Run, train
 
 
@@ -48,7 +48,8 @@ def test_epochs_end_a_run_unless_total_steps_do(
     )
     check_ends(run, steps, save, evaluate)
     assert run.summary["total_steps"] == steps
-    seen = Counter(p for step in range(steps) for p in prompts_for_step(3, 2, seed=0, step=step, shuffle=True))
+    sampler = Sampler(3, 2, seed=0, shuffle=True)
+    seen = Counter(p for step in range(steps) for p in sampler.step(step))
     if total == 100:
         assert min(seen.values()) == epochs
         assert sum(seen.values()) - 3 * epochs < 2

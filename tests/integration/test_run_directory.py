@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
-from async_flowrl.evaluate import evaluate
+from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
@@ -191,10 +191,10 @@ def test_pictures_show_the_same_noise_with_other_weights(run: Run) -> None:
 
 def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: Path) -> None:
     """Its images earn what the run's last evaluation measured, with the same noise."""
-    found = evaluate(read_config(run.root / "config.yaml"), run.root / "lora")
+    found = evaluate(job_of_run(read_config(run.root / "config.yaml"), run.root / "lora")).rows["reward"]
     before, after = run.metrics[0]["evaluation_before/reward/mean"], run.metrics[-1]["evaluation/reward/mean"]
-    assert found["before"]["reward"] == pytest.approx(before, abs=1e-4)
-    assert found["after"]["reward"] == pytest.approx(after, abs=1e-4)
+    assert found.before.mean == pytest.approx(before, abs=1e-4)
+    assert found.after is not None and found.after.mean == pytest.approx(after, abs=1e-4)
     assert abs(after - before) > 0.01
     exported = export(run.root, tmp_path)
     mine, theirs = load_file(run.root / "lora" / FILE_NAME), load_file(exported)

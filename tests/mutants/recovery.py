@@ -109,7 +109,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "NaN is a reward",
-        {"tests.support.toy_models:checked": lambda checked: lambda name, prompt, result, count: tuple(result)},
+        {"tests.support.toy_models:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
         f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",
         arguments={"what": "nan"},
         raises=("ValueError",),
@@ -190,6 +190,21 @@ ATTEMPT_FAULTS = (
         {f"{CHECKPOINTS}:Checkpoints.insist": lambda insist: lambda checkpoints, *args: checkpoints.save(*args)},
         f"{RECOVERY}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 2},
+    ),
+    Mutant(
+        "a resume asks an optional term again that had failed",
+        {f"{RUN_RECOVERY}:keeps_scores": lambda keeps: lambda config: False},
+        "tests.unit.test_optional_terms:test_a_resume_trains_a_group_without_the_term_that_it_lacked",
+    ),
+    Mutant(
+        "a term that a group lacks counts as 0 for it",
+        {
+            "async_flowrl.controller.group_advantages:_there": lambda there: (
+                lambda scores, name: list(range(len(scores)))
+            )
+        },
+        "tests.unit.test_optional_terms:test_a_group_has_no_part_in_the_statistics_of_a_term_that_it_lacks",
+        arguments={"permute": False},
     ),
     Mutant(
         "a reward that is not deterministic is asked again after a resume",

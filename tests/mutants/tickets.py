@@ -8,6 +8,7 @@ from tests.mutants.mutation import Fault, Mutant, after, before
 
 TICKETS = "async_flowrl.tickets.table"
 DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
+SCORING = "async_flowrl.controller.scoring"
 EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
 LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
@@ -138,7 +139,7 @@ ORDER = (
     ),
     Mutant(
         "rewards go to the wrong images of a group",
-        {f"{DISPATCH}:score_once": lambda score: lambda *call: score(*call[:-1], call[-1][::-1])},
+        {f"{SCORING}:score_once": lambda score: lambda *call: score(*call[:-1], call[-1][::-1])},
         "tests.unit.test_plain_loop:test_the_controller_trains_exactly_what_a_plain_loop_trains",
         arguments={"k": 1},
     ),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
@@ -145,7 +146,7 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     pools: tuple[tuple[str, int, Any], ...] = (
         ("trainer", config.trainer.num_workers, ToyTrainer),
         ("rollout", config.rollout.num_workers, ToyRollout),
-        ("reward", config.reward.num_workers, ToyReward),
+        *((pool.name, pool.workers, ToyReward) for pool in reward_pools(config.reward)),
     )
     return {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
 

@@ -12,8 +12,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.rewards.composite import checked
+from async_flowrl.rewards.held_out import HeldOutScores
+from async_flowrl.rewards.results import group_result
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
@@ -109,18 +111,37 @@ class ToyRollout:
         return report, images, None if request.kind == EVALUATION else trajectory
 
 
+def toy_scores(name: str, prompt: Prompt, result: list[float], count: int) -> tuple[float, ...]:
+    """The result as scores, or RewardError as the real worker words it."""
+    return group_result(f"reward {name!r} on prompt {prompt.text!r}", result, count).scores
+
+
 class ToyReward:
     def __init__(self, config: Any, index: int, name: str) -> None:
-        self.name = name
+        self.name, pool = name, name.rpartition("-")[0] or name
+        (terms,) = (own.terms for own in reward_pools(config.reward) if own.name == pool)
+        self.terms = {term: config.reward.terms[term] for term in terms}
         self.spoil: str | None = None
         """"nan" or "count": what is wrong with the next result."""
+        self.later = {("later", index) for index in range(10)}
 
     def score(self, prompt: Prompt, *images: Any) -> Scores:
+        return self.score_terms(None, prompt, *images)
+
+    def score_terms(self, only: Sequence[str] | None, prompt: Prompt, *images: Any) -> Scores:
         values = [float(x.mean()) for image in images for x in image]
         result = {"nan": [*values[:-1], float("nan")], "count": values[:-1]}.get(self.spoil or "", values)
         self.spoil = None
-        total = checked("color", prompt, result, len(values))
-        return Scores(total, {"color": total})
+        by_term = {name: toy_scores(name, prompt, result, len(values)) for name in only or self.terms}
+        total = tuple(sum(self.terms[name].weight * by_term[name][i] for name in by_term) for i in range(len(values)))
+        return Scores(total, by_term)
+
+    def score_held_out(self, names: Sequence[str], prompt: Prompt, *images: Any) -> HeldOutScores:
+        """Held-out terms called `never` fail, those called `later` with their first call."""
+        values = tuple(float(x.mean()) for image in images for x in image)
+        failed = {name: f"{name} failed" for name in names if name == "never" or (name, prompt.index) in self.later}
+        self.later -= {(name, prompt.index) for name in names}
+        return HeldOutScores({name: values for name in names if name not in failed}, failed)
 
 
 class ToySender:
@@ -209,14 +230,14 @@ class ToyTrainer:
         self._snapshot = Checkpoint(parts, trainer, {})
         return version
 
-    def save(self, directory: str, controller: Mapping[str, Any]) -> str:
+    def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
         found, spoil, self.spoil = self._snapshot, self.spoil, None
         assert found is not None and controller["version"] == found.trainer["version"]
         version, keep = int(controller["version"]), self.config.save.keep
         whole = Checkpoint(found.tensors, found.trainer, controller)
         # Eight operations lead to the rename; those after it a death may hit, but there is no more to be written.
         with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
-            return str(write_checkpoint(Path(directory), version, whole, keep=keep))
+            return str(write_checkpoint(Path(directory), version, whole, keep=keep, spare=spare))
 
     def restore(self, path: str) -> int:
         found = read_checkpoint(Path(path))

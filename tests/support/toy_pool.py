@@ -60,7 +60,7 @@ count; for `save` torn (it dies inside the writing), full (no space left).
 
 def name_of(method: str, args: tuple[Any, ...]) -> str:
     """What a Fault knows the call by."""
-    name = method.rpartition(".")[2]
+    name = method.rpartition(".")[2].removesuffix("_terms")
     if name == "generate" and args[0].kind == EVALUATION:
         return "generate/evaluation"
     return "train_last" if name == "train" and args[0].finishes else name
@@ -164,7 +164,7 @@ class ToyWorker(VirtualWorker):
             task.exception()
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        called, name = name_of(method, args), method.rpartition(".")[2]
+        called, name = name_of(method, args), method.rpartition(".")[2].removesuffix("_terms")
         counted = called if name == "train" else name
         number = self.calls[counted] = self.calls.get(counted, 0) + 1
         fault = self.world.fault(self.name, called, number)

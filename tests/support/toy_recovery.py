@@ -16,7 +16,7 @@ from unittest import mock
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import find_resume, warn_of_other_numerics
+from async_flowrl.controller.checkpoints import find_resume, warn_of_differences
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
@@ -37,6 +37,7 @@ from tests.support.toy_pool import ToyPool, World
 
 Groups = Mapping[str, ToyPool]
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]
+CALLS = ("/retries", "/failures")
 UNCOMPARED = ("timing/", "pool/", "images_per_s", "evaluation")
 """Beginnings of metrics' names that may differ between runs that must be equal: times, and what is compared apart."""
 
@@ -79,7 +80,7 @@ def run_controller(
             return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
         return None
 
-    pictures = mock.patch("async_flowrl.controller.after_step.write_grid")
+    pictures = mock.patch("async_flowrl.controller.evaluation_records.write_grid")
     settings = mock.patch("async_flowrl.observability.run_directory.OmegaConf", **{"to_yaml.return_value": ""})
     with pictures, settings:
         return run_virtual(body(), horizon=horizon)
@@ -96,12 +97,13 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         algorithm,
         RequestBuilder(config, PROMPTS, PROMPTS[:2]),
         Shapes((4,), {}),
+        data=None,
     )
-    resume = find_resume(config, directory)
+    resume = find_resume(prepared.requests, directory)
     groups = toy_groups(config, outside.world)
     trainers = TrainerGroup(groups["trainer"], algorithm)
     info = await load_pools(config, groups, trainers)
-    warn_of_other_numerics(config, resume, info["device"])
+    warn_of_differences(config, resume, info["device"])
     await restore(trainers, directory, resume)
     with opened(prepared, directory, resume) as ledgers:
         digest, device = info["base_digest"], info["device"]
@@ -133,9 +135,12 @@ def summary(root: Path) -> dict[str, Any]:
 
 
 def logged(root: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times and evaluations."""
+    """The lines of metrics.jsonl without times, evaluations, and calls that were made in one attempt alone."""
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    return [{key: x for key, x in line.items() if not key.startswith(UNCOMPARED)} for line in lines]
+    return [
+        {key: x for key, x in line.items() if not key.startswith(UNCOMPARED) and not key.endswith(CALLS)}
+        for line in lines
+    ]
 
 
 def evaluations(root: Path) -> dict[int, float]:

@@ -72,6 +72,7 @@ class VideoPolicy(PipelinePolicy):
 
 class VideoFamily:
     usual_guidance = (1.0, 0.0)
+    usual_steps = 4
 
     def load(self, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, **_: Any) -> VideoPolicy:
         transformer = VideoTransformer.from_pretrained(path, subfolder="transformer").to(device, dtype)

@@ -21,7 +21,8 @@ def test_engines_that_disagree_by_the_clip_range_are_warned_of_once(
     config = Config()
     config.algorithm.clip_unit, config.algorithm.clip_range = unit, clip
     unused = cast("Any", None)
-    after = AfterStep(unused, unused, unused, unused, unused, latent_elements=64, failures=[])
+    records = cast("Any", SimpleNamespace(show=None, failed=None))
+    after = AfterStep(unused, unused, unused, unused, records, latent_elements=64)
     with caplog.at_level(logging.WARNING):
         for step, gap in enumerate(GAPS):
             after._warn(cast("Any", SimpleNamespace(config=config)), {"step": step, "behaviour_gap": gap})

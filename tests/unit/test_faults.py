@@ -8,14 +8,13 @@ import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, StartError, TicketLost
-from async_flowrl.rewards.composite import checked
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_models import ToyReward, ToyRollout
+from tests.support.toy_models import ToyReward, ToyRollout, toy_scores
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool
 from tests.unit.test_loop import check_bound, check_evaluation, check_order, check_watermarks
 
@@ -247,7 +246,7 @@ def test_groups_whose_reward_cannot_be_had_are_skipped_if_asked(
     score = ToyReward.score
 
     def unlucky(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
-        return score(self, prompt, *images) if prompt.index != 2 else checked("color", prompt, result, 4)
+        return score(self, prompt, *images) if prompt.index != 2 else toy_scores("color", prompt, result, 4)
 
     monkeypatch.setattr(ToyReward, "score", unlucky)
     found = virtual(toy_config(1, hand_over=hand_over, steps=STEPS, reward__on_error="skip", reward__retries=1))

@@ -12,8 +12,9 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.seats import gpus_taken
 from async_flowrl.policies.registry import PIPELINES
-from async_flowrl.run.launch import describe_run
+from async_flowrl.run.launch import describe_run, pools
 from async_flowrl.run.prepare import prepare
 
 RECIPES = {
@@ -21,6 +22,8 @@ RECIPES = {
     "sd35_ocr": "stabilityai/stable-diffusion-3.5-medium",
     "flux_pickscore": "black-forest-labs/FLUX.1-dev",
 }
+VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr"}
+"""Recipes that differ from another one in a line or two."""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
 CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -40,7 +43,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 """What is asked of the published models' files before a run."""
-LINES = {name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in RECIPES}
+LINES = {
+    name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in (*RECIPES, *VARIANTS)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +70,15 @@ def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
     return compose_config("one_step_off", wanted)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *VARIANTS])
 def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
+    model = RECIPES[VARIANTS.get(name, name)]
     config = recipe(name, tmp_path)
     check(config)
     prepared = prepare(config)
-    assert (prepared.model.path, prepared.model.revision) == (RECIPES[name], COMMIT)
+    assert (prepared.model.path, prepared.model.revision) == (model, COMMIT)
     assert prepared.shapes.latents == {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64)}[name[0]]
-    assert f"model {RECIPES[name]} " in describe_run(prepared)
+    assert f"model {model} " in describe_run(prepared)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
@@ -106,6 +112,20 @@ def test_the_published_values(tmp_path: Path) -> None:
     assert [c.algorithm.global_std for c in (qwen, sd3, flux)] == [False] * 3
 
 
+def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
+    prepared = prepare(recipe("qwen_image_ocr_vlm", tmp_path))
+    (term,) = prepared.config.reward.terms.values()
+    assert term.name == "vlm_judge" and term.options["mode"] == "transcribe"
+    servers = next(spec for spec in pools(prepared) if spec.name == "server/vlm_ocr")
+    assert (servers.num_workers, servers.gpus_per_worker) == (2, 1.0)
+    assert servers.arguments["requirements"].read_text().endswith("vllm==0.30.0\n")
+    assert re.search(r"server/vlm_ocr +2 +1 ", describe_run(prepared))
+    assert gpus_taken(prepared.config) == 4 + 4 + 2
+    plain = recipe("qwen_image_ocr", tmp_path)
+    plain.reward, prepared.config.model.dtype = prepared.config.reward, plain.model.dtype
+    assert plain == prepared.config
+
+
 def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> None:
     wanted = ["experiment=qwen_image_ocr", f"output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="mode=stream means hand_over=stream, got batch"):
@@ -116,7 +136,7 @@ def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> 
     assert compose_config("fully_async", [f"output_dir={tmp_path}"]).hand_over == "stream"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", LINES)
 def test_every_line_names_its_source(name: str) -> None:
     tags = {match[1] for line in LINES[name] if (match := re.match(r"#   \[(\w+)\] ", line))}
     assert "own" in tags and len(tags) >= 2

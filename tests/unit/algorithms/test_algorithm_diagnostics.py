@@ -38,6 +38,13 @@ def test_warnings() -> None:
     assert "only 0.79 of the gradients" in message
 
 
+def test_an_update_beyond_what_runs_survived() -> None:
+    (message,) = warnings({"kl_per_update": 3.14}, correction="none", kept=1.0, elements=1024)
+    assert "3.1 nats per image" in message and "algorithm.max_kl_per_update" in message
+    assert warnings({"kl_per_update": 1.0}, correction="none", kept=1.0, elements=1024) == []
+    assert warnings({"kl_per_update": 3.14}, correction="none", kept=1.0, elements=65_536) == []
+
+
 def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
     (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5)
     assert "algorithm.correction=rollout_tis" in message

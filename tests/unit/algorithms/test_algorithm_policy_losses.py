@@ -58,6 +58,8 @@ def reference_loss(name: str, batch: MicroBatch, networks: dict[str, Network], s
             if settings.get("clip_unit") == "nats":
                 low, high = math.exp(-eps / D), math.exp(eps / D)
             loss = torch.max(-clamped * rho, -clamped * rho.clamp(low, high))
+        if settings.get("step_weight") == "variance":
+            loss = loss * std**2
         if settings.get("correction") == "tis":
             loss = loss * min(math.exp(D * float(old - sampled)), settings["tis_cap"])
         if settings.get("correction") == "rollout_tis":
@@ -110,6 +112,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("flow_grpo", {"clip_range": 0.05, "kl_coef": 0.04, "kl_form": "exact"}),
     ("flow_grpo", {"clip_range": 0.05, "correction": "tis", "tis_cap": 1.1}),
     ("flow_grpo", {"clip_range": 0.05, "correction": "mask", "correction_threshold": 3e-3}),
+    ("flow_grpo", {"clip_range": 0.05, "step_weight": "variance", "kl_coef": 0.04, "kl_form": "exact"}),
+    ("grpo_guard", {"clip_range": 2e-4, "step_weight": "variance"}),
     ("mix_grpo", {"clip_range": 1e-3, "window": "sliding", "sde_window_size": 2}),
     (
         "mix_grpo",

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import Field, dataclass, fields, is_dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
 from async_flowrl.config.check import ConfigError, check, check_fields
-from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
 from async_flowrl.controller.fingerprint import config_hash, numerics
 from tests.unit.test_docs import writer
@@ -18,13 +18,14 @@ from tests.unit.test_docs import writer
 WRITER = writer("write_configuration")
 UNITS = (
     r"\b(seconds|steps|images|prompts|pixels|tokens|threads|gpus|workers|ranks|samples|versions|updates|checkpoints|"
-    r"blocks|heads|nats|tflop/s|retries|passes)\b"
+    r"blocks|heads|nats|tflop/s|retries|passes|servers|restarts)\b"
 )
 PURE_NUMBERS = """
     seed model.tiny.contrast model.tiny.seed lora.rank lora.alpha rollout.true_cfg_scale rollout.guidance_scale
     algorithm.noise_level algorithm.window_decay_rate algorithm.clip_range algorithm.kl_coef algorithm.adv_clip_max
     algorithm.tis_cap algorithm.beta reward.terms.<name>.weight trainer.learning_rate trainer.betas trainer.eps
     trainer.weight_decay trainer.max_grad_norm trainer.ema_decay evaluate.seed debug.delays.slow_worker
+    reward.terms.<name>.serve.port evaluate.reward.terms.<name>.serve.port evaluate.reward.terms.<name>.weight
 """
 """Seeds, factors and coefficients: numbers without a unit."""
 
@@ -46,8 +47,9 @@ def schema(section: Any, prefix: str = "", changes: str = WEIGHTS) -> Iterator[t
             yield from schema(member.type, f"{prefix}{member.name}.", mark)
             continue
         yield prefix + member.name, Known(member, texts.get(member.name, ""), mark)
+        named = ".<name>." if get_origin(member.type) is dict else "."
         for entry in filter(is_dataclass, get_args(member.type)):
-            yield from schema(entry, f"{prefix}{member.name}.<name>.", mark)
+            yield from schema(entry, f"{prefix}{member.name}{named}", mark)
 
 
 FIELDS = dict(schema(Config))
@@ -57,7 +59,9 @@ RULES = {key: rule_of(known.member) for key, known in FIELDS.items()}
 
 def full() -> Config:
     """A configuration that has every section, a reward among them."""
-    return Config(reward=RewardConfig(terms={"<name>": RewardTerm()}))
+    config = Config(reward=RewardConfig(terms={"<name>": RewardTerm(serve=ServeConfig())}))
+    config.evaluate.reward.terms = {"<name>": RewardTerm(serve=ServeConfig())}
+    return config
 
 
 def put(config: Config, key: str, value: object) -> Config:
@@ -161,7 +165,7 @@ def other(value: Any, kind: Any) -> Any:
 def test_what_a_field_changes_is_what_the_fingerprint_of_a_run_sees(key: str) -> None:
     before = full()
     before.trainer.lr_schedule = "linear"  # then total_steps counts too
-    value = {name: value for name, value, _ in settings(before)}[key]
+    value = {name: value for name, value, _ in settings(before)}.get(key)  # None of a section that may be null
     after = put(deepcopy(before), key, other(value, FIELDS[key].member.type))
     changes = FIELDS[key].changes
     assert (config_hash(before) != config_hash(after)) == (changes == WEIGHTS)

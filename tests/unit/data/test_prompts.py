@@ -10,12 +10,15 @@ import pytest
 
 from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.prompts import PromptError, load_prompts, quoted_target
+from async_flowrl.data.load import load_prompts
+from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import quoted_target
 from async_flowrl.types import Prompt
 
 
 def load(path: Path, *, needs_target: bool = False, key: str = "prompt") -> list[Prompt]:
-    return load_prompts(DataConfig(train=str(path), prompt_key=key), split="train", needs_target=needs_target)
+    config = DataConfig(train=str(path), prompt_key=key)
+    return list(load_prompts(config, split="train", needs_target=needs_target))
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -2,13 +2,15 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.data.sampler import prompts_for_step
+from async_flowrl.data.sampler import Sampler
 
 
+@settings(deadline=None)
 @given(
     num_prompts=st.integers(1, 40),
     prompts_per_step=st.integers(1, 13),
@@ -17,38 +19,67 @@ from async_flowrl.data.sampler import prompts_for_step
 )
 def test_every_prompt_comes_once_per_epoch(num_prompts: int, prompts_per_step: int, seed: int, shuffle: bool) -> None:
     steps = range(2 * num_prompts)
-    drawn = [
-        index
-        for step in steps
-        for index in prompts_for_step(num_prompts, prompts_per_step, seed=seed, step=step, shuffle=shuffle)
-    ]
+    sampler = Sampler(num_prompts, prompts_per_step, seed=seed, shuffle=shuffle)
+    drawn = [index for step in steps for index in sampler.step(step)]
     for start in range(0, len(drawn), num_prompts):
         assert sorted(drawn[start : start + num_prompts]) == list(range(num_prompts))
     assert set(Counter(drawn).values()) == {2 * prompts_per_step}
 
 
 def test_a_step_does_not_depend_on_the_steps_before() -> None:
-    forward = [prompts_for_step(100, 8, seed=1, step=step, shuffle=True) for step in range(50)]
-    backward = [prompts_for_step(100, 8, seed=1, step=step, shuffle=True) for step in reversed(range(50))]
+    forward = [Sampler(100, 8, seed=1, shuffle=True).step(step) for step in range(50)]
+    sampler = Sampler(100, 8, seed=1, shuffle=True)
+    backward = [sampler.step(step) for step in reversed(range(50))]
     assert forward == backward[::-1]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {
-        tuple(prompts_for_step(20, 20, seed=seed, step=step, shuffle=True)) for seed in range(4) for step in range(4)
-    }
+    orders = {Sampler(20, 20, seed=seed, shuffle=True).step(step) for seed in range(4) for step in range(4)}
     assert len(orders) == 16
 
 
 def test_without_shuffling_prompts_come_in_file_order() -> None:
-    assert [prompts_for_step(3, 2, seed=0, step=step, shuffle=False) for step in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    sampler = Sampler(3, 2, seed=0, shuffle=False)
+    assert [sampler.step(step) for step in range(3)] == [(0, 1), (2, 0), (1, 2)]
 
 
 def test_the_order_is_pinned() -> None:
     """A change of this order would break every resume and every published digest."""
-    assert prompts_for_step(8, 8, seed=0, step=0, shuffle=True) == [0, 2, 5, 4, 7, 1, 6, 3]
+    assert Sampler(8, 8, seed=0, shuffle=True).step(0) == (0, 2, 5, 4, 7, 1, 6, 3)
 
 
 def test_no_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="num_prompts=0"):
-        prompts_for_step(0, 2, seed=0, step=0, shuffle=True)
+        Sampler(0, 2, seed=0, shuffle=True)
+
+
+def draws(sampler: Sampler, epochs: int) -> list[Counter[int]]:
+    return [Counter(sampler.order(epoch).tolist()) for epoch in range(epochs)]
+
+
+def test_equal_weights_change_nothing() -> None:
+    plain = Sampler(50, 7, seed=3, shuffle=True)
+    weighted = Sampler(50, 7, seed=3, shuffle=True, weights=np.full(50, 0.1))
+    assert [plain.step(step) for step in range(30)] == [weighted.step(step) for step in range(30)]
+
+
+def test_a_weight_is_a_share_of_the_draws_of_every_epoch_and_exactly_that_on_average() -> None:
+    weights = np.array([0.0, 1.0, 1.0, 2.0, 4.5, 0.0])
+    sampler = Sampler(6, 4, seed=1, shuffle=True, weights=weights)
+    by_epoch = draws(sampler, 400)
+    shares = 6 * weights / weights.sum()
+    for counts in by_epoch:
+        assert sum(counts.values()) == 6
+        assert all(int(share) <= counts[index] <= int(share) + (share % 1 > 0) for index, share in enumerate(shares))
+    means = [sum(counts[index] for counts in by_epoch) / len(by_epoch) for index in range(6)]
+    assert means == pytest.approx(list(shares), abs=0.07)
+    again = Sampler(6, 4, seed=1, shuffle=True, weights=weights)
+    assert [again.step(step) for step in range(20)] == [sampler.step(step) for step in range(20)]
+
+
+def test_an_epoch_of_some_prompts_keeps_their_order() -> None:
+    sampler, kept = Sampler(30, 4, seed=5, shuffle=True), np.arange(30) % 3 > 0
+    assert sampler.order(2, kept).tolist() == [index for index in sampler.order(2).tolist() if kept[index]]
+    weighted = Sampler(30, 4, seed=5, shuffle=True, weights=np.ones(30))
+    assert sorted(weighted.order(2, kept).tolist()) == np.flatnonzero(kept).tolist()
+    assert weighted.order(2, np.zeros(30, np.bool_)).tolist() == []

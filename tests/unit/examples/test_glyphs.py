@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
 from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.load import load_prompts
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 from async_flowrl.rewards.ocr import OCR, text_score

@@ -9,7 +9,7 @@ from examples.glyphs.audit import open_model
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
 from examples.glyphs.flow import STEPS, generate, legibility
 from examples.glyphs.result import Result, goal_ratios, interval, load_all, score_differences, time_ratios
-from examples.glyphs.result_picture import COLOURS, draw, table
+from examples.glyphs.result_picture import COLOURS, FLOW_GRPO, draw, table
 from examples.glyphs.words import TEST, WEIGHTS
 
 
@@ -92,8 +92,9 @@ def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monke
     config = compose_config(given.config_name, given.overrides)
     assert (config.mode, config.seed, config.total_steps, config.resume) == (VARIANTS[name].mode, 3, 7, "auto")
     assert config.output_dir == str(tmp_path / name)
-    assert config.algorithm.permute_advantages is (name == "permuted")
-    assert config.algorithm.name == "diffusion_nft" and name in COLOURS
+    assert config.algorithm.permute_advantages is name.endswith("permuted")
+    expected = "flow_grpo" if name.startswith(FLOW_GRPO) else "diffusion_nft"
+    assert config.algorithm.name == expected and name.removeprefix(FLOW_GRPO) in COLOURS
 
 
 @pytest.mark.slow
@@ -105,10 +106,12 @@ def test_the_shipped_model_is_small_and_writes_badly() -> None:
 
 def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     kept = load_all(ROOT / "examples/glyphs/results")
-    config = compose_config(overrides=["experiment=glyphs", "model.path=tiny", f"output_dir={tmp_path / 'run'}"])
-    assert kept
-    images = config.total_steps * config.prompts_per_step * config.group_size
-    assert all(result.variant in VARIANTS and result.images[-1] == images for result in kept)
-    assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in kept)
     page = (ROOT / "docs/glyphs.md").read_text(encoding="utf-8")
-    assert table(kept) in page, "run: python -m examples.glyphs.compare --draw"
+    for experiment in ("glyphs", "glyphs_flow_grpo"):
+        given = [f"experiment={experiment}", "model.path=tiny", f"output_dir={tmp_path / 'run'}"]
+        config = compose_config(overrides=given)
+        mine = [result for result in kept if VARIANTS[result.variant].experiment == experiment]
+        images = config.total_steps * config.prompts_per_step * config.group_size
+        assert mine and all(result.images[-1] == images for result in mine)
+        assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in mine)
+        assert table(mine) in page, "run: python -m examples.glyphs.compare --draw"

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from rich.console import Console
 
 from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.observability.charts import Line, line_chart, timeline
+from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid
 from async_flowrl.observability.monitor import Display, Monitor
 from async_flowrl.observability.report import better_split, bottleneck, write_report
 from async_flowrl.observability.timeline import tracks
+from async_flowrl.observability.trackers import Sample, run_id
+from async_flowrl.types import Prompt, Scores
 
 
 def group(count: int, side: int, value: int) -> np.ndarray[Any, Any]:
@@ -45,6 +49,23 @@ def test_the_size_of_a_cell(tmp_path: Path, side: int, shown: int) -> None:
 def test_a_grid_needs_a_reward_for_every_row(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 2, 1, 1"):
         write_grid(tmp_path / "grid.png", ["a", "b"], [group(1, 16, 0)], [[0.0]])
+
+
+def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -> None:
+    said = {"ocr": {"read": ("HELLO", ""), "sure": (0.25, 0.5)}}
+    scores = [Scores((0.5, -1.0), {"ocr": (0.5, -1.0)}, extras=said)]
+    assert captions(scores) == [["HELLO · sure 0.25", "sure 0.5"]]
+    assert captions([Scores((0.5,), {"ocr": (0.5,)})]) == []
+    images, rewards = [group(2, 96, 0)], [each.total for each in scores]
+    for name, below in (("plain", ()), ("said", captions(scores))):
+        data = picture_data([Prompt(0, "a sign")], scores)
+        write_grid(tmp_path / f"{name}.png", ["a sign"], images, rewards, captions=below, data=data)
+    plain, shown = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "said"))
+    assert shown.height == plain.height + LINE_HEIGHT
+    line = np.asarray(shown.convert("L"))[-LINE_HEIGHT:]
+    assert (line[:, : GAP + 96] < 255).any(), "nothing stands below the first image"
+    (kept,) = json.loads(shown.text["data"])
+    assert (kept["prompt"], kept["extras"]["ocr"]["read"], kept["total"]) == ("a sign", ["HELLO", ""], [0.5, -1.0])
 
 
 def test_charts_are_well_formed_and_survive_odd_values() -> None:
@@ -188,27 +209,65 @@ def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monke
     assert sum("evaluation/images/path" in r for r in records) == 1
 
 
-def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What W&B's file of an offline run holds after three steps, with an evaluation of version 1 behind the third."""
-    from wandb.proto import wandb_internal_pb2
+def test_wandb_gets_images_with_captions_a_table_ages_and_the_names_of_verl_omni(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = logged_offline(tmp_path, monkeypatch)
+    (shown,) = (r for r in records if "evaluation/samples/captions" in r)
+    assert shown["evaluation/samples/captions"] == ["a cat | reward 0.25", "a dog | reward 0.75"]
+    (path,) = (r["evaluation/table/path"] for r in records if "evaluation/table/path" in r)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    table = json.loads((folder / "files" / path).read_text())
+    assert table["columns"] == ["version", "prompt", "image", "reward", "ocr"]
+    assert [[row[0], row[1], row[3], row[4]] for row in table["data"]] == [
+        [1, "a cat", 0.25, 0.5],
+        [1, "a dog", 0.75, 1.5],
+    ]
+    steps = [r for r in records if "reward/mean" in r]
+    assert [r["critic/rewards/mean"] for r in steps] == [r["reward/mean"] for r in steps]
+    assert [r["training/global_step"] for r in steps] == [0, 1, 2]
+    assert {tuple(r["staleness/histogram/values"]) for r in steps} == {(3, 5)}
 
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged_offline(tmp_path, monkeypatch)
+    logged_offline(tmp_path, monkeypatch)
+    ids = {folder.name.rsplit("-", 1)[1] for folder in (tmp_path / "wandb").glob("offline-run-*")}
+    assert ids == {run_id(tmp_path / "wandb")} and run_id(tmp_path / "other") not in ids
+
+
+def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What W&B's newest file of an offline run holds after three steps, with an evaluation of version 1 behind them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monitor = Monitor(MonitorConfig(progress=False, wandb=True), folder, name="run", total_steps=3, settings={})
+    config = MonitorConfig(progress=False, wandb=True, metric_aliases="verl_omni", wandb_tags=["tried"])
+    monitor = Monitor(config, folder, name="run", total_steps=3, settings={})
     write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     for step in range(3):
-        monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10})
+        monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10, "kept_of/0": 3, "kept_of/1": 5})
     monitor.evaluation(1, {"reward/mean": 0.25})
     monitor.image(folder / "grid.png", 1)
+    pictures = group(2, 16, 0)
+    monitor.samples(
+        1, [Sample("a cat", pictures[0], 0.25, {"ocr": 0.5}), Sample("a dog", pictures[1], 0.75, {"ocr": 1.5})]
+    )
     monitor.close()
     assert monitor.failures == []
-    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    records = []
-    for data in leveldb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
+    file = max((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    while "exit" not in {record.WhichOneof("record_type") for record in wandb_records(file)}:
+        time.sleep(0.1)  # W&B's own process writes on for a while
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(file)
+        if record.history.item
+    ]
+
+
+def wandb_records(file: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    records = [wandb_internal_pb2.Record() for _ in leveldb_records(file.read_bytes())]
+    for record, data in zip(records, leveldb_records(file.read_bytes()), strict=False):
         record.ParseFromString(data)
-        if record.history.item:
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            records.append(items)
     return records
 
 

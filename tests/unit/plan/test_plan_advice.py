@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from async_flowrl.plan import __main__ as plan
 from async_flowrl.plan.advise import Limits, advise
@@ -14,6 +13,7 @@ from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
+from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
 
 
@@ -87,20 +87,6 @@ def test_uneven_work_that_no_staleness_evens_out() -> None:
     advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
     assert advice.chosen is not None
     assert any("reaches 98% of the bound" in s for s in advice.sentences) == (advice.chosen.efficiency < 0.98)
-
-
-def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
-    """A toy run as a run directory."""
-    directory.mkdir()
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))
-    steps = run.observer.of("step")
-    lines = [
-        {"step": e["step"], "timing/step": e["ended"] - e["started"], **line}
-        for e, line in zip(steps, run.lines, strict=True)
-    ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
 
 
 def seconds_per_step(run: ToyRun, k: int) -> float:

@@ -11,8 +11,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.download import components, patterns
-from async_flowrl.policies.registry import resolve_model
-from tests.support.hub import Hub, serving
+from async_flowrl.policies.registry import resolve_model, shapes_of
+from tests.support.hub import COMMIT, Hub, serving
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 MARK = "/api/models/stand/in/revision/main?mark"
@@ -106,3 +107,40 @@ def test_what_a_part_needs_the_larger_parts_need_as_well() -> None:
     assert weights["transformer"] == {"transformer/diffusion_pytorch_model-00001-of-00002.safetensors"}
     assert wanted["structure"] < wanted["transformer"] < wanted["all"] == wanted["offload"]
     assert wanted["all"] == set(files) - {"README.md", "text_encoders/clip_g.safetensors"}
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nobody listens at the hub's address, and nothing may wait: huggingface_hub would, between its retries."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"it waits {seconds} s")
+
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("time.sleep", sleep)
+    return tmp_path / "cache"
+
+
+def test_a_hub_that_is_out_of_reach_is_said_at_once(unreachable_hub: Path) -> None:
+    with pytest.raises(ValueError, match=r"'Qwen/Qwen-Image' was not found: .* the hub cannot be reached"):
+        resolve_model(ModelConfig(path="Qwen/Qwen-Image"))
+
+
+def test_what_is_in_the_cache_is_found_without_the_hub_and_what_is_not_is_named(unreachable_hub: Path) -> None:
+    stored = unreachable_hub / "models--stand--in"
+    snapshot = stored / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(COMMIT)
+    (snapshot / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    found = resolve_model(ModelConfig(path="stand/in", dtype="float32"))
+    assert (found.family, found.revision) == ("qwen_image", COMMIT)
+    with pytest.raises(ValueError, match=r"transformer/config.json of model.path stand/in cannot be read"):
+        shapes_of(found, 32)
+    with pytest.raises(ValueError, match=r"is not in the local cache, and the hub cannot be reached"):
+        resolve_model(ModelConfig(path="stand/in", dtype="auto"))

@@ -86,4 +86,45 @@ class Expensive:
         return [0.0] * len(images)
 
 
+def first_pixel_of_one(image: ByteArray, prompt: Prompt, scale: float = 1.0) -> dict[str, float | str]:
+    value = float(image[0, 0, 0])
+    return {"score": scale * value, "half": value / 2, "read": f"<{value:.0f}>"}
+
+
+first_pixel_of_one.pointwise = True  # type: ignore[attr-defined]
+
+
+class PointwiseJudge:
+    """Async. Fails for an image `failures` times before it answers; counts its calls, and those at the same time."""
+
+    pointwise = True
+    deterministic = False
+
+    def __init__(self, failures: int = 0, image: int = 2) -> None:
+        self.failures, self.image = failures, image
+        self.calls: list[int] = []
+        self.now = self.most = 0
+
+    async def __call__(self, image: ByteArray, prompt: Prompt) -> float:
+        value = int(image[0, 0, 0])
+        self.calls.append(value)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.01)
+        self.now -= 1
+        if value == self.image and self.calls.count(value) <= self.failures:
+            raise ConnectionError("the judge is away")
+        return float(value)
+
+
+class MeetsItself:
+    """Two images at a time, or never."""
+
+    pointwise = True
+
+    def __call__(self, image: ByteArray, prompt: Prompt) -> float:
+        meeting.wait(timeout=120)
+        return 1.0
+
+
 not_callable = 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.load import load_prompts
 from async_flowrl.rewards.registry import is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt
@@ -28,7 +28,7 @@ def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     test = load_prompts(config, split="evaluation", needs_target=True)
     assert (len(train), len(test)) == (200, 40)
     assert all(prompt.target in prompt.text for prompt in train if prompt.target)
-    assert {prompt.negative for prompt in train + test} == {"blurry"}
+    assert {prompt.negative for prompt in [*train, *test]} == {"blurry"}
     assert all(prompt.system and prompt.system.startswith("Describe the image") for prompt in train)
 
 

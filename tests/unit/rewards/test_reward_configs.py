@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.data.prompts import load_prompts
+from async_flowrl.data.load import load_prompts
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
 
 GROUPS = sorted(path.stem for path in (config_dir() / "reward").glob("*.yaml"))

@@ -1,7 +1,11 @@
 """The weighted sum, rewards of one's own, and everything that must be refused."""
 
+import asyncio
+import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.combine import combined
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards, is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
-from async_flowrl.types import Prompt, Scores
+from async_flowrl.types import Failure, Prompt, Scores
 
 PROMPT = Prompt(3, 'red "abc"', target="abc")
 IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
@@ -87,10 +92,39 @@ def test_spans_cover_the_group_and_each_term() -> None:
     ],
 )
 def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
-    with pytest.raises(RewardError, match=came_back) as error:
-        score(terms(good="constant", bad=reward))
-    assert "reward 'bad'" in str(error.value)
-    assert PROMPT.text in str(error.value)
+    scores = score(terms(good="constant", bad=reward))
+    failure = scores.failed["bad"]
+    assert re.search(came_back, failure.reason) and not failure.final
+    assert "reward 'bad'" in failure.reason and PROMPT.text in failure.reason
+    # The other term is not lost with it.
+    assert (scores.by_term, scores.total) == ({"good": (0.25,) * 4}, (0.25,) * 4)
+
+
+@pytest.mark.parametrize(("required", "kept"), [(True, False), (False, True)])
+def test_a_sum_without_a_required_term_is_an_error(required: bool, kept: bool) -> None:
+    bad = RewardTerm(name="own_rewards:too_few", required=required)
+    reward = build_reward(terms(good="constant", bad=bad))
+    with ThreadPoolExecutor(2) as executor, nullcontext() if kept else pytest.raises(RewardError, match="'bad'"):
+        assert asyncio.run(reward.score(PROMPT, IMAGES, executor)).total == (0.25,) * 4
+
+
+def test_single_terms_of_a_worker_can_be_asked() -> None:
+    worker = RewardWorker(terms(pixel="first_pixel", level="constant"), index=0, name="reward-0")
+    scores = worker.score_terms(("level",), PROMPT, IMAGES[:1], IMAGES[1:])
+    worker.close()
+    assert (scores.by_term, scores.total) == ({"level": (0.25,) * 4}, (0.25,) * 4)
+
+
+def test_parts_of_a_sum_add_up_to_what_one_call_says() -> None:
+    config = terms(pixel=own("first_pixel", 0.1), level=own("constant", 0.7), mean=own("slow_mean", 1.3))
+    worker = RewardWorker(config, index=0, name="reward-0")
+    whole = worker.score(PROMPT, IMAGES)
+    lost = Scores((), {}, failed={"pixel": Failure("gone")}, retries={"pixel": 1})
+    parts = [lost, *(worker.score_terms((name,), PROMPT, IMAGES) for name in ("mean", "pixel", "level"))]
+    worker.close()
+    found = combined(config.terms, parts)
+    assert (found.total, list(found.by_term), found.failed) == (whole.total, list(whole.by_term), {})
+    assert found.retries == {"pixel": 1}
 
 
 def test_flags_of_the_sum() -> None:
@@ -109,9 +143,17 @@ def test_a_function_with_options_may_say_that_it_is_not_deterministic(monkeypatc
     assert not is_deterministic(terms(a=own("constant", value=0.5)))
 
 
+NEEDED = {
+    "http": {"url": "http://127.0.0.1:8000"},
+    "vlm_judge": {"base_url": "http://127.0.0.1:8000/v1", "model": "m"},
+}
+"""Options of the rewards that do not build without any."""
+
+
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_built_in_rewards_build(name: str) -> None:
-    assert build_reward(RewardConfig(terms={name: RewardTerm()})).weights == {name: 1.0}
+    term = RewardTerm(options=dict(NEEDED.get(name, {})))
+    assert build_reward(RewardConfig(terms={name: term})).weights == {name: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +178,9 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(term: RewardTerm, messa
 
 
 def test_no_terms_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one reward, for example reward=ocr; built in are color, jpeg_"):
+    with pytest.raises(
+        ValueError, match="at least one reward, for example reward=ocr; built in are aesthetic, clip_score, color, "
+    ):
         check_rewards(RewardConfig())
 
 
@@ -154,3 +198,34 @@ def test_checking_builds_nothing_that_has_no_check() -> None:
 def test_prompts_that_a_term_cannot_score_are_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="reward 'color': the first word of prompt 'a house'"):
         check_prompts(RewardConfig(terms={"color": RewardTerm()}), [PROMPT, Prompt(1, "a house")])
+
+
+class Halves:
+    """Scores nothing, and knows an image by the means of its upper and its lower half."""
+
+    def __call__(self, images: Any, prompt: Prompt) -> list[float]:
+        return [0.0] * len(images)
+
+    def features(self, images: Any) -> Any:
+        half = images.shape[1] // 2
+        return np.stack([images[:, :half].mean((1, 2, 3)), images[:, half:].mean((1, 2, 3))], axis=1)
+
+
+def broken(images: Any, prompt: Prompt) -> list[float]:
+    raise ConnectionError("nobody is there")
+
+
+def test_held_out_terms_stand_for_themselves_and_measure_distances_in_their_features() -> None:
+    here = f"{__name__}"
+    held_out = {"halves": RewardTerm(name=f"{here}:Halves"), "broken": RewardTerm(name=f"{here}:broken")}
+    worker = RewardWorker(RewardConfig(terms={"color": RewardTerm()}), index=0, name="reward-0", held_out=held_out)
+    images = np.zeros((3, 4, 4, 3), np.uint8)
+    images[0, :2] = images[1, :2] = images[2, 2:] = 200
+    try:
+        found = worker.score_held_out(("halves", "broken"), Prompt(0, "red"), images[:1], images[1:])
+        again = worker.score_held_out(("broken",), Prompt(0, "red"), images)
+    finally:
+        worker.close()
+    assert found.by_term == {"halves": (0.0, 0.0, 0.0)} and "nobody is there" in found.failed["broken"]
+    assert found.distances == {"halves": pytest.approx(2 / 3)}, "two of three pairs have nothing in common"
+    assert again.by_term == {} and set(again.failed) == {"broken"}

@@ -11,6 +11,7 @@ from separation.placement import (
     check_fits,
     check_store,
     describe_spread,
+    fewest_gpus,
     own_cluster,
     packing,
     reserve,
@@ -148,3 +149,32 @@ def test_a_store_that_is_too_small_is_refused() -> None:
     check_store(0, [{"CPU": 2.0}])
     with pytest.raises(StoreTooSmall, match=r"up to 4\.5 GB of results wait in the object store, which holds 4 GB"):
         check_store(4_500_000_000, nodes)
+
+
+@pytest.mark.parametrize(
+    ("shares", "devices"),
+    [
+        ((1, 1, 0.5, 0.5), 3),
+        ((0.9, 0.1, 0.9, 0.1), 2),
+        ((0.6, 0.6, 0.6), 3),
+        ((2, 0.25, 0.25, 0.25), 3),
+        ((0, 0), 0),
+        ((), 0),
+    ],
+)
+def test_the_fewest_devices_that_shares_take(shares: tuple[float, ...], devices: int) -> None:
+    assert fewest_gpus(shares) == devices
+
+
+def test_fractions_that_no_two_share_are_refused_though_their_sum_would_fit() -> None:
+    pools = [spec("rollout", 1, gpus=1), spec("reward/judge", 3, gpus=0.6)]
+    fits = plan(pools, {"GPU": 4, "CPU": 9})
+    check_fits(fits, [{"GPU": 4, "CPU": 9}])
+    with pytest.raises(ResourcesMissing) as refused:
+        check_fits(fits, [{"GPU": 3, "CPU": 9}])
+    first, *table = str(refused.value).splitlines()
+    assert first == (
+        "the cluster can't hold what was asked: it has 3 GPU and 4 are needed, rollout for 1, reward/judge for 1.8 "
+        "(3 x 0.6):"
+    )
+    assert ["reward/judge", "3", "1", "CPU,", "0.6", "GPU", "3", "CPU,", "1.8", "GPU"] in [row.split() for row in table]

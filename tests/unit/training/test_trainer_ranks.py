@@ -18,11 +18,14 @@ def jobs() -> dict[str, Job]:
     batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
     every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing=True, updates_per_batch=2, shard="full")
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
+    bounded = rig.tiny_config(micro_batch_size=2, shard="full")
+    bounded.algorithm.max_kl_per_update = 1e-3
     stale = [batches[0], [(replace(meta, version=0, age=1), tickets) for meta, tickets in batches[1]]]
     return {
         "plain": (config, batches),
         "again": (config, batches),
         "every pass": (every, stale),
+        "bounded": (bounded, batches),
         "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0, shard="full"), batches),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
@@ -52,6 +55,15 @@ def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outc
 def test_two_ranks_give_the_same_bits_twice(two: dict[str, list[Outcome]]) -> None:
     assert two["plain"][0]["digest"] == two["again"][0]["digest"]
     assert two["plain"][0]["metrics"] == two["again"][0]["metrics"]
+
+
+def test_ranks_agree_on_how_far_a_step_may_go(two: dict[str, list[Outcome]]) -> None:
+    one, other = two["bounded"]
+    assert one["digest"] == other["digest"] != two["plain"][0]["digest"]
+    for mine, theirs in zip(one["sampled"], other["sampled"], strict=True):
+        assert mine["kl_per_update"] == theirs["kl_per_update"] <= 1e-3
+        assert mine["trust_region/scale"] == theirs["trust_region/scale"] < 1.0
+    assert two["plain"][0]["sampled"][0]["kl_per_update"] == pytest.approx(one["sampled"][0]["trust_region/raw_kl"])
 
 
 def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:

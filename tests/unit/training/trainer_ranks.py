@@ -19,6 +19,7 @@ from tests.support.ports import free_port
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
+SAMPLED = ("behaviour_gap", "kl_per_update", "gradient_snr", "trust_region/")
 
 
 def run_ranks(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
@@ -66,8 +67,9 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
         "info": info,
         "digest": worker.weights_digest(),
         "tensors": worker.tensors(),
-        # The probe looks at the rank's own first micro-batch, so it is a sample, not a mean over all rows.
-        "metrics": [{k: v for k, v in s.metrics.items() if k != "behaviour_gap"} for s in stats],
+        # Of the ranks' own first rows, or of smaller pieces of the gradient: samples, not means over all rows.
+        "metrics": [{k: v for k, v in s.metrics.items() if not k.startswith(SAMPLED)} for s in stats],
+        "sampled": [{k: v for k, v in s.metrics.items() if k.startswith(SAMPLED)} for s in stats],
         "kept": [s.kept for s in stats],
         "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),

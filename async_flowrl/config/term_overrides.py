@@ -1,0 +1,60 @@
+"""`reward.terms={…}` on the command line replaces the terms that a configuration brings.
+
+Hydra merges dictionaries, so that the default's terms would be trained, too, and nobody would be told. One term is
+added by `+reward.terms.NAME={…}`, changed by `reward.terms.NAME.weight=2` and removed by `~reward.terms.NAME`.
+"""
+
+from collections.abc import Callable, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+TERMS = ("reward.terms", "evaluate.reward.terms")
+Terms = Callable[[str, Sequence[str]], Sequence[str]]
+"""(key, overrides) → names of the terms that a configuration with these overrides has under the key."""
+
+
+def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:
+    """The overrides as Hydra must be given them: the terms that one replaces are deleted first. Parsable ones only."""
+    written = list(overrides)
+    for key in TERMS:
+        written = _replacing(key, written, terms_of)
+    return written
+
+
+def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
+    parsed = OverridesParser.create().parse_overrides(written)
+    own = [override for override in parsed if _under(key, override)]
+    if not own:
+        return written
+    others = [text for text, override in zip(written, parsed, strict=True) if override not in own]
+    whole = [override for override in own if override.key_or_group == key and _gives_terms(override)]
+    if not whole:
+        return [*others, *(_added(key, override) for override in own)]
+    plain = [text for text, override in zip(written, parsed, strict=True)
+             if not any(_under(each, override) for each in TERMS) and not override.is_sweep_override()]  # fmt: skip
+    deleted = [f"~{key}.{name}" for name in terms_of(key, plain)]
+    rest = [_added(key, each) for each in own if each not in whole and each.input_line not in deleted]
+    return [*others, *deleted, _as_addition(whole[-1], key), *rest]
+
+
+def _under(key: str, override: Override) -> bool:
+    return override.key_or_group == key or override.key_or_group.startswith(f"{key}.")
+
+
+def _gives_terms(override: Override) -> bool:
+    return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
+
+
+def _added(key: str, override: Override) -> str:
+    """`+reward.terms.ocr={…}` as Hydra takes it: a term can only be merged into the dictionary of all terms."""
+    line, name = str(override.input_line), override.key_or_group.removeprefix(f"{key}.")
+    if not (override.is_add() or override.is_force_add()) or "." in name or name == key:
+        return line
+    if override.is_sweep_override() or not isinstance(override.value(), dict):
+        return line
+    return f"+{key}={{{name}: {line.partition('=')[2]}}}"
+
+
+def _as_addition(override: Override, key: str) -> str:
+    return f"+{key}={str(override.input_line).partition('=')[2]}"

@@ -1,0 +1,208 @@
+"""What is made of an evaluation that is complete: its record, its metrics, its picture, and what they warn of."""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from async_flowrl.config.curves import best_curve, evaluation_due
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.controller.context import Observer
+from async_flowrl.controller.evaluation import EvaluationResult
+from async_flowrl.observability.evaluations import (
+    DIVERSITY,
+    HELD_OUT,
+    TRAINED,
+    Curve,
+    Evaluation,
+    EvaluationLog,
+    metric_keys,
+)
+from async_flowrl.observability.extras import captions, picture_data
+from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
+from async_flowrl.observability.images import write_grid
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.statistics import diversity
+from async_flowrl.observability.trackers import MAX_SAMPLES, Sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvaluationRecords:
+    """Takes note of evaluations, in the order in which they are complete."""
+
+    config: Config
+    directory: RunDirectory
+    metrics: MetricsLog
+    monitor: Monitor
+    log: EvaluationLog
+    observer: Observer
+    failures: list[str]
+    """What went wrong beside the training, a sentence each: it ends no run."""
+    stop: Callable[[str], None] = lambda reason: None
+    """Asks the run to end in order."""
+    _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
+    """By version and whether it is the baseline's: what joins the line of the step that made the version."""
+
+    def __post_init__(self) -> None:
+        records = self.log.records
+        for position, record in enumerate(records):
+            self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
+        self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
+
+    def known(self, version: int) -> bool:
+        """Whether the version's evaluation is recorded."""
+        return self.log.policy(version) is not None
+
+    def spare(self) -> list[int]:
+        """Versions whose checkpoints must stay: the best one, and those that may yet turn out to be it."""
+        curve = best_curve(self.config)
+        if curve is None:
+            return []
+        history = self.log.records
+        newest = max((e.version for e in history if not e.baseline), default=-1)
+        found = best(history, curve)
+        waiting = [v for v in range(newest + 1, self.config.total_steps + 1) if evaluation_due(self.config, v)]
+        return ([found.version] if found else []) + waiting
+
+    def metric_keys(self, step: int) -> dict[str, float]:
+        """What evaluations add to the line of a step: of the version that it made, and before step 0."""
+        before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
+        baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
+        return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
+
+    def show(self, result: EvaluationResult) -> None:
+        """Called in a thread when an evaluation is complete."""
+        what = f"evaluation of {result.title}"
+        self._name_failures(what, result)
+        record = record_of(self.config, result)
+        if not record.curves:
+            return
+        earlier = self.log.records
+        keys = metric_keys(record, earlier)
+        # Before the line is amended, as it may be written only now.
+        self._keys[record.version, record.baseline] = keys
+        step = max(0, result.version - 1)
+        self.metrics.amend(step, self.metric_keys(step))
+        self.log.add(record)
+        if not record.baseline:
+            self._watch_for_hacking()
+        self.monitor.evaluation(
+            result.version, {f"baseline/{k}": v for k, v in keys.items()} if result.baseline else keys
+        )
+        if result.scores:
+            try:
+                self.monitor.image(self._picture(result), result.version)
+                if not result.baseline:
+                    self.monitor.samples(result.version, samples_of(result))
+            except Exception as error:  # whatever it was: a picture ends no run
+                self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
+
+    def failed(self, what: str, error: object) -> None:
+        """Takes note of what could not be completed, and why."""
+        sentence = f"{what}: {error}"
+        self.failures.append(sentence)
+        logger.warning("%s", sentence)
+
+    def _name_failures(self, what: str, result: EvaluationResult) -> None:
+        if result.unscored:
+            self.failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
+        optional = Counter(name for each in result.scores for name in each.failed)
+        for name, count in optional.items():
+            self.failed(what, f"the term {name}, which is not required, has no score for {count} prompts")
+        messages: dict[str, list[str]] = {}
+        for scores in result.held_out.values():
+            for name, message in scores.failed.items():
+                messages.setdefault(name, []).append(message)
+        for name, each in messages.items():
+            self.failed(
+                what, f"held-out {name} has no score for {len(each)} of {len(result.held_out)} prompts: {each[0]}"
+            )
+
+    def _watch_for_hacking(self) -> None:
+        """Warns of what evaluations show, of each curve and of the diversity once; may ask the run to end."""
+        wanted, history = self.config.evaluate.on_hacking, self.log.records
+        for notice in notices(history):
+            self._tell(DIVERSITY, notice.sentence)
+        if wanted == "ignore":
+            return
+        for alarm in newest_alarms(history):
+            self.observer.event("hacking", curve=alarm.curve, version=alarm.version, since=alarm.since)
+            self._tell(alarm.curve, alarm.sentence)
+            if wanted == "stop":
+                self.stop(f"evaluate.on_hacking=stop at version {alarm.version}")
+
+    def _tell(self, curve: str, sentence: str) -> None:
+        if curve not in self._told:
+            self._told.add(curve)
+            logger.warning("%s", sentence)
+
+    def _picture(self, result: EvaluationResult) -> Path:
+        name = "baseline" if result.baseline else f"step_{result.version:06d}"
+        path = self.directory.images / f"{name}.png"
+        mean = result.means().get("reward")
+        write_grid(
+            path,
+            [prompt.text for prompt in result.prompts],
+            result.images,
+            [scores.total for scores in result.scores],
+            title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
+            captions=captions(result.scores),
+            data=picture_data(result.prompts, result.scores),
+        )
+        return path
+
+
+def samples_of(result: EvaluationResult) -> list[Sample]:
+    """The first images of every prompt, as many of each as a tracker takes."""
+    each = max(1, MAX_SAMPLES // len(result.scores))
+    return [
+        Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
+        for prompt, images, scores in zip(result.prompts, result.images, result.scores, strict=True)
+        for i, image in enumerate(images[:each])
+    ]
+
+
+def record_of(config: Config, result: EvaluationResult) -> Evaluation:
+    """The record of a result, with every curve that has a score."""
+    scored = list(zip(result.places, result.scores, strict=True))
+    terms, held_out = config.reward.terms, config.evaluate.reward.terms
+    whole = {place: tuple(s.total) for place, s in scored if not s.failed}
+    curves = {"reward": Curve(TRAINED, 1.0, _source(terms), whole)}
+    for name, term in terms.items():
+        own = {place: tuple(s.by_term[name]) for place, s in scored if name in s.by_term}
+        curves[name] = Curve(TRAINED, term.weight, _source({name: term}), own)
+    for name, term in held_out.items():
+        own = {place: tuple(s.by_term[name]) for place, s in result.held_out.items() if name in s.by_term}
+        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}), own)
+    for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
+        apart = {place: (s.distances[name],) for place, s in result.held_out.items() if name in s.distances}
+        curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
+    distances = {place: diversity(images) for place, images in zip(result.places, result.images, strict=True)}
+    known = {place: (distance,) for place, distance in distances.items() if distance is not None}
+    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", known)
+    sampling = result.sampling
+    assert sampling is not None
+    return Evaluation(
+        result.version,
+        result.baseline,
+        result.setting,
+        steps=sampling.num_inference_steps,
+        guidance=max(sampling.true_cfg_scale, sampling.guidance_scale),
+        curves={name: curve for name, curve in curves.items() if curve.scores},
+    )
+
+
+def _source(terms: Mapping[str, RewardTerm]) -> str:
+    """Digest of what the scores depend on besides the images."""
+    values = [
+        (asdict(term)["weight"] if len(terms) > 1 else 1.0, term.name or key, term.options)
+        for key, term in terms.items()
+    ]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

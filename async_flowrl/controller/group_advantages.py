@@ -1,0 +1,63 @@
+"""Advantages of the groups at the trainer's door, from the scores that each of them has."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.config.schema import Config
+from async_flowrl.types import Scores
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def group_advantages(
+    algorithm: Algorithm, config: Config, scores: Sequence[Scores], seeds: Sequence[int]
+) -> list[FloatArray]:
+    """One array [n] per group; `seeds`, one per group, are those of `permute_advantages`.
+
+    A group that lacks an optional term has the sum of its others. Where every term is normalised by itself
+    (`algorithm.combine=per_reward`), it has no part in the statistics of the term that it lacks.
+    """
+    if not scores:
+        return []
+    terms = config.reward.terms
+    weights = {name: term.weight for name, term in terms.items()}
+    whole = all(name in each.by_term for each in scores for name in terms)
+    if whole or config.algorithm.combine == "sum":
+        rewards = {name: [_values(each, name) for each in scores] for name in terms}
+        return list(algorithm.advantages(rewards, weights=weights, seeds=seeds))
+    total = [np.zeros(len(each.total)) for each in scores]
+    for name in terms:
+        for index, part in _one_term(algorithm, name, weights[name], scores, seeds).items():
+            total[index] = total[index] + part
+    return total
+
+
+def _one_term(
+    algorithm: Algorithm,
+    name: str,
+    weight: float,
+    scores: Sequence[Scores],
+    seeds: Sequence[int],
+) -> Mapping[int, FloatArray]:
+    """Weighted advantages by one term alone, by the places of the groups that have it."""
+    there = _there(scores, name)
+    if not there:
+        return {}
+    rewards: dict[str, Any] = {name: [_values(scores[index], name) for index in there]}
+    parts = algorithm.advantages(rewards, weights={name: weight}, seeds=[seeds[index] for index in there])
+    return dict(zip(there, parts, strict=True))
+
+
+def _there(scores: Sequence[Scores], name: str) -> list[int]:
+    """The places of the groups that have a term's scores."""
+    return [index for index, each in enumerate(scores) if name in each.by_term]
+
+
+def _values(scores: Scores, name: str) -> FloatArray:
+    """A term's scores [n]; zeros, which add nothing to a sum, where the group lacks it."""
+    values = scores.by_term.get(name)
+    return np.zeros(len(scores.total)) if values is None else np.asarray(values, dtype=np.float64)

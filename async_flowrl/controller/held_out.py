@@ -1,0 +1,58 @@
+"""The held-out scores of an evaluated prompt: asked of the first reward pool's workers, ending no run."""
+
+import asyncio
+from dataclasses import replace
+
+from async_flowrl.controller.context import Context, book_span
+from async_flowrl.controller.scoring import FAILURES, Free, reward_failed
+from async_flowrl.rewards.held_out import HeldOutScores
+from async_flowrl.tickets.table import EVALUATION, Ticket, describe
+from separation.supervise import deadline
+
+
+async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
+    """Writes every held-out term's scores to an evaluation's ticket; those that fail are asked again with back-off.
+
+    What cannot be had after the retries is named in the result. Raises RefLost.
+    """
+    terms, config = ctx.config.evaluate.reward.terms, ctx.config.reward
+    if group[0].kind != EVALUATION or not terms:
+        return
+    answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
+    for attempt in range(config.retries + 1):
+        answer = await _ask(ctx, group, free, answer)
+        if not answer.failed:
+            break
+        if attempt < config.retries:
+            await asyncio.sleep(config.backoff * 2**attempt)
+    for name, message in answer.failed.items():
+        first = group[0]
+        ctx.observer.event(
+            "skipped", kind=first.kind, step=first.step, group=first.group, message=f"held-out {name}: {message}"
+        )
+    for ticket in group:
+        ticket.held_out = answer
+
+
+async def _ask(ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores) -> HeldOutScores:
+    """`before` with what one call for its failed terms adds."""
+    pool = next(iter(ctx.rewards))
+    index = await free[pool].get()
+    worker = ctx.rewards[pool].workers[index]
+    images = [ticket.payload[0] for ticket in group]
+    ctx.observer.state(worker.name, "busy")
+    try:
+        async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
+            answer: HeldOutScores = await worker.call(
+                "score_held_out", tuple(before.failed), ctx.requests.prompt(group[0]), *images
+            )
+    except FAILURES as error:
+        await reward_failed(ctx, pool, index, error)
+        return replace(before, failed=dict.fromkeys(before.failed, f"{type(error).__name__}: {error}"))
+    finally:
+        free[pool].put_nowait(index)
+        ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
+    for span in answer.spans:
+        book_span(ctx.observer, worker.name, span)
+    distances = {**before.distances, **answer.distances}
+    return HeldOutScores({**before.by_term, **answer.by_term}, answer.failed, distances=distances)

@@ -1,0 +1,50 @@
+"""What metrics.jsonl says of each term of the reward, from the scores of a step's groups."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_flowrl.types import Scores
+
+
+def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
+    """By the names of metrics.jsonl. Groups that lack a term have no part in its means, and are counted.
+
+    A group has no spread if all its images have the same score, exactly.
+    """
+    by_term: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    missing: Counter[str] = Counter()
+    for scores in groups:
+        missing.update(scores.failed.keys())
+        for name, values in scores.by_term.items():
+            by_term[name].append(values)
+    line: dict[str, float] = {}
+    for name, each in by_term.items():
+        flat = [value for values in each for value in values]
+        line[f"reward/{name}/mean"] = float(np.mean(flat))
+        line[f"reward/{name}/std"] = float(np.std(flat))
+        line[f"reward/{name}/group_std"] = float(np.mean([np.std(values) for values in each]))
+        line[f"reward/{name}/zero_std_ratio"] = sum(len(set(values)) == 1 for values in each) / len(each)
+    line |= {f"reward/{name}/missing": count for name, count in sorted(missing.items())}
+    return line | extra_means(groups) | seconds_per_group(groups)
+
+
+def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
+    """`timing/score/<term>`: mean over groups of the seconds that the last call for a term took in its worker."""
+    took: dict[str, list[float]] = defaultdict(list)
+    for scores in groups:
+        last = {span.name: span.end - span.start for span in scores.spans if span.name.startswith("score/")}
+        for name, seconds in last.items():
+            took[f"timing/{name}"].append(seconds)
+    return {key: float(np.mean(each)) for key, each in sorted(took.items())}
+
+
+def extra_means(groups: Sequence[Scores]) -> dict[str, float]:
+    """`reward/<term>/<extra>`: mean over the images whose term said it, of extras that are numbers."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for scores in groups:
+        for term, extras in scores.extras.items():
+            for name, each in extras.items():
+                values[f"reward/{term}/{name}"] += [value for value in each if not isinstance(value, str)]
+    return {key: float(np.mean(each)) for key, each in sorted(values.items()) if each}

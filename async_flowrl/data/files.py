@@ -1,0 +1,51 @@
+"""Which file of a folder holds the prompts of a split: flow_grpo's, verl's and Hugging Face's ways to lay one out."""
+
+import json
+from pathlib import Path
+
+from async_flowrl.config.messages import first_line
+from async_flowrl.data.messages import PromptError
+from async_flowrl.types import EVALUATION, TRAIN
+
+NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
+"""Split → names that files and datasets give it, the first that is there counts."""
+PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
+
+
+def split_files(path: Path, split: str) -> list[Path] | None:
+    """The files (parts of one table) or the one folder of a dataset in which `split` stands; None if there is none.
+
+    A file is its own. Raises PromptError where several files claim to be the split.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / "state.json").is_file():
+        return [path]
+    for name in NAMES[split]:
+        if name in _datasets(path):
+            return [path / name]
+        found = {pattern: files for pattern in PATTERNS if (files := sorted(path.glob(pattern.format(name))))}
+        if len(found) > 1:
+            several = ", ".join(file.name for files in found.values() for file in files)
+            raise PromptError(f"{path} has several files of the split {name!r} ({several}): give the one you mean")
+        if found:
+            return next(iter(found.values()))
+    return None
+
+
+def no_split(path: Path, split: str) -> PromptError:
+    """What to say of a folder that `split_files` finds nothing in."""
+    known = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    wanted = " or ".join(NAMES[split])
+    return PromptError(f"{path} holds no split {wanted} as txt, jsonl, parquet or Arrow dataset; it has {known}")
+
+
+def _datasets(folder: Path) -> list[str]:
+    """The splits of a DatasetDict that `save_to_disk` wrote; empty for any other folder."""
+    described = folder / "dataset_dict.json"
+    if not described.is_file():
+        return []
+    try:
+        return [str(name) for name in json.loads(described.read_text(encoding="utf-8"))["splits"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PromptError(f"{described} cannot be read: {first_line(error)}") from error

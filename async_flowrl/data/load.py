@@ -1,0 +1,112 @@
+"""The prompts of a run: which are trained, which are evaluated, and from which files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.schema import DataConfig
+from async_flowrl.data.files import no_split, split_files
+from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import Keys
+from async_flowrl.data.rows import Rows, TableRows, open_rows
+from async_flowrl.data.split import held_out, held_out_by_default
+from async_flowrl.data.store import Prompts, Scan, scan
+from async_flowrl.types import EVALUATION, TRAIN, Prompt
+
+SPLITS = (TRAIN, EVALUATION)
+Check = Callable[[Prompt], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts of a run, and how the evaluated ones were chosen, in words."""
+
+    train: Prompts
+    evaluation: Prompts
+    chosen: str
+
+
+def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = None, base: Path | None = None) -> Data:
+    """Training and evaluation prompts, in file order.
+
+    `needs_target`: refuse prompts that name no target (a `target` column, or the first pair of double quotes).
+    `check` refuses further ones by a ValueError, which gets file and line.
+    Relative paths are looked up in `base` (the working directory), then among the shipped files.
+    Raises FileNotFoundError or PromptError, one sentence each.
+    """
+    keys = Keys(config.prompt_key, config.weight_key, needs_target)
+    if config.held_out and config.evaluation is not None:
+        raise PromptError(
+            f"data.held_out={config.held_out:g} takes the prompts of evaluations from data.train, but data.evaluation="
+            f"{config.evaluation} gives them, too: leave one of them out"
+        )
+    path = find_data(config.train, base, key="data.train", folder=True)
+    source = scanned(open_split(path, TRAIN, keys), keys, check)
+    other = evaluation_rows(config, path, Keys(config.prompt_key, None, needs_target), base)
+    if other is not None:
+        evaluated = scanned(other, Keys(config.prompt_key, None, needs_target), check)
+        data = Data(Prompts(source), Prompts(evaluated), f"of {other.path}")
+    else:
+        data = divided(config, source)
+    if data.train.weights is not None and not data.train.weights.any():
+        raise PromptError(f"{path}: all weights of training prompts in {config.weight_key} are 0")
+    return data
+
+
+def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Path | None = None) -> Prompts:
+    """The prompts of one split, "train" or "evaluation"; see load_data."""
+    if split not in SPLITS:
+        raise ValueError(unknown_name("split", split, SPLITS))
+    data = load_data(config, needs_target=needs_target, base=base)
+    return data.train if split == TRAIN else data.evaluation
+
+
+def open_split(path: Path, split: str, keys: Keys) -> Rows:
+    """The rows of a file, or of the split of a folder. Raises PromptError, also for weights in a file of lines."""
+    files = split_files(path, split)
+    if files is None:
+        raise no_split(path, split)
+    if keys.weight and files[0].suffix == ".txt":
+        raise PromptError(f"data.weight_key={keys.weight}: {files[0]} has no columns, use jsonl or parquet")
+    return open_rows(files[0], keys.prompt) if len(files) == 1 else TableRows(path, files, keys.prompt)
+
+
+def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
+    """One pass over rows that must hold a prompt. Raises PromptError."""
+    found = scan(rows, keys, check=check)
+    if not len(found.places):
+        raise PromptError(f"{rows.path} holds no prompts")
+    return found
+
+
+def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | None = None) -> Rows | None:
+    """Rows of their own for evaluations: data.evaluation, or the test split of a folder; None if there are none."""
+    if config.evaluation is not None:
+        path = find_data(config.evaluation, base, key="data.evaluation", folder=True)
+        return open_split(path, EVALUATION, keys)
+    if config.held_out or not train.is_dir() or (train / "state.json").is_file():
+        return None
+    return open_split(train, EVALUATION, keys) if split_files(train, EVALUATION) else None
+
+
+def divided(config: DataConfig, source: Scan) -> Data:
+    """One file for both: a part is held out, or all are trained and evaluated."""
+    share = config.held_out
+    if share is None:
+        out = held_out_by_default(source.texts, config.held_out_seed)
+        how = "of the same file by default (data.evaluation and data.held_out are null)"
+    else:
+        out = held_out(source.texts, share, config.held_out_seed) if share else None
+        how = f"of the same file by data.held_out={share:g}"
+    if out is None:
+        everything = Prompts(source)
+        return Data(everything, everything, "the training prompts: none are held out")
+    if not out.any() or out.all():
+        lacking = "none to train on" if out.any() else "none to evaluate"
+        raise PromptError(
+            f"data.held_out={share:g} of the {len(out)} prompts of {source.rows.path} leaves {lacking}: choose another "
+            "share, or another data.held_out_seed"
+        )
+    return Data(Prompts(source, ~out), Prompts(source, out), how)

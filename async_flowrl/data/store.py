@@ -1,0 +1,174 @@
+"""The prompts of a file as a sequence that makes each Prompt when it is asked for: a million of them fit in memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import Keys, digest, digest_all, no_target, read_prompt, read_weight, text_key
+from async_flowrl.data.rows import Rows
+from async_flowrl.types import Prompt
+
+DIGEST_BYTES = 16
+MAX_KEPT_REFUSALS = 1000
+
+Indices = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float64]
+TextKeys = npt.NDArray[np.uint64]
+
+
+@dataclass
+class Scan:
+    """What one pass over a file finds, a few numbers per row."""
+
+    rows: Rows
+    keys: Keys
+    places: Indices
+    """Row of each prompt in the file; a row that was refused has none."""
+    texts: TextKeys
+    digests: npt.NDArray[np.uint8]
+    """[prompts, 16]."""
+    weights: Weights | None
+    special: bool
+    """Some prompts bring token ids or a system prompt, which not every model can encode."""
+    longest: int = 0
+    """Characters of the longest prompt, and its row."""
+    longest_row: int = 0
+    columns: Counter[str] = field(default_factory=Counter)
+    """Column → rows that have it."""
+    targets: int = 0
+    refused: list[PromptError] = field(default_factory=list)
+    """The first MAX_KEPT_REFUSALS, of a pass that keeps them."""
+    refusals: int = 0
+
+
+def scan(
+    rows: Rows,
+    keys: Keys,
+    *,
+    keep_refusals: bool = False,
+    check: Callable[[Prompt], None] | None = None,
+) -> Scan:
+    """Reads every row once. Raises the first refusal as PromptError, or keeps them and goes on.
+
+    `check` may refuse a prompt by a ValueError of its own.
+    """
+    places = np.empty(len(rows), np.int64)
+    texts, weights = np.empty(len(rows), np.uint64), np.empty(len(rows) if keys.weight else 0, np.float64)
+    digests = bytearray()
+    found = Scan(rows, keys, places, texts, np.empty(0, np.uint8), None, special=False)
+    count = 0
+    for place, row in enumerate(rows.scan()):
+        try:
+            if isinstance(row, PromptError):
+                raise row
+            where = rows.where(place)
+            found.columns.update(row.keys())
+            prompt = read_prompt(count, where, row, keys)
+            weight = read_weight(where, row, keys.weight) if keys.weight else None
+            if check is not None:
+                check(prompt)
+        except ValueError as error:
+            refusal = error if isinstance(error, PromptError) else PromptError(f"{rows.where(place)}: {error}")
+            if not keep_refusals:
+                raise refusal from error
+            found.refusals += 1
+            if len(found.refused) < MAX_KEPT_REFUSALS:
+                found.refused.append(refusal)
+            continue
+        places[count], texts[count] = place, text_key(prompt.text)
+        digests += digest(prompt, weight)
+        if weight is not None:
+            weights[count] = weight
+        _note(found, prompt, place)
+        count += 1
+    found.places, found.texts = places[:count], texts[:count]
+    found.digests = np.frombuffer(digests, np.uint8).reshape(count, DIGEST_BYTES)
+    found.weights = weights[:count] if keys.weight else None
+    return found
+
+
+def _note(found: Scan, prompt: Prompt, place: int) -> None:
+    if len(prompt.text) > found.longest:
+        found.longest, found.longest_row = len(prompt.text), place
+    found.targets += prompt.target is not None
+    found.special = found.special or bool(prompt.system or prompt.token_ids or prompt.negative_token_ids)
+
+
+class Prompts(Sequence[Prompt]):
+    """Some prompts of a file, or all, in its order; `Prompt.index` is the place in this sequence."""
+
+    def __init__(self, source: Scan, chosen: npt.NDArray[np.bool_] | None = None) -> None:
+        """`chosen`: which of the scanned prompts; None for all."""
+        pick = slice(None) if chosen is None else chosen
+        self.rows, self._keys, self._places = source.rows, source.keys, source.places[pick]
+        self.texts: TextKeys = source.texts[pick]
+        self.weights: Weights | None = None if source.weights is None else source.weights[pick]
+        self.digest = digest_all([source.digests[pick].tobytes()])
+        """Of all that is in the prompts, and of their order."""
+        self.special = source.special
+        self._cached = lru_cache(maxsize=1024)(self._read)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._cached(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._cached(index % len(self))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        wanted = iter(self._places.tolist())
+        next_place, index = next(wanted, None), 0
+        for place, row in enumerate(self.rows.scan()):
+            if place == next_place and not isinstance(row, PromptError):
+                yield read_prompt(index, self.rows.where(place), row, self._keys)
+                next_place, index = next(wanted, None), index + 1
+                if next_place is None:
+                    return
+
+    @property
+    def duplicates(self) -> int:
+        """Prompts whose text stands further up, too."""
+        return len(self) - len(np.unique(self.texts))
+
+    def check_targets(self) -> None:
+        """Raises PromptError for the first prompt without a target."""
+        for index, prompt in enumerate(self):
+            if not prompt.target:
+                raise PromptError(f"{self.where(index)}: {no_target(prompt.text)}")
+
+    def where(self, index: int) -> str:
+        """File and line, or file and row."""
+        return self.rows.where(int(self._places[index]))
+
+    def _read(self, index: int) -> Prompt:
+        place = int(self._places[index])
+        return read_prompt(index, self.rows.where(place), self.rows.row(place), self._keys)
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Of all that is in the prompts and of their order, whatever sequence holds them."""
+    return prompts.digest if isinstance(prompts, Prompts) else digest_all(digest(prompt) for prompt in prompts)
+
+
+def shared_texts(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> int:
+    """How many of `prompts` have a text that is among `others`, too."""
+    return int(np.isin(_texts(prompts), _texts(others)).sum())
+
+
+def _texts(prompts: Sequence[Prompt]) -> TextKeys:
+    if isinstance(prompts, Prompts):
+        return prompts.texts
+    return np.array([text_key(prompt.text) for prompt in prompts], np.uint64)

@@ -1,0 +1,60 @@
+"""The command line of the evaluation."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from async_flowrl.config import exit_codes
+from async_flowrl.evaluate.job import job_of
+from async_flowrl.evaluate.measure import evaluate
+from async_flowrl.evaluate.show import table, write
+
+logger = logging.getLogger(__name__)
+_WIDTH = 120
+"""Characters of a table that no terminal shows."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        found = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table(found))
+        for written in write(found, given.out.expanduser()) if given.out is not None else ():
+            logger.info("wrote %s", written)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return exit_codes.CONFIG
+    return exit_codes.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.evaluate",
+        description="Scores before and after: of the base model and of a LoRA on it.",
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, or a LoRA of any format")
+    parser.add_argument("--lora", type=Path, help="with a run directory: another LoRA than its own")
+    parser.add_argument("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
+    parser.add_argument("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
+    parser.add_argument(
+        "--max-prompts", type=int, help="from the beginning of the file (default: all of FILE, or as the run)"
+    )
+    parser.add_argument(
+        "--reward",
+        action="append",
+        help="a registered name, pkg.module:attr, or a term of the run; may be repeated (default: the run's)",
+    )
+    parser.add_argument("--images", type=int, help="images per prompt and seed (default: the run's, or 8)")
+    parser.add_argument("--seeds", type=int, help="how many seeds, counted up from --seed (default 1)")
+    parser.add_argument("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
+    parser.add_argument("--steps", type=int, help="denoising steps")
+    parser.add_argument("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
+    parser.add_argument("--resolution", type=int, help="pixels per side")
+    parser.add_argument("--out", type=Path, help="a folder for evaluation.json and before_after.png")
+    return parser

@@ -1,0 +1,174 @@
+"""What is evaluated: a LoRA, prompts, rewards and noises, from a run's configuration or from the command line."""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config, DataConfig, RewardTerm
+from async_flowrl.config.settings import MAX_SEED
+from async_flowrl.data.load import load_data
+from async_flowrl.generate import run_of, usual
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.lora_apply import weights_file
+from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.types import Prompt
+
+ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
+"""Where a score comes from: `--reward`, or a run's trained or held-out terms."""
+TOTAL = "reward"
+"""Name of the weighted sum of a run's trained terms."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`terms` are scored one by one; `kinds` says of each where it comes from. `config` says how images are sampled."""
+
+    config: Config
+    lora: Path | None
+    terms: Mapping[str, RewardTerm]
+    kinds: Mapping[str, str]
+    prompts: Sequence[Prompt]
+    chosen: str
+    """Which prompts they are, in words."""
+    seeds: tuple[int, ...]
+
+    @property
+    def images_per_prompt(self) -> int:
+        return len(self.seeds) * self.config.evaluate.images_per_prompt
+
+    @property
+    def trained(self) -> dict[str, float]:
+        """Weights of the terms whose sum is `reward`."""
+        return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
+
+
+def job_of_run(config: Config, lora: Path | None) -> Job:
+    """What the run's last evaluation measured: its prompts, noises, trained and held-out terms. Raises ValueError."""
+    return _job(config, lora, _run_terms(config), None, (config.evaluate.seed,))
+
+
+def job_of(given: Namespace) -> Job:
+    """What the command line asks for. Raises ValueError, one sentence, for what cannot be evaluated."""
+    for name in ("images", "seeds", "steps", "resolution", "max_prompts"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if given.seed is not None and not 0 <= given.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {given.seed}")
+    config, lora = _origin(given)
+    _sampling(config, given)
+    terms = _run_terms(config)
+    if given.reward:
+        terms = _asked(given.reward, {name: term for name, (term, _) in terms.items()})
+    elif not terms:
+        raise ValueError("--reward is needed: the LoRA is not of a run, whose rewards could be taken")
+    prompts = None if given.prompts is None else str(given.prompts.expanduser())
+    if prompts is None and not config.data.train:
+        raise ValueError("--prompts is needed: the LoRA is not of a run, whose prompts could be taken")
+    if prompts is not None:
+        config.evaluate.max_prompts = given.max_prompts or len(_file(config, prompts)[0])
+    seed = config.evaluate.seed
+    return _job(config, lora, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
+
+
+def _job(
+    config: Config,
+    lora: Path | None,
+    terms: Mapping[str, tuple[RewardTerm, str]],
+    file: str | None,
+    seeds: tuple[int, ...],
+) -> Job:
+    whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
+    for name, term in whole.terms.items():
+        if term.serve is not None and "url" not in term.options:
+            raise ValueError(
+                f"reward {name!r} asks a server that the run starts itself, and an evaluation does not: start it "
+                f"and say its url under options of {name} in RUN/config.yaml, or name other rewards with --reward"
+            )
+    needs_target = check_rewards(whole)
+    found, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
+    prompts = tuple(found[place] for place in range(min(len(found), config.evaluate.max_prompts)))
+    check_prompts(whole, prompts)
+    kinds = {name: kind for name, (_, kind) in terms.items()}
+    return Job(config, lora, whole.terms, kinds, prompts, chosen, seeds)
+
+
+def _origin(given: Namespace) -> tuple[Config, Path]:
+    """The run's configuration, or one that suits the model, and the LoRA. `data.train` is empty where no run is."""
+    source: Path = given.source.expanduser()
+    is_run = (source / "config.yaml").is_file()
+    if given.lora is None and is_run and not (source / "lora").is_dir():
+        raise ValueError(
+            f"{source} holds no lora/: the run has not ended; export its newest checkpoint (python -m "
+            f"async_flowrl.export {source} OUT) and give --lora OUT"
+        )
+    lora: Path = given.lora.expanduser() if given.lora is not None else source / "lora" if is_run else source
+    weights_file(lora)
+    run = source if is_run else run_of(lora)
+    if run is not None:
+        config = read_config(run / "config.yaml")
+        if given.base is not None and given.base != config.model.path:
+            config.model = replace(config.model, path=given.base, revision=None)
+        return config, lora
+    base = given.base or lora_file.base_of(lora)
+    if base is None:
+        raise ValueError(f"--base is needed: {lora} is not of a run, and does not say which model it is for")
+    how = usual(base)
+    config = Config(model=how.model, data=DataConfig(train=""))
+    config.rollout.num_inference_steps, config.rollout.resolution = (
+        how.sampling.num_inference_steps,
+        how.sampling.resolution,
+    )
+    config.rollout.true_cfg_scale, config.rollout.guidance_scale = (
+        how.sampling.true_cfg_scale,
+        how.sampling.guidance_scale,
+    )
+    config.rollout.negative_prompt = how.sampling.negative_prompt
+    return config, lora
+
+
+def _sampling(config: Config, given: Namespace) -> None:
+    """What the command line says of the images, put into the configuration."""
+    evaluate, rollout = config.evaluate, config.rollout
+    evaluate.seed = evaluate.seed if given.seed is None else given.seed
+    evaluate.images_per_prompt = given.images or evaluate.images_per_prompt
+    evaluate.num_inference_steps = given.steps or evaluate.num_inference_steps
+    evaluate.max_prompts = given.max_prompts or evaluate.max_prompts
+    rollout.resolution = given.resolution or rollout.resolution
+    if given.guidance is not None:
+        if given.guidance < 0:
+            raise ValueError(f"--guidance must be at least 0, got {given.guidance:g}")
+        if load_family(resolve_model(config.model).family).usual_guidance[1] > 0:
+            rollout.guidance_scale = given.guidance
+        else:
+            rollout.true_cfg_scale = given.guidance
+
+
+def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
+    terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
+    return terms | {name: (term, HELD_OUT) for name, term in config.evaluate.reward.terms.items()}
+
+
+def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
+    """A run's term of that name with its options, a registered reward, or `pkg.module:attr`, which is then `attr`."""
+    terms: dict[str, tuple[RewardTerm, str]] = {}
+    for name in names:
+        key = name.rpartition(":")[2]
+        if key in terms or key == TOTAL:
+            raise ValueError(f"--reward {name}: there is another score of the name {key!r}")
+        terms[key] = (known.get(name, RewardTerm(name=name)), ASKED)
+    return terms
+
+
+def _file(config: Config, file: str, *, needs_target: bool = False) -> tuple[Sequence[Prompt], str]:
+    """All prompts of a file, in its order, and which they are, in words."""
+    alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
+    return load_data(alone, needs_target=needs_target).train, f"of {file}"
+
+
+def _held_out(config: Config, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+    """Those of the run's evaluations."""
+    data = load_data(config.data, needs_target=needs_target)
+    return data.evaluation, data.chosen

@@ -1,0 +1,168 @@
+"""Images of the base model and of the LoRA from the same noises, their scores, and what they say of the LoRA."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_flowrl.config.schema import Config
+from async_flowrl.evaluate.job import TOTAL, TRAINED, Job
+from async_flowrl.generate import from_config, open_pipeline, run_pipeline
+from async_flowrl.observability.statistics import Estimate, estimate
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora_apply import apply_lora
+from async_flowrl.policies.registry import family_of
+from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.composite import CompositeReward, weighted_total
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.seeds import derive, generator
+from async_flowrl.types import ByteArray, Prompt
+
+logger = logging.getLogger(__name__)
+
+SHOWN_PROMPTS, SHOWN_IMAGES = 4, 4
+"""In the picture: the first prompts, and the first images of each."""
+Images = dict[int, ByteArray]
+ByPrompt = dict[int, tuple[float, ...]]
+
+
+@dataclass
+class Scored:
+    """Of one model: by score and prompt (its place in the job) the numbers, one per image, and images to show."""
+
+    scores: dict[str, ByPrompt] = field(default_factory=dict)
+    images: Images = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score before and after, paired by prompt and noise; without a LoRA there is only `before`.
+
+    `improved` is the share of images whose score is better than that of the base model's image of the same noise.
+    """
+
+    kind: str
+    weight: float
+    before: Estimate
+    after: Estimate | None
+    difference: Estimate | None
+    improved: float | None
+    scores: Mapping[str, ByPrompt]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was measured: a row per score, over the prompts that have it before and after."""
+
+    job: Job
+    rows: Mapping[str, Row]
+    before: Images
+    after: Images
+
+
+def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
+    """Makes and scores the images of the base model, then, given a LoRA, those with it.
+
+    Raises ValueError, one sentence, where the LoRA does not fit, and where a score has none of the prompts.
+    """
+    settings = from_config(job.config)
+    reward = build_reward(replace(job.config.reward, terms=dict(job.terms)))
+    pipeline = open_pipeline(settings, device)
+    return asyncio.run(_both(pipeline, job, reward))
+
+
+async def _both(pipeline: Any, job: Job, reward: CompositeReward) -> Comparison:
+    before = await _scored(pipeline, job, reward)
+    after = None
+    if job.lora is not None:
+        apply_lora(pipeline, job.lora)
+        after = await _scored(pipeline, job, reward)
+    names = [*job.terms, *([TOTAL] if job.trained else [])]
+    rows = {name: row(name, job, before, after) for name in names}
+    return Comparison(job, rows, before.images, after.images if after is not None else {})
+
+
+def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
+    """The statistics of one score. Raises ValueError where no prompt has it before and after."""
+    first = before.scores.get(name, {})
+    second = first if after is None else after.scores.get(name, {})
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise ValueError(f"none of {len(job.prompts)} prompts could be scored by {name}")
+    if len(common) < len(job.prompts):
+        logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
+    first, second = ({place: scores[place] for place in common} for scores in (first, second))
+    kind, weight = (job.kinds[name], job.terms[name].weight) if name in job.kinds else (TRAINED, 1.0)
+    if after is None:
+        return Row(kind, weight, estimate(first), None, None, None, {"before": first})
+    sign = -1.0 if weight < 0 else 1.0
+    changes = {place: tuple(np.subtract(second[place], first[place]).tolist()) for place in common}
+    better = [sign * change > 0 for group in changes.values() for change in group]
+    scores = {"before": first, "after": second}
+    return Row(kind, weight, estimate(first), estimate(second), estimate(changes), float(np.mean(better)), scores)
+
+
+async def _scored(pipeline: Any, job: Job, reward: CompositeReward) -> Scored:
+    """Without the prompts whose reward failed, where `reward.on_error` is skip."""
+    config = job.config
+    policy = family_of(pipeline, config.model.family).around(
+        pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
+    )
+    policy.check(from_config(config).sampling)
+    found = Scored()
+    with ThreadPoolExecutor(config.reward.threads) as executor:
+        for place, prompt in enumerate(job.prompts):
+            parts = [_images(pipeline, policy, job, prompt, place, seed) for seed in job.seeds]
+            images = np.concatenate(parts)
+            if place < SHOWN_PROMPTS:
+                found.images[place] = images[:SHOWN_IMAGES]
+            try:
+                scores = await reward.score(prompt, images, executor)
+            except RewardError as error:
+                if config.reward.on_error == "fail":
+                    raise ValueError(f"prompt {place} has no score: {error}") from error
+                logger.warning("prompt %d is skipped: %s", place, error)
+                continue
+            for name, values in scores.by_term.items():
+                found.scores.setdefault(name, {})[place] = tuple(values)
+            if job.trained and job.trained.keys() <= scores.by_term.keys():
+                total = weighted_total(job.trained, scores.by_term, len(images))
+                found.scores.setdefault(TOTAL, {})[place] = total
+    return found
+
+
+def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
+    """Images uint8 [n, H, W, 3] of one prompt and one seed."""
+    settings = from_config(job.config)
+    if prompt.negative is not None:
+        settings = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
+    latents = noise(job.config, policy, place, seed).to(pipeline.device, pipeline.transformer.dtype)
+    text, options = _conditioning(policy, prompt)
+    return run_pipeline(pipeline, settings, text, num_images_per_prompt=len(latents), latents=latents, **options)
+
+
+def noise(config: Config, policy: Policy, place: int, seed: int) -> Tensor:
+    """Initial latents [n, ...] in the family's layout; with `evaluate.seed`, those of a run's evaluations."""
+    shape = policy.latent_shape(config.rollout.resolution)
+    seeds = [derive(seed, "evaluation", place, image) for image in range(config.evaluate.images_per_prompt)]
+    return torch.stack([torch.randn(shape, generator=generator(each)) for each in seeds])
+
+
+def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
+    """The prompt as the pipeline takes it: as text, or as embeddings where it brings more than that."""
+    like = next(policy.transformer.parameters())
+    options: dict[str, Any] = {}
+    if prompt.negative_token_ids is not None:
+        (negative,) = policy.encode([prompt.negative_token_ids])
+        options = {f"negative_{name}": torch.from_numpy(value)[None].to(like) for name, value in negative.items()}
+        options["negative_prompt"] = None
+    if prompt.system is None and prompt.token_ids is None:
+        return prompt.text, options
+    (encoded,) = policy.encode([prompt.wording], system=prompt.system)
+    return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in encoded.items()}

@@ -1,0 +1,99 @@
+"""A comparison as a table, as JSON and as a picture."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.table import Table
+
+from async_flowrl.evaluate.job import TOTAL
+from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison, Row
+from async_flowrl.generate import from_config, grid
+from async_flowrl.observability.statistics import Estimate
+
+RESULTS, GRID = "evaluation.json", "before_after.png"
+_MAX_SIDE = 256
+"""Pixels of a shown image's side."""
+_MAX_SCORES = 4
+"""Lines below it."""
+
+
+def table(found: Comparison) -> Table:
+    """A row per score: mean ± standard error before and after, the paired difference with its 95 % interval."""
+    job, how = found.job, from_config(found.job.config).sampling
+    title = (
+        f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
+        f"at {how.resolution} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
+    )
+    drawn = Table(title=title, title_justify="left", title_style="")
+    drawn.add_column("score")
+    for name in ("before", "after", "difference [95 %]", "images improved"):
+        drawn.add_column(name, justify="right")
+    for name, row in found.rows.items():
+        label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
+        drawn.add_row(label, _mean(row.before), *_after(row))
+    return drawn
+
+
+def _after(row: Row) -> tuple[str, str, str]:
+    if row.after is None or row.difference is None or row.improved is None:
+        return "", "", ""
+    return _mean(row.after), _difference(row.difference), f"{row.improved:.0%}"
+
+
+def _mean(found: Estimate) -> str:
+    return f"{found.mean:.4g}" + ("" if found.stderr is None else f" ± {found.stderr:.2g}")
+
+
+def _difference(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.mean:+.4g}"
+    return f"{found.mean:+.4g} [{found.low:+.4g}, {found.high:+.4g}]"
+
+
+def as_json(found: Comparison) -> dict[str, Any]:
+    """Every number, with the settings that they belong to."""
+    job, how = found.job, from_config(found.job.config).sampling
+    scored = min(row.before.prompts for row in found.rows.values())
+    return {
+        "base": job.config.model.path,
+        "lora": str(job.lora) if job.lora is not None else None,
+        "prompts": [prompt.text for prompt in job.prompts],
+        "chosen": job.chosen,
+        "scored": scored,
+        "images_per_prompt": job.images_per_prompt,
+        "seeds": list(job.seeds),
+        "resolution": how.resolution,
+        "num_inference_steps": how.num_inference_steps,
+        "true_cfg_scale": how.true_cfg_scale,
+        "guidance_scale": how.guidance_scale,
+        "rewards": {name: asdict(row) for name, row in found.rows.items()},
+    }
+
+
+def picture(found: Comparison) -> Image.Image:
+    """The first prompts' first images before and after, with their scores below."""
+    places = sorted(found.before)
+    sides = [("before", found.before), *([("after", found.after)] if found.after else [])]
+    columns = [(title, [images[place] for place in places]) for title, images in sides]
+    captions = [[_captions(found, title, place) for place in places] for title, _ in sides]
+    prompts = [found.job.prompts[place].text for place in places]
+    return grid(prompts, columns, captions=captions, max_side=_MAX_SIDE)
+
+
+def _captions(found: Comparison, side: str, place: int) -> list[list[str]]:
+    """For each image a line per score; of several terms' sum there is none."""
+    rows = [(name, row) for name, row in found.rows.items() if name != TOTAL][:_MAX_SCORES]
+    scores = [(name, row.scores[side][place]) for name, row in rows if place in row.scores[side]]
+    count = min(SHOWN_IMAGES, found.job.images_per_prompt)
+    return [[f"{values[image]:.3g} {name}" for name, values in scores] for image in range(count)]
+
+
+def write(found: Comparison, folder: Path) -> list[Path]:
+    """Writes evaluation.json and before_after.png into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULTS).write_text(json.dumps(as_json(found), indent=2) + "\n")
+    picture(found).save(folder / GRID, format="PNG", optimize=True)
+    return [folder / RESULTS, folder / GRID]

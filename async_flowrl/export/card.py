@@ -1,0 +1,241 @@
+"""The model card of an exported LoRA: README.md with the Hub's front matter, from the run's own records."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.export.pictures import CURVE, GRID, write_curve, write_grid
+from async_flowrl.export.source import PEFT, Source
+from async_flowrl.observability.evaluations import Evaluation, between, first_comparable, read_evaluations
+from async_flowrl.observability.events import read_events
+from async_flowrl.policies import lora_file
+
+README = "README.md"
+TAGS = ("lora", "diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
+RESULTS, RESULTS_GRID = "evaluation.json", "before_after.png"
+"""What `python -m async_flowrl.evaluate … --out FOLDER` leaves in FOLDER."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the person who exports adds. `files` are the other files of the folder, by name, with what they are."""
+
+    files: Mapping[str, str]
+    licence: str | None = None
+    evaluation: Path | None = None
+    """A folder that `python -m async_flowrl.evaluate` wrote."""
+
+
+def write_card(out: Path, source: Source, extras: Extras) -> Path:
+    """Writes README.md and its pictures into `out`. Raises ValueError where `extras.evaluation` is no evaluation."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    base = lora_file.hub_name(source.model.path) if source.model is not None else None
+    front = ModelCardData(
+        base_model=base,
+        base_model_relation="adapter" if base is not None else None,
+        license=extras.licence or "unknown",
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=list(TAGS),
+    )
+    parts = [f"# {_title(source, out)}", _origin(source, base)]
+    parts += [*_training(source), *_results(out, source, extras), _usage(source, base), _files(out, extras)]
+    parts += [*_reproduction(source), _licence(extras.licence, base)]
+    card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+    (out / README).write_text(str(card))
+    return out / README
+
+
+def _title(source: Source, out: Path) -> str:
+    return source.config.name if source.config is not None else out.resolve().name
+
+
+def _origin(source: Source, base: str | None) -> str:
+    lora, made = source.lora, base or _unpublished(source)
+    rank = f"rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers"
+    if source.config is None:
+        return f"A LoRA ({rank}) for {made}. The file does not say how it was trained."
+    step = f" after step {source.step}" if source.step is not None else ""
+    part = ", the moving average of its weights" if source.part == "ema" else ""
+    return (
+        f"A LoRA ({rank}) for {made}, trained by reinforcement learning with async_flowrl. These are the weights"
+        f"{step}{part}."
+    )
+
+
+def _unpublished(source: Source) -> str:
+    if source.model is None:
+        return "a base model that is not recorded"
+    name = "the tiny random model" if source.model.path == "tiny" else f"`{Path(source.model.path).name}`"
+    return f"{name} (not a model of the Hub)"
+
+
+def _training(source: Source) -> list[str]:
+    if source.config is None:
+        return []
+    config = source.config
+    held_out = config.evaluate.reward.terms
+    rows = [
+        ("algorithm", f"`{config.algorithm.name}`"),
+        ("trained reward", _terms(config.reward.terms)),
+        *([("held-out scores, not trained", _terms(held_out))] if held_out else []),
+        ("training prompts", f"`{Path(config.data.train).name}`"),
+        ("evaluation prompts", _evaluation_prompts(config)),
+        ("steps", f"{source.step if source.step is not None else config.total_steps} of {config.total_steps}"),
+        ("images per step", f"{config.prompts_per_step} prompts × {config.group_size}"),
+        ("learning rate", f"{config.trainer.learning_rate:g}"),
+        ("max_staleness", str(config.max_staleness)),
+        ("resolution and denoising steps", f"{config.rollout.resolution} px, {config.rollout.num_inference_steps}"),
+        ("seed", str(config.seed)),
+    ]
+    return ["## Training\n\n" + _table(("setting", "value"), rows)]
+
+
+def _terms(terms: Mapping[str, RewardTerm]) -> str:
+    return ", ".join(f"{term.weight:g} × `{name}`" for name, term in terms.items())
+
+
+def _evaluation_prompts(config: Config) -> str:
+    if config.data.evaluation is None:
+        return "from the training file"
+    return f"`{Path(config.data.evaluation).name}`"
+
+
+def _results(out: Path, source: Source, extras: Extras) -> list[str]:
+    """Scores before and after, the curve, and pictures: of an evaluation made afterwards, or else of the run's own."""
+    parts = []
+    records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
+    if extras.evaluation is not None:
+        parts.append("## Results\n\n" + _measured(extras.evaluation, out))
+    elif (found := _recorded(source, records)) is not None:
+        parts.append("## Results\n\n" + found)
+    if source.run is not None and (metrics := source.run / "metrics.jsonl").is_file():
+        upto = [e for e in records if source.step is None or e.version <= source.step]
+        lines = [line for line in read_events(metrics) if source.step is None or line["step"] < source.step]
+        if write_curve(out / CURVE, lines, upto) is not None:
+            parts.append(f"![reward by training step]({CURVE})")
+    if (out / GRID).is_file():
+        parts.append(f"![images before and after training, with their scores]({GRID})")
+    return parts
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """What `async_flowrl.evaluate` wrote into a folder. Raises ValueError where it is no such folder."""
+    try:
+        found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+        for name, each in found["rewards"].items():
+            _row(name, each)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--evaluation {folder} is no folder of python -m async_flowrl.evaluate ({why})") from error
+    return found
+
+
+def _measured(folder: Path, out: Path) -> str:
+    """The table of a folder that `async_flowrl.evaluate` wrote, whose picture is copied."""
+    found = read_results(folder)
+    rows = [_row(name, each) for name, each in found["rewards"].items()]
+    if (folder / RESULTS_GRID).is_file():
+        (out / GRID).write_bytes((folder / RESULTS_GRID).read_bytes())
+    how = f"{found['scored']} prompts × {found['images_per_prompt']} images, the same initial noises before and after"
+    return _table(("score", "before", "after", "difference [95 %]", "improved"), rows) + f"\n\n{how}."
+
+
+def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    difference, share = found["difference"], found["improved"]
+    interval = "" if difference["low"] is None else f" [{difference['low']:+.4g}, {difference['high']:+.4g}]"
+    before, after = found["before"]["mean"], found["after"]["mean"]
+    return f"`{name}`", f"{before:.4g}", f"{after:.4g}", f"{difference['mean']:+.4g}{interval}", f"{share:.0%}"
+
+
+def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
+    """What the run's own evaluations say of the exported weights; their picture is drawn beside."""
+    now = next((e for e in records if not e.baseline and e.version == source.step), None)
+    before = first_comparable(records, now) if now is not None else None
+    if now is None or before is None:
+        return None
+    rows = []
+    for name, curve in now.curves.items():
+        moved, first = between(name, now, before), before.curves.get(name)
+        if moved is not None and first is not None:
+            error = "" if moved.stderr is None else f" ± {moved.stderr:.2g}"
+            means = f"{first.estimate().mean:.4g}", f"{curve.estimate().mean:.4g}"
+            rows.append((f"`{name}`", curve.kind.replace("_", " "), *means, f"{moved.mean:+.4g}{error}"))
+    note = "From the run's own evaluations: paired by prompt and noise, ± one standard error over prompts."
+    head = ("score", "kind", f"version {before.version}", f"version {now.version}", "difference")
+    return _table(head, rows) + f"\n\n{note}"
+
+
+def draw_grid(out: Path, source: Source) -> None:
+    """The run's pictures of the base model and of the exported version, where it drew both."""
+    if source.run is not None and source.step is not None:
+        write_grid(out / GRID, source.run / "images", last=source.step)
+
+
+def _usage(source: Source, base: str | None) -> str:
+    name = base or "BASE_MODEL"
+    return f"""## Use
+
+```python
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{name}", torch_dtype=torch.bfloat16)
+pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")
+```
+
+For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
+
+
+def _files(out: Path, extras: Extras) -> str:
+    kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **extras.files}
+    rows = [(f"`{name}`", what, f"`{digest(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
+    rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
+    return "## Files\n\n" + _table(("file", "for", "SHA-256"), rows)
+
+
+def _reproduction(source: Source) -> list[str]:
+    run = source.run
+    if run is None:
+        return []
+    lines = ["## Reproduce", "", "```", f"python -m async_flowrl.main {_command(run)}".rstrip()]
+    lines += ["python -m async_flowrl.verify RUN", "```"]
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
+    if digest := summary.get("weights_digest"):
+        lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
+    return ["\n".join(lines)]
+
+
+def _command(run: Path) -> str:
+    """The configuration's name and the overrides as typed, without the folder they were written to."""
+    recorded = run / ".hydra" / "overrides.yaml"
+    typed = [str(each) for each in OmegaConf.load(recorded)] if recorded.is_file() else []
+    own = run / ".hydra" / "hydra.yaml"
+    config = OmegaConf.select(OmegaConf.load(own), "hydra.job.config_name") if own.is_file() else None
+    name = [f"--config-name {config}"] if config else []
+    return " ".join([*name, *(each for each in typed if not each.startswith(("output_dir=", "resume=")))])
+
+
+def _licence(licence: str | None, base: str | None) -> str:
+    if licence is not None:
+        return f"## Licence\n\n{licence}. The licence of the base model applies as well."
+    of = f"the licence of {base}" if base else "the base model's licence"
+    return f"## Licence\n\nNot chosen yet: replace `license: unknown` above. {of[0].upper()}{of[1:]} applies as well."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

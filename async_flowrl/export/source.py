@@ -1,0 +1,132 @@
+"""What is exported: the LoRA of a checkpoint, of a run, or of a file of any format, and what is known of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.generate import run_of
+from async_flowrl.policies import lora_file, lora_formats
+from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.policies.lora_apply import weights_file
+from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.training.checkpoint import MANIFEST, checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.types import FloatArray
+
+PEFT = "peft"
+"""The folder of PEFT's files inside an exported one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A LoRA with its origin. `run` is None for a LoRA of somebody else's, `step` where no checkpoint was read."""
+
+    lora: LoraFile
+    model: ModelConfig | None
+    config: Config | None
+    run: Path | None
+    step: int | None
+    part: str = "weights"
+    """`weights` as trained, or `ema`, their average."""
+
+
+def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
+    """A run directory's newest sound checkpoint, one of its checkpoints, or a LoRA file or folder.
+
+    With `average`, the EMA of the weights where the run kept one. `base` is a name or folder of the base model that
+    takes the place of the one that is known. Raises ValueError, one sentence.
+    """
+    checkpoint = _checkpoint(path)
+    if checkpoint is None:
+        return _read_lora(path, base)
+    run = checkpoint.parent.parent
+    config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    held = read_checkpoint(checkpoint)
+    part = "ema" if average and "ema" in held.tensors else "weights"
+    tensors, alpha = dict(held.tensors[part]), float(held.trainer["lora"]["alpha"])
+    return Source(
+        LoraFile(tensors, lora_file.rank_of(tensors, str(checkpoint)), alpha),
+        _model(base, config),
+        config,
+        run if config is not None else None,
+        checkpoint_step(checkpoint),
+        part,
+    )
+
+
+def family_of(source: Source) -> str:
+    """The model family of the base model. Raises ValueError where none is known, or where it cannot be found."""
+    if source.model is None:
+        raise ValueError("--base is needed: SOURCE does not say which model the LoRA is for")
+    return resolve_model(source.model).family
+
+
+def write_lora(source: Source, out: Path) -> Path:
+    """diffusers' file in `out` and PEFT's two in `out`/peft; returns diffusers'."""
+    base = source.model.path if source.model is not None else None
+    lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
+    return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
+
+
+def export(source: Path, out: Path, *, average: bool = True) -> Path:
+    """The LoRA of a checkpoint, a run directory or a file, for diffusers and PEFT; returns diffusers' file.
+
+    Raises ValueError as `read_source` does.
+    """
+    return write_lora(read_source(source, average=average), out)
+
+
+def save_lora(
+    folder: Path | str, source: nn.Module | Mapping[str, Tensor] | Mapping[str, FloatArray], *, alpha: float
+) -> Path:
+    """Writes `folder`/pytorch_lora_weights.safetensors with its metadata from a live transformer or from named tensors.
+
+    Names are layout names; the rank is read off the tensors. The file appears whole or not at all.
+    """
+    if isinstance(source, nn.Module):
+        return lora_file.write(Path(folder), lora_parameters(source), alpha=alpha)
+    return lora_file.write(Path(folder), {name: torch.as_tensor(value) for name, value in source.items()}, alpha=alpha)
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path means; None for a LoRA. Raises ValueError where it means neither."""
+    if not path.exists():
+        raise ValueError(f"{path} is not a folder or a file; give a run directory, a checkpoint or a LoRA")
+    if path.is_file():
+        return None
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        newest = find_checkpoint(folder)
+        if newest is not None:
+            return newest
+    if (path / "config.yaml").is_file() or not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds no sound checkpoint (checkpoints/step_N with a {MANIFEST}) and is no LoRA")
+    return None
+
+
+def _read_lora(path: Path, base: str | None) -> Source:
+    file = weights_file(path)
+    run = run_of(path)
+    config = read_config(run / "config.yaml") if run is not None else None
+    model = _model(base or (None if config else lora_file.base_of(file)), config)
+    try:
+        lora = lora_file.read(file)
+    except ValueError as error:
+        if model is None:
+            raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
+        lora = lora_formats.read_back(file, resolve_model(model).family)
+    return Source(lora, model, config, run, None)
+
+
+def _model(base: str | None, config: Config | None) -> ModelConfig | None:
+    if config is None:
+        return ModelConfig(path=base) if base is not None else None
+    if base is None or base == config.model.path:
+        return config.model
+    return replace(config.model, path=base, revision=None)

@@ -1,0 +1,167 @@
+"""Trackers of experiments: TensorBoard and Weights & Biases."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_flowrl.config.schema import MonitorConfig
+from async_flowrl.types import ByteArray
+
+VERSION_KEY = "evaluation/version"
+"""W&B's axis of evaluations: the policy version that was evaluated."""
+MAX_SAMPLES = 64
+"""Images of one evaluation that are sent to W&B one by one, at most: the same prompts and noises each time."""
+PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
+
+VERL_OMNI = {
+    "step": "training/global_step",
+    "images": "perf/total_num_images",
+    "reward/mean": "critic/rewards/mean",
+    "zero_std_ratio": "critic/rewards/zero_std_ratio",
+    "loss": "actor/loss",
+    "ratio/mean": "actor/ratio_mean",
+    "clip_fraction": "actor/pg_clipfrac",
+    "kl": "actor/kl_loss",
+    "grad_norm": "actor/grad_norm",
+    "positive_loss": "actor/positive_loss",
+    "negative_loss": "actor/negative_loss",
+    "old_deviation": "actor/old_deviate",
+    "timing/step": "perf/time_per_step",
+    "timing/update": "timing_s/update_actor",
+    "timing/publish": "timing_s/update_weights",
+}
+"""Metric of ours → verl-omni's name for the same thing; what means something else there is left out."""
+ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One evaluated image uint8 [H, W, 3] with its prompt and scores."""
+
+    prompt: str
+    image: ByteArray
+    reward: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+def scalars(metrics: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, float]:
+    """The numbers among the metrics but `step`, by their names and by their aliases, of `step` too."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    again = {alias: numbers[name] for name, alias in aliases.items() if name in numbers}
+    return {name: value for name, value in numbers.items() if name != "step"} | again
+
+
+class Tensorboard:
+    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+        self._aliases = aliases
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in scalars(metrics, self._aliases).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"evaluation/{name}", value, version)
+        self._writer.flush()
+
+    def image(self, path: Path, version: int) -> None:
+        from PIL import Image
+
+        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), version, dataformats="HWC")
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None:
+        """The grid of `image` shows them."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory.
+
+    W&B's own step only counts calls, as an evaluation ends after later steps: the charts' axes are `step` and, of
+    evaluations and pictures, `evaluation/version`. A resumed run goes on under the id of its first attempt, which
+    `wandb/run_id` holds.
+    """
+
+    def __init__(self, config: MonitorConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._aliases = ALIASES[config.metric_aliases]
+        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
+        self._run: Any = wandb.init(
+            project=config.wandb_project, entity=config.wandb_entity, tags=config.wandb_tags or None, name=name,
+            id=run_id(folder / "wandb"), resume=None if mode == "offline" else "allow", mode=mode,
+            dir=str(folder), reinit="create_new",
+            config={**settings, "versions": versions()}, settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {**scalars(metrics, self._aliases), "step": step}
+        if (ages := age_histogram(metrics)) is not None:
+            values["staleness/histogram"] = self._wandb.Histogram(np_histogram=ages)
+        self._run.log(values)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})
+
+    def image(self, path: Path, version: int) -> None:
+        self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None:
+        """Images with prompt and reward as captions, and a table of them with every term."""
+        names = sorted({name for sample in samples for name in sample.terms})
+        rows, pictures = [], []
+        for sample in samples[:MAX_SAMPLES]:
+            terms = [sample.terms.get(name) for name in names]
+            caption = f"{sample.prompt} | reward {sample.reward:.4g}"
+            pictures.append(self._wandb.Image(sample.image, caption=caption))
+            rows.append([version, sample.prompt, self._wandb.Image(sample.image), sample.reward, *terms])
+        table = self._wandb.Table(columns=["version", "prompt", "image", "reward", *names], data=rows)
+        self._run.log({"evaluation/samples": pictures, "evaluation/table": table, VERSION_KEY: version})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def run_id(folder: Path) -> str:
+    """The id that W&B knows this run directory by, made the first time."""
+    file = folder / "run_id"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on, of those that are installed."""
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
+def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
+    """Trained rows by the age of their image, in versions, as counts and edges; None where nothing was trained."""
+    rows = {int(name.removeprefix("kept_of/")): value for name, value in metrics.items() if name.startswith("kept_of/")}
+    if not rows:
+        return None
+    ages = range(max(rows) + 1)
+    return [int(rows.get(age) or 0) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]

@@ -1,0 +1,208 @@
+"""Which shipped recipes fit which hardware, and what to type: `python -m async_flowrl.plan --fit [EXPERIMENT ...]`.
+
+Desk figures: every row is a memory plan of the configuration that it names. Nothing is started or downloaded.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.memory import (
+    Footprint,
+    beside,
+    rollout_footprint,
+    sampling_peak,
+    trainer_footprint,
+    training_peak,
+)
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.seats import gpus_taken, reward_seats
+from async_flowrl.tickets.arithmetic import check_batching
+
+GIB = 2**30
+RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Equal devices in equal nodes."""
+
+    name: str
+    gib: float
+    per_node: int
+    nodes: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.per_node * self.nodes
+
+
+HARDWARE = (
+    Hardware("1 x 24 GB", 24, 1),
+    Hardware("2 x 24 GB", 24, 2),
+    Hardware("1 x 80 GB", 79, 1),
+    Hardware("2 x 80 GB", 79, 2),
+    Hardware("4 x 80 GB", 79, 4),
+    Hardware("8 x 80 GB", 79, 8),
+    Hardware("2 nodes x 8 x 80 GB", 79, 8, 2),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether a recipe fits, with which words behind `async-flowrl train`, and what its processes need, in GiB."""
+
+    experiment: str
+    hardware: str
+    fits: bool
+    words: tuple[str, ...]
+    trainer: float
+    rollout: float
+    device: float
+    colocated: bool
+
+    @property
+    def missing(self) -> float:
+        """GiB that the larger process lacks."""
+        return (self.trainer + self.rollout if self.colocated else max(self.trainer, self.rollout)) - self.device
+
+
+class Recipe:
+    """A recipe whose network is built once; what passes is counted once for each size that it is asked for."""
+
+    def __init__(self, experiment: str) -> None:
+        self.experiment = experiment
+        self._model: MetaModel | None = None
+        self._training: dict[tuple[int, bool], int] = {}
+        self._sampling: dict[int, int] = {}
+
+    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
+        """Of a trainer rank and of a rollout worker."""
+        if self._model is None:
+            self._model = build_meta_model(config)
+        trainer, chunk = config.trainer, config.rollout.batch_size or config.images_per_ticket
+        size = trainer.micro_batch_size, trainer.gradient_checkpointing
+        if chunk not in self._sampling:
+            self._sampling[chunk] = sampling_peak(config, self._model)
+        if size not in self._training:  # Checkpointing wraps a network for good.
+            self._training[size] = training_peak(config, build_meta_model(config))
+        return (
+            trainer_footprint(config, self._model, device, self._training[size]),
+            rollout_footprint(config, self._model, self._sampling[chunk]),
+        )
+
+
+def answer(recipe: Recipe, hardware: Hardware) -> Answer:
+    """The first candidate that fits, or the one that needs least."""
+    found: list[Answer] = []
+    for words in candidates(recipe.experiment, hardware):
+        try:
+            config = compose_config(words[0].removeprefix("--config-name "), words[1:])
+            check(config)
+            check_batching(config)
+        except (ConfigError, ValueError):
+            continue
+        if gpus_taken(config) > hardware.devices:
+            continue
+        found.append(judged(recipe, hardware, words, config))
+        if found[-1].fits:
+            return found[-1]
+    if not found:
+        raise ValueError(f"{recipe.experiment} has no layout for {hardware.name}")
+    return min(found, key=lambda one: one.missing)
+
+
+def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
+    device = round(hardware.gib * GIB)
+    trainer, rollout = recipe.footprints(config, device)
+    share = min(1.0, max(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker))
+    colocated = config.placement == "colocated"
+    needed = beside(trainer, rollout).total if colocated else max(trainer.total, rollout.total)
+    seats = all(seat.footprint.total <= device * min(1.0, seat.gpus) for seat in reward_seats(config))
+    return Answer(
+        recipe.experiment,
+        hardware.name,
+        needed <= device * share and seats,
+        tuple(words),
+        trainer.total / GIB,
+        rollout.total / GIB,
+        hardware.gib,
+        colocated,
+    )
+
+
+def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
+    """Command lines from the recipe as it is to the one that needs least memory."""
+    plain = compose_config("one_step_off", [f"experiment={experiment}"])
+    seated = plain.reward.gpus_per_worker
+    for layout in layouts(experiment, plain, hardware.devices, seated):
+        saved: list[str] = []
+        yield layout
+        for saving in savings(plain):
+            saved.append(saving)
+            yield [*layout, *saved]
+
+
+def layouts(experiment: str, config: Config, devices: int, seated: float) -> Iterator[list[str]]:
+    """Even splits first; one device is shared by both pools, and by the reward workers where those have a seat."""
+    if devices == 1:
+        colocated = ["--config-name sync", f"experiment={experiment}", "placement=colocated"]
+        colocated += ["rollout.num_workers=1", "trainer.num_workers=1", "reward.num_workers=1"]
+        left = [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
+        yield [*colocated, *left]
+        return
+    for trainer in sorted(range(1, devices), key=lambda count: (abs(devices - 2 * count), count)):
+        if config.group_size % trainer:
+            continue
+        rollout, share = devices - trainer, config.group_size // trainer
+        words = ["--config-name one_step_off", f"experiment={experiment}"]
+        given = {
+            "rollout.num_workers": (rollout, config.rollout.num_workers),
+            "trainer.num_workers": (trainer, config.trainer.num_workers),
+            "reward.num_workers": (rollout, config.reward.num_workers),
+            "trainer.micro_batch_size": (min(share, config.trainer.micro_batch_size), config.trainer.micro_batch_size),
+        }
+        yield [*words, *(f"{key}={value}" for key, (value, usual) in given.items() if value != usual)]
+
+
+def savings(config: Config) -> Iterator[str]:
+    """What needs less memory, one after the other."""
+    yield "rollout.text_encoder=offload"
+    yield "rollout.batch_size=1"
+    if not config.trainer.gradient_checkpointing:
+        yield "trainer.gradient_checkpointing=true"
+    yield "trainer.micro_batch_size=1"
+    yield "trainer.shard=full"
+    yield "trainer.cpu_offload=true"
+
+
+def markdown(answers: Sequence[Answer]) -> str:
+    lines = ["| recipe | hardware | fits | trainer rank | rollout worker | type |", "|---|---|---|---|---|---|"]
+    for one in answers:
+        both = f"{one.trainer:.1f} | {one.rollout:.1f}"
+        typed = f"`async-flowrl train {' '.join(one.words)}`"
+        typed = typed if one.fits else f"at the least {one.missing:.0f} GiB are missing"
+        lines.append(f"| `{one.experiment}` | {one.hardware} | {'yes' if one.fits else '**no**'} | {both} | {typed} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
+    )
+    parser.add_argument("--json", action="store_true", help="print the answers as JSON")
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
+    given = parser.parse_args(arguments)
+    try:
+        recipes = [Recipe(experiment) for experiment in given.experiments or RECIPES]
+        answers = [answer(recipe, hardware) for recipe in recipes for hardware in HARDWARE]
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps([asdict(one) for one in answers], indent=2) + "\n" if given.json else markdown(answers))
+    return 0

@@ -1,0 +1,74 @@
+"""What would make a process fit whose passing tensors, not its weights, are too much: settings that were tried."""
+
+from collections.abc import Iterator, Sequence
+
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.devices import GIB, ROLLOUT, SHOWN, TRAINER, Change, Device, changes, footprint, scaled
+from async_flowrl.plan.memory import Peaks, sampling_peak, training_peak
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+
+CHECKPOINTING, MICRO_BATCH, CHUNK = (
+    "trainer.gradient_checkpointing",
+    "trainer.micro_batch_size",
+    "rollout.batch_size",
+)
+"""Settings that change what passes; of all others the peaks are those of the configuration as it is."""
+
+
+def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: Device) -> str:
+    """Up to three settings with which the process fits, else those that come nearest, with what each would need.
+
+    Every one of them is planned: what passes is counted anew where it changes.
+    """
+    tried: list[tuple[Change, int]] = []
+    for change in smaller(title, config, model.family):
+        if not change.accepted(config):
+            continue
+        now = counted(change, config, model, peaks)
+        changed = footprint(
+            title,
+            change.applied(config),
+            scaled(change, config, model),
+            device,
+            training=now.training,
+            sampling=now.sampling,
+        )
+        tried.append((change, changed.total))
+        if sum(size <= device.available for _, size in tried) == SHOWN:
+            break
+    return in_words(tried, device)
+
+
+def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
+    """Settings that may need less memory at the peak, those that cost least first."""
+    trainer, rollout = config.trainer, config.rollout
+    if title != ROLLOUT:
+        if not trainer.gradient_checkpointing:
+            yield Change(CHECKPOINTING, True)
+        if trainer.micro_batch_size > 1:
+            yield Change(MICRO_BATCH, max(1, trainer.micro_batch_size // 2))
+        if trainer.micro_batch_size > 3:
+            yield Change(MICRO_BATCH, 1)
+    if title != TRAINER and (rollout.batch_size or config.images_per_ticket) > 1:
+        yield Change(CHUNK, 1)
+    yield from changes(title, config, family)
+
+
+def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> Peaks:
+    """The peaks after a change. A network is wrapped for checkpointing for good, so that takes one of its own."""
+    after = change.applied(config)
+    if change.key == CHUNK:
+        return Peaks(peaks.training, sampling_peak(after, model))
+    if change.key in (CHECKPOINTING, MICRO_BATCH):
+        fresh = build_meta_model(after) if after.trainer.gradient_checkpointing else model
+        return Peaks(training_peak(after, fresh), peaks.sampling)
+    return peaks
+
+
+def in_words(tried: Sequence[tuple[Change, int]], device: Device) -> str:
+    fitting = [one for one in tried if one[1] <= device.available]
+    shown = fitting[:SHOWN] or sorted(tried, key=lambda one: one[1])[:SHOWN]
+    listed = ", ".join(f"{change} ({size / GIB:.3g} GiB)" for change, size in shown)
+    if not listed:
+        return "no single setting would make it need less"
+    return f"it would fit with {listed}" if fitting else f"no single setting is enough, nearest are {listed}"

@@ -1,0 +1,49 @@
+"""Reward pools in a plan: when one of them is the limit, and how many workers would cure that."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from async_flowrl.config.reward_pools import SHARED, workers_key
+from async_flowrl.plan.simulate import Prediction
+from async_flowrl.plan.work import Bounds, Layout, Work
+
+EPSILON = 1e-9
+
+
+def cures(work: Work, layout: Layout, limit: Bounds) -> dict[str, int]:
+    """By reward pool that takes longer than generation and training: the fewest workers with which it does not."""
+    if not limit.without_rewards > 0:
+        return {}
+    needed = {
+        pool: math.ceil(work.prompts_per_step * work.score_in(pool).mean / limit.without_rewards - EPSILON)
+        for pool in layout.reward_workers
+    }
+    return {pool: count for pool, count in needed.items() if count > layout.reward_workers[pool]}
+
+
+def with_workers(layout: Layout, workers: Mapping[str, int]) -> Layout:
+    """The layout with other numbers of reward workers."""
+    own = {pool: workers.get(pool, size) for pool, size in layout.own_rewards.items()}
+    return replace(layout, reward=workers.get(SHARED, layout.reward), own_rewards=own)
+
+
+def limit_sentence(
+    work: Work, limited: Prediction, cured: Prediction | None, cure: Mapping[str, int], gpus: Mapping[str, float]
+) -> str:
+    """Which pools are the limit, and what would cure it. `gpus`: of a worker, by pool."""
+    slowest = max(limited.bounds.rewards, key=lambda pool: limited.bounds.rewards[pool])
+    workers = limited.layout.reward_workers
+    settings = " ".join(f"{workers_key(pool)}={count}" for pool, count in cure.items())
+    seats = sum(gpus.get(pool, 0.0) * (count - workers[pool]) for pool, count in cure.items())
+    more = f" ({seats:g} more GPUs)" if seats else ""
+    then = f", and a step would take {cured.step_seconds:.3g} s" if cured is not None else ""
+    return (
+        f"Rewards are the limit: a step keeps the {_count(workers[slowest], 'worker')} of the pool {slowest} busy for "
+        f"{limited.bounds.rewards[slowest]:.3g} s, generation and training for {limited.bounds.generation:.3g} and "
+        f"{limited.bounds.update:.3g} s; {settings}{more} would cure that{then}."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

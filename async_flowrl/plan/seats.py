@@ -1,0 +1,101 @@
+"""The GPUs that a configuration takes, and what is known of those that rewards sit on."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.plan.memory import Footprint
+from async_flowrl.rewards.registry import memory_gib
+from async_flowrl.rewards.served import served_terms
+from separation.placement import fewest_gpus
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+MODELS = "reward models"
+
+
+@dataclass(frozen=True)
+class RewardSeat:
+    """The share of a device that each worker of a reward pool has."""
+
+    pool: str
+    key: str
+    """The setting that says `gpus`."""
+    workers: int
+    gpus: float
+    known: Mapping[str, float]
+    """Term → GiB that its model takes while it scores."""
+    unknown: tuple[str, ...]
+    """Terms whose rewards do not say."""
+
+    @property
+    def title(self) -> str:
+        return f"worker of the pool {self.pool}"
+
+    @property
+    def footprint(self) -> Footprint:
+        """Of the terms that are known."""
+        return Footprint({f"{MODELS}: {name}": round(gib * GIB) for name, gib in self.known.items()})
+
+    @property
+    def caveat(self) -> str:
+        """What the footprint lacks, for the end of a sentence; empty where it lacks nothing."""
+        return f", and what {', '.join(self.unknown)} takes is unknown" if self.unknown else ""
+
+
+def reward_seats(config: Config) -> list[RewardSeat]:
+    """Of every reward pool whose workers have GPUs. Reads the rewards' classes, builds none.
+
+    The first pool's workers score evaluations by the held-out terms, too.
+    """
+    seats: list[RewardSeat] = []
+    pools = reward_pools(config.reward)
+    for pool in pools:
+        if pool.gpus_per_worker > 0:
+            terms = {name: config.reward.terms[name] for name in pool.terms}
+            terms |= config.evaluate.reward.terms if pool is pools[0] else {}
+            said = {name: _gib(name, term) for name, term in terms.items()}
+            known = {name: gib for name, gib in said.items() if gib is not None}
+            unknown = tuple(name for name, gib in said.items() if gib is None)
+            key = f"{pool.section}.gpus_per_worker"
+            seats.append(RewardSeat(pool.name, key, pool.workers, pool.gpus_per_worker, known, unknown))
+    return seats
+
+
+def _gib(name: str, term: RewardTerm) -> float | None:
+    try:
+        return memory_gib(name, term)
+    except ValueError as error:
+        logger.info("the memory of the reward %s is not known: %s", name, error)
+        return None
+
+
+def gpus_by_pool(config: Config) -> dict[str, list[float]]:
+    """The shares of GPUs that are asked for, by pool; a pair of colocated workers shares one."""
+    trainer, rollout = config.trainer, config.rollout
+    if config.placement == "colocated":
+        shared = max(trainer.gpus_per_worker, rollout.gpus_per_worker)
+        shares = {"trainer and rollout": [shared] * trainer.num_workers}
+    else:
+        shares = {
+            "trainer": [trainer.gpus_per_worker] * trainer.num_workers,
+            "rollout": [rollout.gpus_per_worker] * rollout.num_workers,
+        }
+    shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in reward_pools(config.reward)}
+    shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}
+    return {pool: [gpus for gpus in each if gpus > 0] for pool, each in shares.items() if any(each)}
+
+
+def gpus_taken(config: Config) -> float:
+    """GPUs that the run takes at the least."""
+    return fewest_gpus(share for each in gpus_by_pool(config).values() for share in each)
+
+
+def describe_gpus(config: Config) -> str:
+    """One sentence: how many devices the run takes, and which pools."""
+    taken, shares = gpus_taken(config), gpus_by_pool(config)
+    pools = [f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()]
+    return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {', '.join(pools) or 'all of it runs on CPUs'}"

@@ -1,0 +1,108 @@
+"""FLUX.1's LoRA in the names of kohya's sd-scripts, whose network has one projection where diffusers' has several.
+
+The adapters of several projections become one of their ranks together: A stacked, B block-diagonal. A projection
+without an adapter gets zeros. Its alpha grows as its rank does, so that alpha / rank stays.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from async_flowrl.policies.lora_file import LoraFile, modules_of
+
+WIDTH = 3072
+"""FLUX.1's own, of which diffusers cuts the single blocks' projection: 3072 for q, k and v, 12288 for the MLP."""
+_MLP_WIDTH = 4 * WIDTH
+_DOUBLE, _SINGLE = re.compile(r"transformer_blocks\.(\d+)\.(.+)"), re.compile(r"single_transformer_blocks\.(\d+)\.(.+)")
+_FUSED = {
+    "attn.to_q": ("img_attn_qkv", 0),
+    "attn.to_k": ("img_attn_qkv", 1),
+    "attn.to_v": ("img_attn_qkv", 2),
+    "attn.add_q_proj": ("txt_attn_qkv", 0),
+    "attn.add_k_proj": ("txt_attn_qkv", 1),
+    "attn.add_v_proj": ("txt_attn_qkv", 2),
+}
+_FUSED_SINGLE = {
+    "attn.to_q": ("linear1", 0),
+    "attn.to_k": ("linear1", 1),
+    "attn.to_v": ("linear1", 2),
+    "proj_mlp": ("linear1", 3),
+}
+_NAMES = {
+    "attn.to_out.0": "img_attn_proj",
+    "attn.to_add_out": "txt_attn_proj",
+    "ff.net.0.proj": "img_mlp_0",
+    "ff.net.2": "img_mlp_2",
+    "ff_context.net.0.proj": "txt_mlp_0",
+    "ff_context.net.2": "txt_mlp_2",
+    "norm1.linear": "img_mod_lin",
+    "norm1_context.linear": "txt_mod_lin",
+}
+_NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
+
+
+def convert(source: LoraFile) -> dict[str, Tensor]:
+    """`lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`.
+
+    Raises ValueError for a layer without a name there, and for single blocks of another width than FLUX.1's.
+    """
+    tensors: dict[str, Tensor] = {}
+    fused: dict[str, dict[int, str]] = {}
+    for module in modules_of(source.tensors):
+        block, layer, place = _found(module)
+        if place is None:
+            a, b = _matrices(source, module)
+            tensors |= _entry(f"{block}_{layer}", a, b, source.alpha)
+        else:
+            fused.setdefault(f"{block}_{layer}", {})[place] = module
+    for name, modules in fused.items():
+        single = name.endswith("linear1")
+        parts = 4 if single else 3
+        a, b = _joined(source, modules, [WIDTH] * 3 + [_MLP_WIDTH] if single else [_width(source, modules)] * 3)
+        tensors |= _entry(name, a, b, source.alpha * parts)
+    return tensors
+
+
+def _found(module: str) -> tuple[str, str, int | None]:
+    """Block, layer, and the place in a projection that kohya's network has for several."""
+    single, double = _SINGLE.fullmatch(module), _DOUBLE.fullmatch(module)
+    match, names, groups, kind = (
+        (single, _NAMES_SINGLE, _FUSED_SINGLE, "single") if single else (double, _NAMES, _FUSED, "double")
+    )
+    if match is not None and match[2] in names:
+        return f"lora_unet_{kind}_blocks_{match[1]}", names[match[2]], None
+    if match is not None and match[2] in groups:
+        return f"lora_unet_{kind}_blocks_{match[1]}", *groups[match[2]]
+    raise ValueError(f"--format kohya has no name for FLUX.1's layer {module}")
+
+
+def _matrices(source: LoraFile, module: str) -> tuple[Tensor, Tensor]:
+    return source.tensors[f"{module}.lora_A.weight"], source.tensors[f"{module}.lora_B.weight"]
+
+
+def _width(source: LoraFile, modules: dict[int, str]) -> int:
+    return len(_matrices(source, next(iter(modules.values())))[1])
+
+
+def _joined(source: LoraFile, modules: dict[int, str], widths: list[int]) -> tuple[Tensor, Tensor]:
+    """(A [parts · rank, in], B [sum of widths, parts · rank])."""
+    first, rank = _matrices(source, next(iter(modules.values())))[0], source.rank
+    a = torch.zeros(len(widths) * rank, first.shape[1])
+    b = torch.zeros(sum(widths), len(widths) * rank)
+    for place, module in modules.items():
+        down, up = _matrices(source, module)
+        if len(up) != widths[place]:
+            raise ValueError(
+                f"--format kohya: diffusers reads single blocks of FLUX.1's own width only ({widths[place]} outputs), "
+                f"{module} has {len(up)}"
+            )
+        start = sum(widths[:place])
+        a[place * rank : (place + 1) * rank] = down
+        b[start : start + len(up), place * rank : (place + 1) * rank] = up
+    return a, b
+
+
+def _entry(name: str, down: Tensor, up: Tensor, alpha: float) -> dict[str, Tensor]:
+    weights = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+    return {**weights, f"{name}.alpha": torch.tensor(float(alpha))}

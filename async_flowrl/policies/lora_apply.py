@@ -1,0 +1,90 @@
+"""A LoRA of any format put on diffusers' pipeline: kohya's and ComfyUI's by diffusers' own loader, PEFT's translated.
+
+diffusers leaves out what it does not recognise and says so in a log at most; here that is an error.
+"""
+
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.messages import first_line
+from async_flowrl.policies import lora_file
+
+_NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lora\.up|lora_down|lora_up)\.weight")
+
+
+def apply_lora(pipeline: Any, path: Path) -> None:
+    """`pipe.load_lora_weights` of a file or folder; a PEFT folder, of which that loads nothing, is translated first.
+
+    Raises ValueError, one sentence, where the file cannot be read, and where not every layer it adapts is in the model.
+    """
+    file = weights_file(path)
+    if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():
+        source = lora_file.read(file)
+        with tempfile.TemporaryDirectory() as work:
+            _load(pipeline, lora_file.write(Path(work), source.tensors, alpha=source.alpha), path)
+    else:
+        _load(pipeline, file, path)
+
+
+def weights_file(path: Path) -> Path:
+    """The file that a LoRA's path means. Raises ValueError where there is none, several, or only a pickled one."""
+    if not path.exists():
+        raise ValueError(f"LoRA {path} does not exist")
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise ValueError(f"LoRA {path} is not a .safetensors file; pickled weights are not read")
+        lora_file.header_of(path)
+        return path
+    for name in (lora_file.FILE_NAME, lora_file.PEFT_WEIGHTS):
+        if (path / name).is_file():
+            return weights_file(path / name)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        held = f"{len(files)} .safetensors files" if files else "no .safetensors file"
+        raise ValueError(f"LoRA {path} holds {held}; give the file itself, or a folder with {lora_file.FILE_NAME}")
+    return weights_file(files[0])
+
+
+def _load(pipeline: Any, file: Path, where: Path) -> None:
+    from async_flowrl.policies.loading import quiet
+
+    options = {"weight_name": file.name, "use_safetensors": True}
+    title = type(pipeline).__name__
+    try:
+        with quiet(), _silent():
+            converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
+            pipeline.load_lora_weights(str(file.parent), **options)
+    except (ValueError, RuntimeError, KeyError, AssertionError) as error:
+        raise ValueError(f"LoRA {where} cannot be loaded into {title}: {_reason(error)}") from error
+    if not pipeline.get_list_adapters():
+        first = min(converted, default="none at all")
+        raise ValueError(f"LoRA {where}: none of its tensors belong to {title}; their names are such as {first}")
+    wanted = {match["module"] for name in converted if (match := _NAMED.fullmatch(name))}
+    there = {name.removesuffix(".lora_A") for name, _ in pipeline.transformer.named_modules()}
+    if missing := sorted(wanted - there):
+        raise ValueError(
+            f"LoRA {where} adapts {len(missing)} of {len(wanted)} layers that {title} does not have, e.g. {missing[0]}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, in one line; torch puts the first mismatch into its second."""
+    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
+    return " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what diffusers logs of names that it does not know: they are looked for here."""
+    logger = logging.getLogger("diffusers.loaders")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

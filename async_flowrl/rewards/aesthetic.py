@@ -1,0 +1,85 @@
+"""LAION's aesthetic score: how much people would like an image whatever it shows, from CLIP's embedding of it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from async_flowrl.rewards.clip import Clip, memory_gib
+from async_flowrl.rewards.weights import check_path, loading, read_weights, weights_file
+from async_flowrl.types import ByteArray, Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "aesthetic"
+
+
+class Aesthetic:
+    """A rating of 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor", its linear head).
+
+    The head is five linear layers, with nothing between them, on the image embedding of CLIP ViT-L/14 at length 1.
+    `head` is a local file (.pth or .safetensors) or the hub's repository that has `head_file`; of a .pth tensors alone
+    are read. The default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
+    """
+
+    def __init__(
+        self,
+        model: str = "openai/clip-vit-large-patch14",
+        head: str = "trl-lib/ddpo-aesthetic-predictor",
+        *,
+        head_file: str = "aesthetic-model.pth",
+        revision: str | None = None,
+        head_revision: str | None = None,
+        batch_size: int = 16,
+        device: str = "auto",
+    ) -> None:
+        self._clip = Clip(NAME, model, None, revision, batch_size, device)
+        self._head, self._head_file, self._head_revision = head, head_file, head_revision
+        self._layers: list[Any] | None = None
+
+    @staticmethod
+    def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
+        """Of its CLIP model."""
+        return memory_gib(model, **options)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError where its files are named by paths that do not exist."""
+        self._clip.check()
+        check_path(NAME, "head", self._head)
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        import torch
+
+        with torch.inference_mode():
+            layers = self._load()
+            return [
+                float(x)
+                for batch in self._clip.image_embeddings(images)
+                for x in _applied(layers, batch).double().cpu()
+            ]
+
+    def _load(self) -> list[Any]:
+        """(weight, bias) of every layer, in order and on the device. Raises ValueError for files that do not fit."""
+        if self._layers is None:
+            loaded = self._clip.load()
+            with loading(NAME, self._head):
+                state = read_weights(weights_file(self._head, self._head_file, self._head_revision))
+            places = sorted({int(name.split(".")[1]) for name in state if name.startswith("layers.")})
+            layers = [(state[f"layers.{n}.weight"].float(), state[f"layers.{n}.bias"].float()) for n in places]
+            width = int(loaded.model.config.projection_dim)
+            if not layers or layers[0][0].shape[1] != width or layers[-1][0].shape[0] != 1:
+                shapes = [list(weight.shape) for weight, _ in layers]
+                raise ValueError(
+                    f"the {NAME} reward's head {self._head} has layers {shapes}, which must lead from the {width} "
+                    "numbers of the CLIP model's embedding to 1"
+                )
+            self._layers = [(weight.to(loaded.device), bias.to(loaded.device)) for weight, bias in layers]
+        return self._layers
+
+
+def _applied(layers: Sequence[Any], embeddings: "torch.Tensor") -> "torch.Tensor":
+    """The head's ratings [b] of embeddings [b, d]."""
+    from torch.nn import functional
+
+    for weight, bias in layers:
+        embeddings = functional.linear(embeddings, weight, bias)
+    return embeddings[:, 0]

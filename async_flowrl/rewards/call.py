@@ -1,0 +1,111 @@
+"""Calls of one term: once for a group, or once per image, tried again where an image's call fails."""
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.results import Extra, Result, group_result, image_result, joined
+from async_flowrl.types import ByteArray, Failure, Prompt, Span
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """`retries` and `backoff` (seconds before the first retry, doubled each time) of a pointwise call, and how many
+    images of a group are scored at a time."""
+
+    retries: int = 0
+    backoff: float = 0.0
+    concurrency: int = 8
+
+
+@dataclass(frozen=True)
+class TermScores:
+    """What one term says of a group, or why it says nothing."""
+
+    span: Span
+    scores: tuple[float, ...] = ()
+    extras: Mapping[str, tuple[Extra, ...]] = field(default_factory=dict)
+    failure: Failure | None = None
+    retries: int = 0
+
+
+@dataclass
+class _Calls:
+    """A term's calls for one group."""
+
+    name: str
+    reward: Callable[..., Any]
+    prompt: Prompt
+    executor: Executor
+    retries: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"reward {self.name!r} on prompt {self.prompt.text!r}"
+
+    async def call(self, images: ByteArray) -> Any:
+        """Raises RewardError, with the reward's own exception as its cause."""
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self.executor, self.reward, images, self.prompt)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            raise RewardError(
+                f"reward {self.name!r} failed on prompt {self.prompt.text!r}: {type(error).__name__}: {error}"
+            ) from error
+
+    async def image(self, image: ByteArray, attempts: Attempts, places: asyncio.Semaphore) -> Result:
+        """One image's result, after as many retries as `attempts` allows. Raises the last RewardError."""
+        for attempt in range(attempts.retries + 1):
+            try:
+                async with places:
+                    return image_result(self.where, await self.call(image))
+            except RewardError:
+                if attempt == attempts.retries:
+                    raise
+            self.retries += 1
+            await asyncio.sleep(attempts.backoff * 2**attempt)
+        raise AssertionError("unreachable")
+
+
+async def score_term(
+    name: str,
+    reward: Callable[..., Any],
+    pointwise: bool,
+    prompt: Prompt,
+    images: ByteArray,
+    executor: Executor,
+    attempts: Attempts,
+) -> TermScores:
+    """One term's results for images uint8 [n, H, W, 3]; what goes wrong is in `failure`."""
+    start = time.time()
+    calls = _Calls(name, reward, prompt, executor)
+    found = TermScores(Span(f"score/{name}", start, start))
+    try:
+        if pointwise:
+            result = await _pointwise(calls, images, attempts)
+        else:
+            result = group_result(calls.where, await calls.call(images), len(images))
+        found = replace(found, scores=result.scores, extras=result.extras)
+    except RewardError as error:
+        text = "".join(traceback.format_exception(error))
+        found = replace(found, failure=Failure(str(error), final=pointwise, traceback=text))
+    return replace(found, span=Span(f"score/{name}", start, time.time()), retries=calls.retries)
+
+
+async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:
+    """The images side by side. The first failure gives the rest up, and is raised when they have ended."""
+    places = asyncio.Semaphore(attempts.concurrency)
+    tasks = [asyncio.ensure_future(calls.image(image, attempts, places)) for image in images]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return joined(calls.where, results)

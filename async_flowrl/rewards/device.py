@@ -1,0 +1,34 @@
+"""The device that a reward with a model computes on, and the refusals that such rewards share."""
+
+from typing import TYPE_CHECKING
+
+from async_flowrl.config.messages import unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def check_model_options(reward: str, *, device: str, batch_size: int, scale: float = 1.0) -> None:
+    """Raises ValueError for options that no machine could satisfy."""
+    if device.partition(":")[0] not in DEVICES:
+        raise ValueError(unknown_name(f"the {reward} reward's device", device, DEVICES))
+    if batch_size < 1:
+        raise ValueError(f"the {reward} reward's batch_size must be at least 1, got {batch_size}")
+    if not scale > 0:
+        raise ValueError(f"the {reward} reward's scale must be above 0, got {scale}")
+
+
+def choose_device(reward: str, wanted: str) -> "torch.device":
+    """auto is a GPU where this process sees one, else the CPU. Raises ValueError for a GPU where it sees none."""
+    import torch
+
+    seen = torch.cuda.is_available()
+    device = torch.device("cuda" if seen else "cpu") if wanted == "auto" else torch.device(wanted)
+    if device.type == "cuda" and not seen:
+        raise ValueError(
+            f"the {reward} reward's device is {wanted}, and this process sees no GPU: give its workers one "
+            f"(gpus_per_worker of the reward or of its term), or use auto or cpu"
+        )
+    return device

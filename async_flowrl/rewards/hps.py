@@ -1,0 +1,103 @@
+"""HPSv2 and HPSv2.1: which of two images people prefer for a prompt, by a CLIP ViT-H/14 trained on their choices."""
+
+import html
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from async_flowrl.rewards.clip import Clip, memory_gib
+from async_flowrl.rewards.device import check_model_options
+from async_flowrl.rewards.open_clip_weights import to_transformers
+from async_flowrl.rewards.weights import check_package, check_path, read_weights, weights_file
+from async_flowrl.types import ByteArray, Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""OpenAI's, of pixels in 0 .. 1."""
+
+
+class HPSv2:
+    """cos(image, text) / `scale` (Wu et al. 2023, "Human Preference Score v2"), about 0.2 to 0.35.
+
+    `checkpoint` is a local file or the hub's repository; of a torch file tensors alone are read. `model` names the
+    architecture, the tokenizer and the size of its images: transformers' files of the open_clip model that HPSv2
+    started from. Images are made small as the package hpsv2 does it, which scales tensors: with `antialias`, as it
+    does with torchvision 0.17 and later, or without, as it did before (and when the paper's numbers were measured).
+    """
+
+    file = "HPS_v2_compressed.pt"
+    name = "HPSv2"
+
+    def __init__(
+        self,
+        checkpoint: str = "xswu/HPSv2",
+        model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        *,
+        revision: str | None = None,
+        scale: float = 1.0,
+        antialias: bool = True,
+        batch_size: int = 16,
+        device: str = "auto",
+    ) -> None:
+        check_model_options(self.name, device=device, batch_size=batch_size, scale=scale)
+        check_package(self.name, "ftfy", "hps")
+        self._checkpoint, self._model, self._revision = checkpoint, model, revision
+        self._scale = scale
+        pixels = partial(prepared, antialias=antialias)
+        self._clip = Clip(self.name, checkpoint, model, None, batch_size, device, build=self._build, pixels=pixels)
+
+    @staticmethod
+    def memory_gib(model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", **options: Any) -> float | None:
+        """Of its CLIP model."""
+        return memory_gib(model, **options)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError where its files are named by paths that do not exist."""
+        check_path(self.name, "checkpoint", self._checkpoint)
+        check_path(self.name, "model", self._model)
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        return [cosine / self._scale for cosine in self._clip.cosines(images, clean(prompt.text))]
+
+    def _build(self) -> Any:
+        from transformers import CLIPConfig, CLIPModel
+
+        state = to_transformers(read_weights(weights_file(self._checkpoint, self.file, self._revision)))
+        model = CLIPModel(CLIPConfig.from_pretrained(self._model))
+        model.load_state_dict(state)
+        return model.float()
+
+
+class HPSv21(HPSv2):
+    """HPSv2.1: the same model trained on more and better choices."""
+
+    file = "HPS_v2.1_compressed.pt"
+    name = "HPSv2.1"
+
+
+def clean(text: str) -> str:
+    """A prompt as open_clip's tokenizer reads it: broken characters mended, HTML undone twice, blanks made one."""
+    import ftfy
+
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
+
+
+def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor":
+    """uint8 [b, H, W, 3] with the longer side made `size` (bicubic), zeros around the shorter, normalised.
+
+    Returns float32 [b, 3, size, size].
+    """
+    import torch
+    from torch.nn import functional
+
+    pixels = torch.from_numpy(images.copy()).permute(0, 3, 1, 2).float() / 255
+    longer = max(pixels.shape[2:])
+    if longer != size:
+        small = [round(side * size / longer) for side in pixels.shape[2:]]
+        pixels = functional.interpolate(pixels, small, mode="bicubic", align_corners=False, antialias=antialias)
+        below, right = size - small[0], size - small[1]
+        pixels = functional.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    return (pixels - mean) / std

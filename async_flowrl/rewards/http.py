@@ -1,0 +1,190 @@
+"""Scores from a server: ours (`async-flowrl serve-rewards`), one of the same contract, flow_grpo's or Flow-Factory's.
+
+docs/rewards/http.md has the contract, the options, and what happens when a server is slow, wrong or gone.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.http_contract import (
+    FORMATS,
+    VERSION,
+    ScoreReply,
+    dumps,
+    encode_image,
+    prompt_fields,
+)
+from async_flowrl.rewards.http_dialects import DIALECTS
+from async_flowrl.rewards.http_post import Bounds, ServerError, check_installed, post
+from async_flowrl.types import ByteArray, Prompt
+
+GROUP, ONE_BY_ONE = "group", "one_by_one"
+OWN = "async_flowrl"
+MULTIPART = "multipart"
+
+
+@dataclass(eq=False)
+class HTTP:
+    """`url`: one or several servers, over which groups are spread; left out where the term has `serve`.
+
+    `token_env` names the environment variable that holds the token. `batch`: group, all of a group in one request, or
+    one_by_one. `encoding`: png, jpeg or multipart (PNG files beside the JSON). `timeout` bounds one attempt and
+    `deadline` a request with all its attempts, in seconds. `concurrency`: requests under way at a time. `dialect`:
+    async_flowrl, flow_factory, or flow_grpo, whose pickles are read without anything that could run code.
+    `deterministic`: whether you know that the server always scores the same images alike.
+    """
+
+    url: str | Sequence[str] | None = None
+    token_env: str | None = None
+    batch: str = GROUP
+    encoding: str | None = None
+    timeout: float = 60.0
+    deadline: float = 240.0
+    retries: int = 4
+    concurrency: int = 8
+    max_reply_bytes: int = 16 * 2**20
+    dialect: str = OWN
+    deterministic: bool = False
+
+    wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
+    """Without this option, of which this is an example, the term must have a server of the run."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, one sentence, for options that cannot work."""
+        _check_choices(self.dialect, self.batch, self.encoding)
+        for name in ("timeout", "deadline"):
+            _check_number(name, getattr(self, name), float, above=0)
+        for name, above in (("retries", -1), ("concurrency", 0), ("max_reply_bytes", 0)):
+            _check_number(name, getattr(self, name), int, above=above)
+        check_installed()
+        self._urls, self._token = _checked_urls(self.url), ""
+        self._dialect = DIALECTS[self.dialect]
+        self._bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes)
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError for a prompt that the request cannot carry."""
+        prompt_fields(prompt)
+
+    def connect(self, urls: Sequence[str], token: str | None) -> None:
+        """From now on the servers are these, which the run has started."""
+        self._urls = _checked_urls(urls)
+        self._token = token or ""
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
+        """Images uint8 [n, H, W, 3] are encoded here, in the caller's thread; what is returned waits for the scores."""
+        if not self._urls:
+            raise ServerError("there is no server to ask yet: neither options.url nor a server of the run that is up")
+        kind = self.encoding if self.encoding in FORMATS else self._dialect.kind
+        files = [encode_image(image, kind) for image in images]
+        parts = [files] if self.batch == GROUP else [[file] for file in files]
+        requests = [self._request(part, prompt, kind) for part in parts]
+        return self._scores(requests, [len(part) for part in parts], first=prompt.index)
+
+    def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
+        """Body and content type."""
+        if self.encoding == MULTIPART:
+            return multipart(files, prompt, kind)
+        return self._dialect.encode(files, prompt), self._dialect.content_type
+
+    async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
+        """One result per image, in order. All requests have ended when the first failure is raised."""
+        calls = (
+            self._ask(body, kind, count, first + index)
+            for index, ((body, kind), count) in enumerate(zip(requests, counts, strict=True))
+        )
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [result for reply in replies if isinstance(reply, ScoreReply) for result in results(reply)]
+
+    async def _ask(self, body: bytes, content_type: str, count: int, first: int) -> ScoreReply:
+        """Request number `first` begins at server `first`, modulo their number; its retries go on to the next ones."""
+        paths = [_endpoint(url, self._dialect.path) for url in self._urls]
+        start = first % len(paths)
+        headers = {"Content-Type": content_type, **self._authorization()}
+        async with self._open():
+            return await post(
+                paths[start:] + paths[:start],
+                body,
+                headers,
+                self._bounds,
+                lambda reply: self._dialect.read(reply, count),
+            )
+
+    def _authorization(self) -> dict[str, str]:
+        token = self._token
+        if self.token_env is not None and not token:
+            token = os.environ.get(self.token_env, "").strip()
+            if not token:
+                raise ServerError(f"token_env={self.token_env}: the reward worker's process has no such variable")
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _open(self) -> asyncio.Semaphore:
+        """The cap on requests under way; a semaphore belongs to the event loop that waits for it."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self.concurrency)
+        return self._slots[1]
+
+
+def results(reply: ScoreReply) -> list[Any]:
+    """A reply as a reward returns it: numbers, or mappings where there are extras."""
+    if not reply.extras:
+        return list(reply.scores)
+    return [{**extra, "score": score} for score, extra in zip(reply.scores, reply.extras, strict=True)]
+
+
+def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
+    """The request of our contract as multipart/form-data (RFC 7578): body and content type."""
+    fields = dumps({"version": VERSION, "prompts": [prompt_fields(prompt)]})
+    boundary = hashlib.sha256(b"".join(files)).hexdigest()
+    parts = [b'name="request"\r\nContent-Type: application/json\r\n\r\n' + fields]
+    parts += [
+        f'name="images"; filename="{index}.{kind}"\r\nContent-Type: image/{kind}\r\n\r\n'.encode() + file
+        for index, file in enumerate(files)
+    ]
+    head = f"--{boundary}\r\nContent-Disposition: form-data; ".encode()
+    body = b"".join(head + part + b"\r\n" for part in parts) + f"--{boundary}--\r\n".encode()
+    return body, f"multipart/form-data; boundary={boundary}"
+
+
+def _endpoint(url: str, path: str) -> str:
+    """The URL itself if it names a path, else the dialect's."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + path
+
+
+def _checked_urls(url: str | Sequence[str] | None) -> list[str]:
+    urls = [] if not url else [url] if isinstance(url, str) else list(url)
+    for each in urls:
+        parts = urlsplit(each) if isinstance(each, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"the http reward's url must be like http://127.0.0.1:8000, got {each!r}")
+        if parts.username or parts.password:
+            raise ValueError("the http reward's url must hold no password: name the token's variable in token_env")
+    return urls
+
+
+def _check_choices(dialect: str, batch: str, encoding: str | None) -> None:
+    if dialect not in DIALECTS:
+        raise ValueError(unknown_name("the http reward's dialect", str(dialect), DIALECTS))
+    if batch not in (GROUP, ONE_BY_ONE):
+        raise ValueError(unknown_name("the http reward's batch", str(batch), (GROUP, ONE_BY_ONE)))
+    if encoding is not None and encoding not in (*FORMATS, MULTIPART):
+        raise ValueError(unknown_name("the http reward's encoding", str(encoding), (*FORMATS, MULTIPART)))
+    if encoding == MULTIPART and dialect != OWN:
+        raise ValueError(f"the http reward's encoding=multipart is for dialect={OWN}, got dialect={dialect}")
+
+
+def _check_number(name: str, value: object, kind: type, *, above: int) -> None:
+    allowed = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not above < value < float("inf"):
+        what = "a number above 0" if kind is float else f"an integer from {above + 1} on"
+        raise ValueError(f"the http reward's {name} must be {what}, got {value!r}")

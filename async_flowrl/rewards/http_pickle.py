@@ -1,0 +1,189 @@
+"""Pickle as flow_grpo's reward servers speak it, without what makes pickle dangerous.
+
+Only lists, tuples, dicts, texts, bytes, numbers and numpy arrays of them are read. No class of any library is looked
+up: the few names that numpy writes stand for the functions below, which check what they are given.
+"""
+
+import io
+import math
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+PLAIN_KINDS = "biufSU"
+"""Kinds of numpy dtypes whose bytes are what they are: booleans, integers, floats, bytes and text."""
+
+MAX_VALUES = 1_000_000
+
+
+class PickleRefused(ValueError):
+    """A pickle that holds, or asks for, anything else."""
+
+
+def loads(body: bytes) -> Any:
+    """The value. Raises PickleRefused, one sentence."""
+    try:
+        return _Plain().of(_Unpickler(body).load())
+    except PickleRefused:
+        raise
+    except Exception as error:  # a damaged pickle may raise whatever it likes
+        raise PickleRefused(f"not a pickle of numbers, texts and arrays: {type(error).__name__}: {error}") from error
+
+
+def dumps(value: Any) -> bytes:
+    """A pickle that old servers read as well."""
+    return pickle.dumps(value, protocol=4)
+
+
+class _DType:
+    """Stands for numpy.dtype: its letter and size, and the byte order that it is told."""
+
+    def __init__(self, spec: object, *_: object) -> None:
+        if not isinstance(spec, str):
+            raise PickleRefused(f"a numpy dtype must be named by a text, got {type(spec).__name__}")
+        self.spec = spec
+        self.order: Literal["<", ">", "=", "|"] = "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if state[3] is not None or state[4] is not None:
+            raise PickleRefused("numpy arrays of records are not read")
+        self.order = state[1] if state[1] in ("<", ">", "=", "|") else "="
+
+    def resolve(self) -> "np.dtype[Any]":
+        """The dtype itself. Raises PickleRefused where the bytes of its elements are more than they are."""
+        try:
+            dtype: np.dtype[Any] = np.dtype(self.spec).newbyteorder(self.order)
+        except (TypeError, ValueError) as error:
+            raise PickleRefused(f"{self.spec!r:.40} is no numpy dtype") from error
+        if dtype.kind not in PLAIN_KINDS or dtype.subdtype is not None or dtype.itemsize == 0:
+            raise PickleRefused(f"numpy arrays of dtype {self.spec!r:.40} are not read")
+        return dtype
+
+
+class _Array:
+    """Stands for numpy.ndarray while it is read."""
+
+    def __init__(self, *_: object) -> None:
+        self.value: Any = []
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, data = state
+        if isinstance(data, list):  # an array of objects: its elements, which were read by the same rules
+            _check(_elements(shape) == len(data), "a numpy array has another number of elements than its shape says")
+            self.value = list(data)
+        else:
+            self.value = _from_bytes(data, dtype, shape, "F" if fortran else "C")
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+def _from_bytes(data: Any, dtype: _DType, shape: Any, order: str = "C") -> Any:
+    resolved = dtype.resolve()
+    _check(isinstance(data, bytes | bytearray), "a numpy array without bytes")
+    _check(_elements(shape) * resolved.itemsize == len(data), "a numpy array has other bytes than its shape says")
+    return np.frombuffer(bytes(data), dtype=resolved).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: _DType, data: Any = b"") -> Any:
+    return _from_bytes(data, dtype, (1,))[0].item()
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Python 2's way to write bytes, which numpy still uses with old protocols."""
+    _check(isinstance(text, str) and encoding in ("latin1", "latin-1"), "bytes in another encoding than latin1")
+    return text.encode("latin1")
+
+
+def _bytes(*arguments: Any) -> bytes:
+    _check(not arguments, "bytes() with arguments")
+    return b""
+
+
+def _bytearray(data: Any = b"") -> bytes:
+    _check(isinstance(data, bytes | bytearray), "bytearray() of something else than bytes")
+    return bytes(data)
+
+
+ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_bytes for core in ("core", "_core")},
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _DType,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "bytes"): _bytes,
+    ("__builtin__", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+}
+"""Names that a pickle may ask for, and what it gets for them."""
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: the other allocates what a pickle's numbers say before it reads any bytes."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(io.BytesIO(body))
+        self._size = len(body)
+
+    def load_bytearray8(self: Any) -> None:
+        """Like that of the class above, which would first allocate as many bytes as are announced."""
+        (length,) = struct.unpack("<Q", self.read(8))
+        _check(length <= self._size, "the pickle announces more bytes than it has")
+        self.append(bytes(self.read(length)))
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise PickleRefused(f"the pickle asks for {module[:60]}.{name[:60]}, which is refused")
+        return ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise PickleRefused("the pickle refers to something outside itself, which is refused")
+
+
+class _Plain:
+    """Makes lists, dicts, texts, bytes and numbers of what was read; MAX_VALUES of them at most.
+
+    A pickle may hold one list a thousand times in another, and that one a thousand times in the next.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def of(self, value: Any) -> Any:
+        """The value without anything that stood for numpy's things."""
+        self._left -= 1
+        _check(self._left >= 0, f"the pickle holds more than {MAX_VALUES} values")
+        if isinstance(value, _Array):
+            value = value.value
+        if isinstance(value, np.ndarray):
+            self._left -= value.size
+            _check(self._left >= 0, f"the pickle holds more than {MAX_VALUES} values")
+            return value.tolist()
+        if isinstance(value, dict):
+            return {self.of(key): self.of(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(entry) for entry in value]
+        if value is None or isinstance(value, bool | int | float | str | bytes):
+            return value
+        raise PickleRefused(f"the pickle holds a {type(value).__name__}, which is not read")
+
+
+def _elements(shape: Any) -> int:
+    """How many elements an array of this shape has."""
+    _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "no shape of an array")
+    _check(0 not in shape or len(shape) == 1, "an array without elements in several dimensions")
+    return math.prod(shape)
+
+
+def _check(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise PickleRefused(sentence)

@@ -1,0 +1,181 @@
+"""POST to a server that may be slow, busy, wrong or gone: pooled connections, deadlines, bounded replies, retries.
+
+Tried again are only connections that fail, 408, 429 and 5xx: another attempt may meet none of them. What a server says
+with any other status, and a reply that is not what it should be, is an error at once.
+"""
+
+import asyncio
+import email.utils
+import importlib.util
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from async_flowrl.rewards.http_contract import ContractError, shown
+
+if TYPE_CHECKING:
+    import httpx
+    import tenacity
+
+T = TypeVar("T")
+
+BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
+PASSING = (408, 429)
+"""Statuses below 500 that another attempt may not meet."""
+INSTALL = "pip install 'async-flowrl[http]'"
+
+_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
+
+
+class ServerError(RuntimeError):
+    """A server that cannot be reached, refuses, or answers with something that is no score."""
+
+
+class PassingError(ServerError):
+    """A failure that another attempt may not meet; `pause` is what the server asked to wait, in seconds."""
+
+    def __init__(self, message: str, pause: float | None = None) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """`timeout` bounds one attempt and `deadline` all of them with the pauses between, both in seconds."""
+
+    timeout: float
+    deadline: float
+    retries: int
+    reply_bytes: int
+
+
+async def post(
+    urls: Sequence[str],
+    body: bytes,
+    headers: Mapping[str, str],
+    bounds: Bounds,
+    read: Callable[[bytes], T],
+) -> T:
+    """What `read` makes of the reply; attempt n is made at URL n modulo their number.
+
+    `read` raises ContractError for a reply that cannot be used. Raises ServerError, which names the URL.
+    """
+    following, attempts, said = itertools.cycle(urls), _attempts(bounds), ""
+
+    async def attempt() -> T:
+        nonlocal said
+        url = next(following)
+        try:
+            return read(await _once(url, body, headers, bounds))
+        except ContractError as error:
+            raise ServerError(f"{url}: {error}") from error
+        except PassingError as error:
+            said = f"; the last attempt ended with: {error}"
+            raise
+
+    try:
+        async with asyncio.timeout(bounds.deadline):
+            return await attempts(attempt)
+    except TimeoutError:
+        raise ServerError(f"{urls[0]} gave no score within the deadline of {bounds.deadline:g} s{said}") from None
+    except PassingError as error:
+        raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
+
+
+async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bounds) -> bytes:
+    """The body of a 200. Raises PassingError or ServerError."""
+    import httpx
+
+    try:
+        async with asyncio.timeout(bounds.timeout):
+            async with client().stream("POST", url, content=body, headers=dict(headers)) as response:
+                content = await _bounded(response, url, bounds.reply_bytes)
+    except TimeoutError:
+        raise ServerError(f"{url} gave no answer within {bounds.timeout:g} s") from None
+    except httpx.TransportError as error:
+        raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
+    except httpx.InvalidURL as error:
+        raise ServerError(f"{url} is no URL: {error}") from error
+    status = response.status_code
+    if status == 200:
+        return content
+    if 300 <= status < 400:
+        where = response.headers.get("location", "nowhere")
+        raise ServerError(f"{url} answered {status}, a redirect to {where[:200]!r}; redirects are not followed")
+    refused = f"{url} answered {status} {response.reason_phrase}: {shown(content)}"
+    if status not in PASSING and status < 500:
+        raise ServerError(refused)
+    pause = retry_after(response.headers.get("retry-after"), time.time())
+    if pause is not None and pause >= bounds.deadline:
+        raise ServerError(f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {bounds.deadline:g} s")
+    raise PassingError(refused, pause)
+
+
+async def _bounded(response: "httpx.Response", url: str, limit: int) -> bytes:
+    """The whole body. Raises ServerError for one that is compressed, which nobody asked for, or too long."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise ServerError(f"{url} answered in the encoding {encoding[:40]!r}, which was not asked for")
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > limit:
+            raise ServerError(f"{url} answered with more than {limit} bytes")
+    return bytes(content)
+
+
+def client() -> "httpx.AsyncClient":
+    """The connections of the running event loop; all terms of a worker share them."""
+    import httpx
+
+    loop = asyncio.get_running_loop()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
+    if (found := _clients.get(loop)) is None:
+        found = _clients[loop] = httpx.AsyncClient(
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            headers={"Accept-Encoding": "identity", "User-Agent": "async-flowrl"},
+            follow_redirects=False,
+            trust_env=False,
+        )
+    return found
+
+
+def retry_after(header: str | None, now: float) -> float | None:
+    """Seconds that a Retry-After header asks for, a number or a date (RFC 9110); None where it says nothing usable."""
+    if header is None:
+        return None
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
+    except ValueError:
+        return None
+
+
+def check_installed() -> None:
+    """Raises ValueError, with the command that installs them, where the packages are missing."""
+    for package in ("httpx", "tenacity"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"rewards that ask a server need {package}: {INSTALL}")
+
+
+def _attempts(bounds: Bounds) -> "tenacity.AsyncRetrying":
+    import tenacity
+
+    growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        failed = state.outcome.exception() if state.outcome else None
+        asked = failed.pause if isinstance(failed, PassingError) else None
+        return growing(state) if asked is None else asked
+
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(PassingError),
+        stop=tenacity.stop_after_attempt(bounds.retries + 1),
+        wait=pause,
+        reraise=True,
+    )

@@ -1,0 +1,114 @@
+"""Terms whose server the run starts: what `reward.terms.X.serve` may say, and which reward asks that server."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+
+PLACEHOLDERS = ("{port}", "{host}", "{token_file}")
+HTTP_NAME = "http"
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a term's servers are, and the token that they want; picklable."""
+
+    urls: tuple[str, ...]
+    token: str | None = None
+
+
+class Connecting(Protocol):
+    """A reward that asks a server."""
+
+    def connect(self, urls: Sequence[str], token: str | None) -> None:
+        """From now on the servers are these."""
+        ...
+
+
+def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
+    """Term → its server, of training and of held-out evaluations; a name is in one of the two only."""
+    for terms in (config.reward.terms, config.evaluate.reward.terms):
+        for name, term in terms.items():
+            if term.serve is not None:
+                yield name, term.serve
+
+
+def check_serve(where: str, term: RewardTerm, attribute: object) -> None:
+    """Raises ValueError for a server that cannot be started, or that this reward would not ask."""
+    wanted: tuple[str, str] | None = getattr(attribute, "wants_server", None)
+    option, example = wanted or ("url", "")
+    if term.serve is None:
+        if wanted and not term.options.get(option):
+            raise ValueError(
+                f"{where}: the {term.name or where.rpartition('.')[2]} reward needs options.{option}, for example "
+                f"{example}, or {where}.serve for a server that the run starts itself"
+            )
+        return
+    if not hasattr(attribute, "connect"):
+        raise ValueError(
+            f"{where}.serve: {term.name} asks no server; leave the name out for the http reward, or name one that has "
+            "connect(urls, token)"
+        )
+    if term.options.get(option):
+        raise ValueError(
+            f"{where}: options.{option} and serve exclude each other; serve says where its servers are itself"
+        )
+    _check_command(f"{where}.serve", term.serve)
+
+
+def _check_command(where: str, serve: ServeConfig) -> None:
+    words = command_of(serve)
+    if not words:
+        raise ValueError(f"{where}.command must be a text, or a list of texts, got {serve.command!r}")
+    if not serve.health.startswith("/"):
+        raise ValueError(f"{where}.health must be a path such as /health, got {serve.health!r}")
+    named = any("{port}" in word for word in words)
+    if not named and serve.port is None:
+        raise ValueError(f"{where}.command must contain {{port}}, unless {where}.port is the one that it listens at")
+    if not named and serve.replicas > 1:
+        raise ValueError(f"{where}.command must contain {{port}}: each of the replicas listens at its own")
+    if 1 < serve.gpus != int(serve.gpus):
+        raise ValueError(f"{where}.gpus above 1 must be a whole number, got {serve.gpus:g}")
+
+
+def check_served(config: Config) -> None:
+    """Raises ValueError for files that servers need and that are not there."""
+    for name, serve in served_terms(config):
+        requirements_of(name, serve)
+
+
+def requirements_of(name: str, serve: ServeConfig) -> Path | None:
+    """The requirements file, absolute. Raises ValueError if it is not there."""
+    if serve.requirements is None:
+        return None
+    try:
+        return find_data(serve.requirements, key=f"reward.terms.{name}.serve.requirements").resolve()
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+
+
+def command_of(serve: ServeConfig) -> list[str]:
+    """The words of the command; empty where it is neither text nor a list of texts."""
+    given = serve.command
+    if isinstance(given, str):
+        try:
+            return shlex.split(given)
+        except ValueError:
+            return []
+    if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
+        return list(given)
+    return []
+
+
+def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The words with `{port}` and the like replaced; other braces stay, since JSON is full of them."""
+    replaced = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace("{" + name + "}", value)
+        replaced.append(word)
+    return replaced

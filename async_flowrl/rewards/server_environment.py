@@ -1,0 +1,84 @@
+"""Environments of reward servers whose packages cannot share ours: one per requirements file, made once per node.
+
+They are kept in ~/.cache/async_flowrl/environments (XDG_CACHE_HOME), by what decides their content. `uv` makes them
+where it is installed, else `venv` and `pip`. async_flowrl itself is linked into them, without what it depends on: a
+server may use `async_flowrl.serve_rewards.server`, which needs fastapi, uvicorn, python-multipart, pillow and numpy.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import async_flowrl
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = Path(async_flowrl.__file__).resolve().parent
+COMPLETE = "complete"
+"""File in an environment that was made to its end."""
+SHOWN_CHARACTERS = 800
+
+
+def environment_for(requirements: Path) -> Path:
+    """The folder of the environment; made first where there is none. One process makes it, others wait.
+
+    Raises ValueError, one sentence with the installer's last words, where it cannot be made.
+    """
+    try:
+        wanted = requirements.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the requirements {requirements} cannot be read on this node: {error.strerror}") from error
+    key = hashlib.sha256(b"\0".join([wanted, sys.version.encode(), str(PACKAGE).encode()])).hexdigest()[:16]
+    folder = cache() / f"{requirements.parent.name}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / COMPLETE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, requirements)
+            (folder / COMPLETE).touch()
+    return folder
+
+
+def cache() -> Path:
+    """Where environments are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "async_flowrl" / "environments"
+
+
+def variables(folder: Path | None) -> dict[str, str]:
+    """Of a program that runs in the environment, or in that of this process where it is None."""
+    scripts = (folder / "bin") if folder is not None else Path(sys.executable).parent
+    path = {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    if folder is None:
+        return path
+    return {**path, "VIRTUAL_ENV": str(folder), "PYTHONNOUSERSITE": "1"}
+
+
+def _make(folder: Path, requirements: Path) -> None:
+    logger.warning("making the environment of %s in %s, once on this node", requirements, folder)
+    python = folder / "bin" / "python"
+    if uv := shutil.which("uv"):
+        _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], requirements)
+        _run([uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(requirements)], requirements)
+    else:
+        _run([sys.executable, "-m", "venv", str(folder)], requirements)
+        _run([str(python), "-m", "pip", "install", "--quiet", "-r", str(requirements)], requirements)
+    (site,) = folder.glob("lib/python*/site-packages")
+    if not (site / PACKAGE.name).exists():
+        (site / PACKAGE.name).symlink_to(PACKAGE)
+
+
+def _run(command: list[str], requirements: Path) -> None:
+    """In the folder of the requirements, so that they may name files beside them."""
+    ran = subprocess.run(
+        command, cwd=requirements.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        said = " ".join((ran.stderr or ran.stdout).split())[-SHOWN_CHARACTERS:]
+        raise ValueError(f"the environment of {requirements} cannot be made: {' '.join(command[:4])} … said: {said}")

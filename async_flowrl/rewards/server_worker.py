@@ -1,0 +1,144 @@
+"""A reward server's worker: owns one replica's program, its port, its token and the GPUs of its seat."""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from async_flowrl.config.schema import ServeConfig
+from async_flowrl.rewards.served import command_of, filled
+from async_flowrl.rewards.server_environment import environment_for, variables
+from separation.program import Program
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10.0
+"""Seconds between SIGTERM and SIGKILL when a server is stopped."""
+HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
+"""One answer of the health path may take as long; pause before the next."""
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up; its last words are in the message."""
+
+
+class ServerWorker:
+    """Lanes: `main` starts the server, `wait` waits for its end, `stop` ends it. It ends with this process, too."""
+
+    def __init__(
+        self,
+        serve: ServeConfig,
+        index: int,
+        name: str,
+        *,
+        requirements: Path | None,
+        token: str,
+        reachable: str | None,
+        log: Path,
+    ) -> None:
+        """`reachable`: the address to listen at; None is that of this node, for a cluster of several."""
+        self._serve, self._index, self._name = serve, index, name
+        self._requirements, self._token, self._log = requirements, token, log / f"{name}.log"
+        self._host = node_address() if reachable is None else reachable
+        self._port = 0
+        self._program: Program | None = None
+
+    def prepare(self) -> None:
+        """Makes the environment of the requirements, if there are any. Raises ValueError."""
+        if self._requirements is not None:
+            environment_for(self._requirements)
+
+    def start(self) -> str:
+        """Starts the server, at the port it had before where that is free; its URL, once it is healthy.
+
+        Raises ServerFailed if it ends before, or is not healthy within `start_seconds`.
+        """
+        self.stop()
+        serve = self._serve
+        self._port = serve.port + self._index if serve.port is not None else free_port(self._host, self._port)
+        values = {"host": self._host, "port": str(self._port), "token_file": self._token_file()}
+        environment = environment_for(self._requirements) if self._requirements is not None else None
+        own = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
+        command = filled(command_of(serve), values)
+        logger.info("%s: %s", self._name, " ".join(command))
+        self._program = Program(
+            command, environment={**os.environ, **variables(environment), **own}, log=self._log, grace=GRACE_SECONDS
+        )
+        url = f"http://{self._host}:{self._port}"
+        self._until_healthy(self._program, f"{url}{serve.health}")
+        return url
+
+    def wait(self) -> str:
+        """Waits for the end of the server; what it was and said."""
+        program = self._program
+        if program is None:
+            return "it was not started"
+        code = program.wait()
+        return f"it ended with exit code {code}; its output is in {self._log} and ends with: {program.tail()!r}"
+
+    def stop(self) -> None:
+        """Ends the server and all that it started."""
+        if self._program is not None:
+            self._program.stop()
+        self._log.with_suffix(".token").unlink(missing_ok=True)
+
+    def _until_healthy(self, program: Program, url: str) -> None:
+        end = time.monotonic() + self._serve.start_seconds
+        while True:
+            if program.exit_code() is not None:
+                raise ServerFailed(self.wait())
+            if _healthy(url):
+                return
+            if time.monotonic() > end:
+                program.stop()
+                raise ServerFailed(
+                    f"{url} did not answer 200 within start_seconds={self._serve.start_seconds:g}; its output is in "
+                    f"{self._log} and ends with: {program.tail()!r}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _token_file(self) -> str:
+        """Beside the log, a file that only this user can read."""
+        path = self._log.with_suffix(".token")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(self._token, encoding="utf-8")
+        return str(path)
+
+
+def new_token() -> str:
+    """A token that nobody guesses; it decides nothing of a run."""
+    return secrets.token_urlsafe(32)
+
+
+def node_address() -> str:
+    """The address at which other nodes of the cluster reach this one."""
+    from separation.ray_group import node_address
+
+    return node_address()
+
+
+def free_port(host: str, before: int) -> int:
+    """A port that nobody listens at: `before` if it is free (0 is none)."""
+    for port in (before, 0):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ServerFailed(f"no port is free at {host}")
+
+
+def _healthy(url: str) -> bool:
+    import httpx
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        with httpx.Client(trust_env=False, timeout=HEALTH_SECONDS) as client:
+            return client.get(url).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,68 @@
+"""Weights of rewards: where they lie, and one clear sentence where they, or a package, are missing."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_package(reward: str, package: str, extra: str) -> None:
+    """Raises ValueError unless the package can be imported."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"the {reward} reward needs the package {package}, which is not installed: "
+            f"pip install 'async-flowrl[{extra}]'"
+        )
+
+
+def check_path(reward: str, option: str, place: str) -> None:
+    """Raises ValueError for a path that does not exist; a name of the hub (owner/name) is left to the first call."""
+    path = Path(place).expanduser()
+    if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):
+        raise ValueError(
+            f"the {reward} reward's {option} {place!r} is no file or folder here, and no owner/name of the hub"
+        )
+
+
+@contextmanager
+def loading(reward: str, place: str) -> Iterator[None]:
+    """Raises ValueError, one sentence, where what is loaded inside is not here and cannot be fetched."""
+    try:
+        yield
+    except (OSError, KeyError) as error:  # transformers and the hub raise OSError for all that is not there
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        where = f"https://huggingface.co/{place}" if not Path(place).exists() else place
+        raise ValueError(
+            f"the weights of the {reward} reward cannot be loaded from {place}: {lines[0].rstrip('.')}; they come from "
+            f"{where} (to fetch them before a run: hf download {place})"
+        ) from error
+
+
+def weights_file(place: str, filename: str, revision: str | None) -> Path:
+    """A local file, `filename` in a local folder, or the hub's: downloaded once. Raises OSError."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        return path / filename
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(place, filename, revision=revision))
+
+
+def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
+    """Named tensors of a safetensors file, or of torch's own format, of which tensors alone are read (no code runs)."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        loaded: dict[str, Any] = load_file(path)
+        return loaded
+    import torch
+
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = loaded.get("state_dict", loaded)
+    return state

@@ -1,0 +1,81 @@
+"""python -m async_flowrl.serve_rewards reward=ocr [key=value ...] [--port 8000 ...]: any reward of ours over HTTP."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from async_flowrl.config import exit_codes
+from async_flowrl.config.check import ConfigError, check_fields
+from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.schema import RewardConfig
+from async_flowrl.data.prompts import quoted_target
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.types import ByteArray, Prompt, Scores
+
+PACKAGES = ("fastapi", "uvicorn", "python_multipart")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; what is wrong is one sentence on stderr."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return _refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
+    from async_flowrl.serve_rewards import server
+
+    parser = argparse.ArgumentParser(
+        prog="async-flowrl serve-rewards", description="Serves the reward of a configuration over HTTP."
+    )
+    parser.add_argument("--config-name", "-cn", default=DEFAULT)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="reward=ocr, reward.terms.x.weight=2 …")
+    server.add_arguments(parser)
+    given = parser.parse_intermixed_args(argv)
+    try:
+        server.settings_of(given)
+        config = compose_config(given.config_name, given.overrides, given.config_dir).reward
+        check_fields(config, "reward.")
+        return server.serve(scorer(config), given, ", ".join(config.terms))
+    except (ConfigError, server.ServeError, ValueError) as error:
+        return _refuse(str(error))
+
+
+def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequence[object]]]:
+    """The weighted sum of a configuration as one reward. Raises ValueError for one that cannot be built."""
+    if served := [name for name, term in config.terms.items() if term.serve is not None]:
+        raise ValueError(f"reward.terms.{served[0]}.serve: servers are started by runs; give its command to a shell")
+    reward = build_reward(config)
+    executor = ThreadPoolExecutor(max(8, len(reward.terms)), thread_name_prefix="score")
+
+    async def score(images: ByteArray, prompt: Prompt) -> Sequence[object]:
+        asked = replace(prompt, target=prompt.target or quoted_target(prompt.text))
+        if reward.needs_target and not asked.target:
+            raise ValueError(f"the reward needs a target, but {prompt.text!r:.80} has none, also not in double quotes")
+        reward.check([asked])
+        return results(await reward.score(asked, images, executor), config)
+
+    return score
+
+
+def results(scores: Scores, config: RewardConfig) -> list[dict[str, float | str]]:
+    """Per image the weighted sum, beside it every term's own score and what the terms had to say."""
+    alone = len(config.terms) == 1 and next(iter(config.terms.values())).weight == 1.0
+    columns: dict[str, tuple[float | str, ...]] = {} if alone else dict(scores.by_term)
+    for term, extras in scores.extras.items():
+        columns |= {name if alone else f"{term}.{name}": values for name, values in extras.items()}
+    return [
+        {"score": total, **{name: values[image] for name, values in columns.items()}}
+        for image, total in enumerate(scores.total)
+    ]
+
+
+def _refuse(sentence: str) -> int:
+    sys.stderr.write(f"async-flowrl: {sentence}\n")
+    return exit_codes.CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

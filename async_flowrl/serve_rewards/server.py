@@ -1,0 +1,138 @@
+"""A reward server as a program: its arguments, where it may listen, and its life until a signal ends it."""
+
+import argparse
+import asyncio
+import inspect
+import ipaddress
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import uvicorn
+
+from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
+from async_flowrl.rewards.http_dialects import DIALECTS
+from async_flowrl.serve_rewards.app import OWN, Score, Settings, build_app
+from async_flowrl.types import Prompt
+
+LOOPBACK = "127.0.0.1"
+
+
+class ServeError(ValueError):
+    """The server cannot start; one sentence."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to listen, who may ask, and how much at once."""
+    limits = Limits()
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that clients send")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the same from a file")
+    parser.add_argument(
+        "--dialect", default=OWN, choices=list(DIALECTS), help="spoken beside ours; flow_grpo's is pickle, restricted"
+    )
+    parser.add_argument("--max-bytes", type=int, default=limits.body_bytes, help="of a request (default: %(default)s)")
+    parser.add_argument("--max-images", type=int, default=limits.images, help="per request (default: %(default)s)")
+    parser.add_argument("--max-pixels", type=int, default=limits.pixels, help="of one image (default: %(default)s)")
+    parser.add_argument("--max-all-pixels", type=int, default=limits.all_pixels, help="of all (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up",
+        metavar="PROMPT",
+        help="score a grey image of it before listening: weights are loaded then",
+    )
+    parser.add_argument("--max-waiting", type=int, default=16, help="requests that may wait (default: %(default)s)")
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """Raises ServeError for limits below 1, a token that is not there, and an address that would need one."""
+    for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
+        if getattr(given, name) < 1:
+            raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
+    token = read_token(given.token_env, given.token_file)
+    if token is None and not is_loopback(given.host):
+        raise ServeError(
+            f"--host {given.host} is not this machine alone: others could have images scored here; name a token with "
+            f"--token-env or --token-file, or listen at {LOOPBACK}"
+        )
+    limits = Limits(given.max_bytes, given.max_images, given.max_pixels, given.max_all_pixels)
+    return Settings(token, limits, given.dialect, given.max_waiting)
+
+
+def read_token(variable: str | None, file: Path | None) -> str | None:
+    """Raises ServeError where the token that is named is not there, or empty."""
+    if variable is not None and file is not None:
+        raise ServeError("--token-env and --token-file exclude each other")
+    if variable is not None:
+        token = os.environ.get(variable, "").strip()
+        if not token:
+            raise ServeError(f"--token-env {variable}: there is no such environment variable, or it is empty")
+        return token
+    if file is None:
+        return None
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ServeError(f"--token-file {file} cannot be read: {error.strerror}") from error
+    if not token:
+        raise ServeError(f"--token-file {file} is empty")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(score: Score, given: argparse.Namespace, what: str) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns the exit code. Raises ServeError."""
+    settings = settings_of(given)
+    if given.warm_up is not None:
+        warm_up(score, given.warm_up)
+    try:
+        family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
+        listening = socket.create_server((given.host, given.port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise ServeError(f"cannot listen at {given.host} port {given.port}: {error}") from error
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    host = f"[{given.host}]" if ":" in given.host else given.host
+    url = f"http://{host}:{listening.getsockname()[1]}"
+    sys.stdout.write(f"serving {what} at {url} (POST {paths(settings.dialect)}, GET {HEALTH}); Ctrl-C ends it\n")
+    sys.stdout.flush()
+    config = uvicorn.Config(
+        build_app(score, settings),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=4 * settings.waiting + 64,
+    )
+    with listening:
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def warm_up(score: Score, prompt: str) -> None:
+    """Scores one image, so that whatever the first call has to load is loaded. Raises ServeError if it cannot."""
+
+    async def once() -> None:
+        returned = await asyncio.to_thread(score, np.full((1, 64, 64, 3), 128, dtype=np.uint8), Prompt(0, prompt))
+        if inspect.isawaitable(returned):
+            await returned
+
+    try:
+        asyncio.run(once())
+    except Exception as error:
+        raise ServeError(f"--warm-up {prompt!r}: {type(error).__name__}: {error}") from error
+
+
+def paths(dialect: str) -> str:
+    """Where requests go."""
+    return PATH if dialect == OWN else f"{PATH} or {DIALECTS[dialect].path}"

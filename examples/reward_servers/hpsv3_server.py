@@ -1,0 +1,55 @@
+"""HPSv3 behind our contract: python hpsv3_server.py --port 8000. Needs hpsv3.txt and the weights, of 7B parameters.
+
+Not run here: nobody has had the weights. The part that needs none is tested.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from PIL import Image
+
+from async_flowrl.serve_rewards import server
+from async_flowrl.types import ByteArray, Prompt
+
+Reward = Callable[[list[Any], list[str]], Any]
+"""HPSv3RewardInferencer.reward: images and prompts → [n, 2], of each image the mean and the deviation of its score."""
+
+
+def scorer(reward: Reward, batch_size: int) -> Callable[[ByteArray, Prompt], Sequence[dict[str, float]]]:
+    """The mean is the score, as the package's own example has it; the deviation is shown beside it."""
+
+    def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
+        pictures = [Image.fromarray(image) for image in images]
+        results = []
+        for start in range(0, len(pictures), batch_size):
+            part = pictures[start : start + batch_size]
+            results += [(float(row[0]), float(row[1])) for row in reward(part, [prompt.text] * len(part))]
+        return [{"score": mean, "sigma": sigma} for mean, sigma in results]
+
+    return score
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Serves HPSv3.")
+    parser.add_argument("--checkpoint", help="HPSv3.safetensors; by default from the hub")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch-size", type=int, default=8)
+    server.add_arguments(parser)
+    given = parser.parse_args()
+    try:
+        server.settings_of(given)
+        import torch
+        from hpsv3 import HPSv3RewardInferencer
+
+        model = HPSv3RewardInferencer(checkpoint_path=given.checkpoint, device=given.device)
+        reward = torch.inference_mode()(model.reward)
+        return server.serve(scorer(reward, given.batch_size), given, "HPSv3")
+    except server.ServeError as error:
+        sys.stderr.write(f"hpsv3_server: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Held-out rewards of test runs: one that a run on brightness must ruin, one that never answers."""
+
+from collections.abc import Sequence
+
+from async_flowrl.types import ByteArray, Prompt
+
+
+def darkness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Minus the mean grey, 0 .. -1."""
+    return [-float(image.mean()) / 255 for image in images]
+
+
+def silent(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    raise ConnectionError("the judge is out")

@@ -1,0 +1,17 @@
+"""Rewards that tell what their worker sees of the machine."""
+
+import os
+from typing import Any
+
+import torch
+
+
+def devices(images: Any, prompt: Any) -> list[float]:
+    """How many GPUs this process is shown; -1 where nothing is said, and it would see all of them."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = -1 if shown is None else len([device for device in shown.split(",") if device])
+    return [float(count)] * len(images)
+
+
+def threads(images: Any, prompt: Any) -> list[float]:
+    return [float(torch.get_num_threads())] * len(images)

@@ -1,0 +1,88 @@
+"""A real run that ruins what it does not train on: it is told, stops in order, keeps its best version and goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from async_flowrl.config import exit_codes
+from async_flowrl.observability.report import write_report
+from async_flowrl.training.checkpoint import read_checkpoint
+from tests.integration.runs import Run, train
+
+PLACE = "tests.integration"
+PLANTED = (
+    "group_size=8",
+    "trainer.micro_batch_size=8",
+    "trainer.learning_rate=0.02",
+    "evaluate.every=6",
+    "evaluate.before_training=true",
+    "evaluate.images_per_prompt=3",
+    "evaluate.max_prompts=6",
+    "evaluate.baseline=true",
+    "evaluate.baseline_steps=3",
+    "save.keep=1",
+    f'reward.terms={{bright: {{name: "{PLACE}.brightness:brightness"}}}}',
+    f'evaluate.reward.terms={{dark: {{name: "{PLACE}.held_out_brightness:darkness"}}}}',
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("prompts") / "six.txt"
+    file.write_text("".join(f"a {word} square\n" for word in ("red", "green", "blue", "grey", "pale", "dark")))
+    return f"data.train={file}"
+
+
+def test_a_run_with_held_out_terms_leaves_records_baseline_and_best(prompts: str, tmp_path: Path) -> None:
+    """The held-out term that never answers costs exit code 3 and nothing else."""
+    terms = f'+evaluate.reward.terms.silent={{name: "{PLACE}.held_out_brightness:silent"}}'
+    given = [*PLANTED, prompts, terms, "total_steps=2", "save.best=dark", "reward.backoff=0", "reward.retries=1"]
+    run = train(tmp_path / "run", "one_step_off", *given, code=exit_codes.INCOMPLETE)
+    lines = [json.loads(line) for line in (run.root / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["baseline"], line["steps"]) for line in lines] == [
+        (0, True, 3),
+        (0, False, 6),
+        (2, False, 6),
+    ]
+    assert len(run.summary["failed"]) == 3 and all("held-out silent" in each for each in run.summary["failed"])
+    assert "the judge is out" in run.summary["failed"][0]
+    last = run.summary["evaluations"]["last"]["curves"]
+    assert {name: curve["kind"] for name, curve in last.items()} == {
+        "reward": "trained",
+        "bright": "trained",
+        "dark": "held_out",
+        "diversity": "diversity",
+    }
+    assert last["dark"]["change"] == pytest.approx(-last["bright"]["change"]), "the same images, seen twice"
+    assert run.metrics[0].keys() >= {"evaluation_baseline/reward/mean", "evaluation_before/held_out/dark/stderr"}
+    check_best(run)
+    page = write_report(run.root).read_text()
+    assert "held out" in page and "baseline (3 steps" in page and "Held out, on the evaluated prompts" in page
+
+
+def check_best(run: Run) -> None:
+    """lora_best/ holds exactly the weights that the best version was evaluated with."""
+    best = run.summary["evaluations"]["best"]
+    tensors = read_checkpoint(run.root / "checkpoints" / f"step_{best['version']}").tensors["retained"]
+    exported = load_file(run.root / "lora_best" / "pytorch_lora_weights.safetensors")
+    assert exported, "an adapter without tensors"
+    for name, tensor in exported.items():
+        assert tensor.equal(tensors[f"{best['version']}/{name.removeprefix('transformer.')}"].float())
+
+
+@pytest.mark.slow
+def test_a_planted_hack_stops_the_run_in_order_and_it_goes_on_when_asked(prompts: str, tmp_path: Path) -> None:
+    given = [*PLANTED, prompts, "total_steps=60"]
+    run = train(tmp_path / "run", "one_step_off", *given, "evaluate.on_hacking=stop", code=exit_codes.HACKING)
+    told = (run.root / "logs" / "controller.log").read_text()
+    assert told.count("reward hacking?") == 1 and "the held-out score dark" in told
+    stopped = run.summary["steps"]
+    assert stopped < 60 and run.summary["hacking"]["alarms"] and (run.root / "lora").is_dir()
+    assert [e["curve"] for e in run.events if e["event"] == "hacking"]
+    assert run.summary["evaluations"]["best"]["curve"] == "dark"
+    check_best(run)
+    total = f"total_steps={stopped + 2}"
+    again = train(tmp_path / "run", "one_step_off", *given, total, "resume=auto", "evaluate.on_hacking=warn")
+    assert Run(again.root).summary["steps"] == stopped + 2

@@ -1,0 +1,208 @@
+"""One LoRA in every format, loaded by the library it is for, gives the trained model's outputs; what does not fit is
+refused."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from async_flowrl.config.schema import LoraConfig, ModelConfig
+from async_flowrl.export.merged import write_merged
+from async_flowrl.policies import lora_file, lora_formats
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.policies.lora_apply import apply_lora
+from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.policies.registry import load_family, resolve_model
+from tests.support.families import NAMES, adapted, conditioning, how, model_config, pipeline_of
+from tests.support.tiny import randomise
+
+RANK, ALPHA = 4, 8.0
+RESOLUTION = 32
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def trained(family: str) -> Policy:
+    return adapted(family, lora=LoraConfig(rank=RANK, alpha=ALPHA))
+
+
+@pytest.fixture(scope="module")
+def lora(trained: Policy) -> LoraFile:
+    return LoraFile({name: p.detach() for name, p in lora_parameters(trained.transformer).items()}, RANK, ALPHA)
+
+
+@pytest.fixture
+def pipeline(family: str) -> Any:
+    return pipeline_of(family)
+
+
+def output(policy: Policy) -> Tensor:
+    """What the network says of drawn latents, with the conditioning that the policy's own encoders give."""
+    latents = torch.randn(2, *policy.latent_shape(RESOLUTION), generator=torch.Generator().manual_seed(3))
+    positive, _ = conditioning(policy)
+    with torch.no_grad():
+        return policy.velocity(latents, torch.tensor([0.9, 0.4]), positive, None, how(policy.family))
+
+
+def through(family: str, pipeline: Any) -> Tensor:
+    config = model_config(family)
+    return output(
+        load_family(family).around(pipeline, torch.float32, max_sequence_length=config.max_sequence_length)  # type: ignore[attr-defined]
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Policy) -> Tensor:
+    return output(trained)
+
+
+def test_a_runs_folder_is_for_diffusers_and_for_peft(
+    family: str, lora: LoraFile, expected: Tensor, pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two safetensors files lie there: diffusers takes its own without being told, PEFT finds its configuration."""
+    lora_file.save(tmp_path, lora.tensors, alpha=lora.alpha)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    base = through(family, pipeline)
+    assert (base - expected).abs().max() > 0.01
+    with caplog.at_level(logging.WARNING):
+        pipeline.load_lora_weights(tmp_path)
+    assert "more than one weights file" not in caplog.text
+    assert torch.equal(through(family, pipeline), expected)
+    pipeline.unload_lora_weights()
+    assert torch.equal(through(family, pipeline), base)
+    model = PeftModel.from_pretrained(pipeline.transformer, tmp_path)
+    assert torch.equal(through(family, pipeline), expected)
+    model.unload()
+
+
+@pytest.mark.parametrize("form", sorted(lora_formats.FORMS))
+def test_single_files_load_in_diffusers(
+    family: str, form: str, lora: LoraFile, expected: Tensor, pipeline: Any, tmp_path: Path
+) -> None:
+    if form == "kohya" and family in ("sd3", "flux"):  # refused: no converter, and not FLUX.1's width
+        with pytest.raises(ValueError, match="--format kohya"):
+            lora_formats.write(tmp_path / "it.safetensors", lora, family=family, form=form)
+        return
+    written = lora_formats.write(tmp_path / "it.safetensors", lora, family=family, form=form)
+    apply_lora(pipeline, written)
+    assert torch.equal(through(family, pipeline), expected)
+
+
+def test_merged_weights_load_without_any_adapter(family: str, lora: LoraFile, expected: Tensor, tmp_path: Path) -> None:
+    """Equal but for the rounding of W + BA, which the adapter does not do."""
+    config = model_config(family)
+    merged = write_merged(config, lora, tmp_path, "pipeline")
+    stock = DiffusionPipeline.from_pretrained(merged)
+    assert torch.allclose(through(family, stock), expected, rtol=1e-4, atol=1e-4)
+    base = Path(resolve_model(config).path) / "transformer/diffusion_pytorch_model.safetensors"
+    before, after = load_file(base), load_file(merged / "transformer" / base.name)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{module}.weight" for module in lora_file.modules_of(lora.tensors)}
+    with pytest.raises(ValueError, match="merged exists already"):
+        write_merged(config, lora, tmp_path, "transformer")
+
+
+def tiny_lora(folder: Path, modules: list[str], width: int = 64) -> Path:
+    tensors = {
+        f"{m}.lora_{side}.weight": torch.ones(4, width) if side == "A" else torch.ones(width, 4)
+        for m in modules
+        for side in "AB"
+    }
+    return lora_file.write(folder, tensors, alpha=4.0)
+
+
+def test_merging_refuses_what_is_no_matrix_of_the_model(tmp_path: Path) -> None:
+    config = model_config("qwen_image")
+    for modules, width, message in (
+        (["blocks.0.attn.to_q"], 64, "adapts blocks.0.attn.to_q, of which"),
+        (["transformer_blocks.0.attn.to_q"], 48, r"is for a matrix of \(48, 48\)"),
+    ):
+        source = lora_file.read(tiny_lora(tmp_path / "lora", modules, width))
+        with pytest.raises(ValueError, match=message):
+            write_merged(config, source, tmp_path / "out", "transformer")
+        assert not (tmp_path / "out").exists()
+
+
+def test_merging_goes_shard_by_shard(tmp_path: Path) -> None:
+    """A transformer in several files, in bfloat16: each matrix is rounded once, and nothing else changes."""
+    base = tmp_path / "base"
+    shutil.copytree(resolve_model(model_config("qwen_image")).path, base)
+    network = pipeline_of("qwen_image").transformer.to(torch.bfloat16)
+    shutil.rmtree(base / "transformer")
+    network.save_pretrained(base / "transformer", max_shard_size="200KB")
+    assert len(list((base / "transformer").glob("*.safetensors"))) > 2
+    lora = lora_file.read(
+        tiny_lora(tmp_path / "lora", ["transformer_blocks.1.attn.to_q", "transformer_blocks.0.attn.to_k"])
+    )
+    randomise(lora.tensors)
+    merged = write_merged(ModelConfig(path=str(base)), lora, tmp_path / "out", "transformer")
+    assert [entry.name for entry in merged.iterdir()] == ["transformer"]
+    before = network.state_dict()
+    after = type(network).from_pretrained(merged / "transformer", torch_dtype=torch.bfloat16).state_dict()
+    for name, weight in before.items():
+        a, b = (lora.tensors.get(f"{name.removesuffix('.weight')}.lora_{side}.weight") for side in "AB")
+        wanted = weight if a is None or b is None else (weight.float() + b @ a).to(torch.bfloat16)
+        assert torch.equal(after[name], wanted), name
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return pipeline_of("qwen_image")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: tiny_lora(folder, ["layers.0.attention.to_q"]), "Target modules|none of its tensors belong to"),
+        (
+            lambda folder: tiny_lora(folder, ["transformer_blocks.0.attn.to_q", "transformer_blocks.7.attn.to_q"]),
+            "adapts 1 of 2 layers that QwenImagePipeline does not have, e.g. transformer_blocks.7.attn.to_q",
+        ),
+        (
+            lambda folder: tiny_lora(folder, ["transformer_blocks.0.attn.to_q"], 96),
+            "cannot be loaded into QwenImagePipeline: .*size mismatch for transformer_blocks.0.attn.to_q",
+        ),
+        (lambda folder: folder / "nothing.safetensors", "does not exist"),
+        (lambda folder: folder, r"holds no \.safetensors file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(make: Any, message: str, qwen: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        apply_lora(qwen, make(tmp_path))
+    assert len(str(refused.value).splitlines()) == 1
+    qwen.unload_lora_weights()
+
+
+def test_unclear_and_unsafe_files_are_refused(qwen: Any, tmp_path: Path) -> None:
+    one = tiny_lora(tmp_path, ["transformer_blocks.0.attn.to_q"])
+    shutil.copy(one, tmp_path / "a.safetensors")
+    one.rename(tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"holds 2 \.safetensors files; give the file itself"):
+        apply_lora(qwen, tmp_path)
+    (tmp_path / "pickled.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="pickled weights are not read"):
+        apply_lora(qwen, tmp_path / "pickled.bin")
+    (tmp_path / "c.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        apply_lora(qwen, tmp_path / "c.safetensors")
+    save_file({"lora_unet_layers_0.dora_scale": torch.ones(2)}, tmp_path / "d.safetensors")
+    with pytest.raises(ValueError, match=r"d\.safetensors"):
+        apply_lora(qwen, tmp_path / "d.safetensors")
+    lora_file.write_peft(tmp_path / "peft", lora_file.read(tmp_path / "a.safetensors").tensors, alpha=4.0)
+    described = tmp_path / "peft" / lora_file.PEFT_CONFIG
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"use_dora": True}))
+    with pytest.raises(ValueError, match="use_dora=True, which is not supported"):
+        apply_lora(qwen, tmp_path / "peft")

@@ -1,0 +1,104 @@
+"""Seats of reward workers on a Ray cluster, whose custom resources stand in for devices."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.job_config import JobConfig
+
+from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.run.launch import reward_spec
+from async_flowrl.types import Prompt, Scores
+from separation.cluster import cluster
+from separation.group import WorkerGroup
+from separation.placement import ResourcesMissing
+from separation.ray_session import import_path
+
+PROMPT, IMAGES = Prompt(0, "red"), np.zeros((2, 8, 8, 3), np.uint8)
+JUDGE = "reward/judge"
+
+
+def seated(workers: int, gpus: float) -> Config:
+    """A shared pool of one worker, and `workers` of the judge's own."""
+    config = Config()
+    config.model.dtype = "float32"
+    judge = RewardTerm(name="tests.integration.seated:devices", workers=workers, gpus_per_worker=gpus)
+    threads = RewardTerm(name="tests.integration.seated:threads", threads=3)
+    config.reward.terms = {"color": RewardTerm(), "judge": judge, "threads": threads}
+    return config
+
+
+def on_ray(config: Config, use: Callable[[Mapping[str, WorkerGroup]], Awaitable[Any]]) -> Any:
+    """What `use` returns of the reward pools of a configuration."""
+
+    async def started() -> Any:
+        async with cluster([reward_spec(pool, config) for pool in reward_pools(config.reward)]) as groups:
+            return await use(groups)
+
+    return asyncio.run(started())
+
+
+async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
+    """By worker."""
+    return {
+        worker.name: await worker.call("score", PROMPT, IMAGES) for group in groups.values() for worker in group.workers
+    }
+
+
+def start(**machine: Any) -> None:
+    """A cluster on this machine, whose workers find what this process imports."""
+    options: dict[str, Any] = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": False, **machine}
+    ray.init(address="local", job_config=JobConfig(_py_driver_sys_path=import_path()), **options)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[None]:
+    """A cluster without GPUs, with two devices for the judge."""
+    start(num_gpus=0, resources={JUDGE: 2})
+    yield
+    ray.shutdown()
+
+
+def test_workers_have_seats_and_see_no_gpu(devices: None) -> None:
+    async def use(groups: Mapping[str, WorkerGroup]) -> tuple[dict[str, Scores], dict[str, float], dict[str, Scores]]:
+        before, left = await scores(groups), ray.available_resources()
+        groups[JUDGE].workers[1].kill()
+        await groups[JUDGE].replace(1)
+        return before, left, await scores(groups)
+
+    found, left, after = on_ray(seated(2, 0.5), use)
+    assert sorted(found) == ["reward-0", f"{JUDGE}-0", f"{JUDGE}-1", "reward/threads-0"]
+    assert [found[f"{JUDGE}-{index}"].by_term["judge"] for index in range(2)] == [(0.0, 0.0)] * 2
+    assert found["reward/threads-0"].by_term == {"threads": (3.0, 3.0)}
+    assert list(found["reward-0"].by_term) == ["color"]
+    assert left.get(JUDGE, 0) == 0
+    assert after[f"{JUDGE}-1.1"].by_term == found[f"{JUDGE}-1"].by_term
+    assert ray.available_resources()[JUDGE] == 2
+
+
+def test_seats_that_do_not_fit_are_refused_in_one_sentence(devices: None) -> None:
+    with pytest.raises(ResourcesMissing) as refused:
+        on_ray(seated(3, 1), scores)
+    sentence, *_ = str(refused.value).splitlines()
+    assert sentence == (f"the cluster can't hold what was asked: it has 2 {JUDGE} and 3 are needed, {JUDGE} for 3:")
+
+
+@pytest.mark.slow
+def test_a_seat_on_a_gpu_is_what_its_worker_sees() -> None:
+    """Ray believes in GPUs that it is told of: two judges share the first, and workers without a seat see none."""
+    ray.shutdown()
+    start(num_gpus=1)
+    try:
+        config = seated(2, 0.5)
+        config.reward.terms["none"] = RewardTerm(name="tests.integration.seated:devices")
+        found = on_ray(config, scores)
+        assert [found[f"{JUDGE}-{index}"].total for index in range(2)] == [(1.0, 1.0)] * 2
+        assert found["reward-0"].by_term["none"] == (0.0, 0.0)
+        with pytest.raises(ResourcesMissing, match=r"it has 1 GPU and 2 are needed, reward/judge for 1.2 \(2 x 0.6\)"):
+            on_ray(seated(2, 0.6), scores)
+    finally:
+        ray.shutdown()

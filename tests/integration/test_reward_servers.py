@@ -1,0 +1,129 @@
+"""Rewards whose server the run starts: the weights of the same reward in the run, and nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.dying_color import COUNT_FILE
+from tests.integration.runs import LIMIT, Run, finish, start, train, wait_until
+
+SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
+DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
+STEPS = "total_steps=2"
+
+
+def reward(command: str, **serve: object) -> tuple[str, str]:
+    """Overrides for the color reward behind a server of the run."""
+    settings = json.dumps({"command": command, "start_seconds": LIMIT, **serve})
+    settings = re.sub(r'"(\w+)": ', r"\1: ", settings)  # Hydra's grammar has keys without quotes
+    options = "options: {timeout: 100.0, retries: 1}"
+    return "~reward", f"+reward={{backoff: 0.1, terms: {{color: {{{options}, serve: {settings}}}}}}}"
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of the processes that name the run's folder: servers and keepers have their token's file there."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if str(folder) in command and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(command)
+    return found
+
+
+def wait_for_none(folder: Path) -> None:
+    end = time.monotonic() + LIMIT
+    while (left := left_behind(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run with the reward in its own workers."""
+    return train(tmp_path_factory.mktemp("local"), "one_step_off", STEPS)
+
+
+def test_a_served_reward_makes_the_weights_of_the_same_reward_in_the_run(tmp_path: Path, local: Run) -> None:
+    run = train(tmp_path, "one_step_off", STEPS, *reward(f"{SERVE} reward=color", replicas=2))
+    assert run.digest == local.digest
+    assert run.column("reward/color/mean") == local.column("reward/color/mean")
+    assert (tmp_path / "scores.jsonl").exists() and not (local.root / "scores.jsonl").exists()
+    logs = sorted((tmp_path / "logs" / "server").iterdir())
+    assert [path.name for path in logs] == ["color-0.log", "color-1.log"]
+    assert all("serving color at http://127.0.0.1:" in path.read_text() for path in logs)
+    assert not left_behind(tmp_path)
+
+
+def test_a_server_that_dies_is_started_again(tmp_path: Path, local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
+    (tmp_path / "deaths").write_text("1")
+    run = train(tmp_path / "run", "one_step_off", STEPS, *reward(f"{SERVE} {DYING}", environment=paths()))
+    assert run.digest == local.digest
+    deaths = [event for event in run.events if event["event"] == "fault" and event["kind"] == "ServerDied"]
+    assert [event["worker"] for event in deaths] == ["server/color-0"] and "exit code 137" in deaths[0]["message"]
+    assert not left_behind(tmp_path)
+
+
+def test_a_server_that_dies_too_often_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
+    (tmp_path / "deaths").write_text("9")
+    served = reward(f"{SERVE} {DYING}", environment=paths(), restarts=0)
+    train(tmp_path / "run", "one_step_off", STEPS, *served, code=1)
+    assert "ServerLost: the server server/color-0 of reward.terms.color died 1 times" in capsys.readouterr().err
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "seconds", "message"),
+    [
+        ("python -c 'print(6 * 7); exit(3)' {port}", 60, "it ended with exit code 3; its output is in"),
+        ("sh -c 'sleep 600' {port} {token_file}", 2, "did not answer 200 within start_seconds=2"),
+        ("no-such-program {port}", 60, "no-such-program cannot be started: No such file"),
+    ],
+)
+def test_a_server_that_does_not_come_up(
+    tmp_path: Path, command: str, seconds: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, "one_step_off", STEPS, *reward(command, start_seconds=seconds), code=1)
+    said = capsys.readouterr().err
+    assert "ServerLost: the server of reward.terms.color did not come up" in said and message in said
+    assert not left_behind(tmp_path)
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, "one_step_off", "runtime.backend=local", *reward(f"{SERVE} reward=color"))
+    wait_until(process, lambda: len(left_behind(folder)) >= 3, "its server was there")  # the run, a keeper, a server
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for_none(folder)
+
+
+@pytest.mark.slow
+def test_on_ray(tmp_path: Path, local: Run) -> None:
+    """Its own pool, with a resource in place of a GPU; killed with the driver, then a resume, which ends in order."""
+    folder = tmp_path / "run"
+    served = (STEPS, *reward(f"{SERVE} reward=color", gpus=1))
+    process = start(folder, "one_step_off", *served)
+    log = folder / "logs" / "server" / "color-0.log"
+    wait_until(process, lambda: log.exists() and "serving color" in log.read_text(), "its server was there")
+    assert len(left_behind(folder)) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for_none(folder)
+    finish(start(folder, "one_step_off", *served, "resume=auto"), 0)
+    assert Run(folder).digest == local.digest
+    wait_for_none(folder)
+
+
+def paths() -> dict[str, str]:
+    """The server finds the tests' rewards."""
+    return {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,0 +1,36 @@
+"""python tests/performance/prompts.py FILE: seconds and memory until a run knows its prompts, and to look some up."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+from async_flowrl.config.schema import DataConfig
+from async_flowrl.data.load import load_data
+from async_flowrl.data.sampler import Sampler
+
+STEPS, PROMPTS_PER_STEP = 50, 8
+
+
+def resident() -> float:
+    """MB of memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def main() -> None:
+    before, began = resident(), time.process_time()
+    data = load_data(DataConfig(train=sys.argv[1], held_out=0.01), needs_target=False)
+    seconds = time.process_time() - began
+    print(
+        f"{len(data.train):,} training and {len(data.evaluation):,} held-out prompts of "
+        f"{Path(sys.argv[1]).stat().st_size / 1e6:.0f} MB: {seconds:.1f} s of CPU, {resident() - before:.0f} MB"
+    )
+    sampler, began = Sampler(len(data.train), PROMPTS_PER_STEP, seed=0, shuffle=True), time.process_time()
+    for step in range(STEPS):
+        for index in sampler.step(step * 100):
+            assert data.train[index].index == index
+    print(f"{STEPS * PROMPTS_PER_STEP} prompts of {STEPS} steps: {time.process_time() - began:.2f} s of CPU")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Our reward server on loopback, in a thread of this process."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from async_flowrl.serve_rewards.app import Score, Settings, build_app
+
+
+@contextmanager
+def served(score: Score, settings: Settings | None = None) -> Iterator[str]:
+    """The server's URL while the body runs."""
+    config = uvicorn.Config(build_app(score, settings or Settings()), log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(60)

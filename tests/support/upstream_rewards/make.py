@@ -1,0 +1,182 @@
+"""python -m tests.support.upstream_rewards.make: expected.json, the scores of upstream code on tiny weights.
+
+It runs in an environment of its own, as upstream's pins clash with ours; README.md beside it says how to make one.
+"""
+
+import ast
+import gzip
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from async_flowrl.rewards.open_clip_weights import to_transformers
+from tests.support.upstream_rewards.inputs import (
+    EMBED,
+    LAYERS,
+    MERGES,
+    PATCH,
+    PROMPTS,
+    SIDE,
+    TOKENS,
+    WIDTH,
+    clip_config,
+    clip_weights,
+    head_weights,
+    images,
+    vocabulary,
+)
+
+SEEDS = {"hpsv2": 1, "aesthetic": 2, "clip_score": 3, "pickscore": 4}
+SIDES = (48, 128)
+"""Of the images: one that is enlarged little, one that is made four times smaller."""
+
+
+def define_torchvision_operators() -> None:
+    """Names for torchvision's compiled operators, unused by transforms: so its wheel for CUDA imports without CUDA."""
+    library = torch.library.Library("torchvision", "DEF")
+    backward = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool", "deform_conv2d")
+    for name in (*backward, *(f"_{each}_backward" for each in backward), "nms", "qnms", "qroi_align"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    globals()["_library"] = library
+
+
+def pictures(side: int) -> list[Image.Image]:
+    return [Image.fromarray(image) for image in images(side)]
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+
+
+def merges_file(folder: Path) -> Path:
+    """The merges as OpenAI's tokenizer reads them: a header, then one a line, and no empty one at the end."""
+    path = folder / "merges.txt.gz"
+    path.write_bytes(gzip.compress("\n".join(["#version: tiny", *MERGES]).encode()))
+    return path
+
+
+def hpsv2(folder: Path) -> dict[str, Any]:
+    """hpsv2.img_score.score itself, on a tiny model in place of ViT-H-14."""
+    from hpsv2 import img_score
+    from hpsv2.src.open_clip import factory, tokenizer
+
+    tokenizer._tokenizer = tokenizer.SimpleTokenizer(bpe_path=str(merges_file(folder)))
+    tower = {"width": WIDTH, "layers": LAYERS}
+    config = {
+        "embed_dim": EMBED,
+        "vision_cfg": {**tower, "image_size": SIDE, "patch_size": PATCH},
+        "text_cfg": {**tower, "context_length": TOKENS, "vocab_size": len(vocabulary()), "heads": WIDTH // 64},
+    }
+    factory._MODEL_CONFIGS["tiny"] = config
+    model, _, preprocess = factory.create_model_and_transforms("tiny", None, precision="amp", output_dict=True,
+                                                               light_augmentation=True, aug_cfg={})  # fmt: skip
+    img_score.model_dict |= {"model": model, "preprocess_val": preprocess}
+    checkpoint = folder / "hps.pt"
+    torch.save({"state_dict": tensors(clip_weights(SEEDS["hpsv2"]))}, checkpoint)
+    scores = {
+        f"{side}": [
+            [float(x) for x in img_score.score(pictures(side), prompt, cp=str(checkpoint))] for prompt in PROMPTS
+        ]
+        for side in SIDES
+    }
+    ids = [tokenizer.tokenize(prompt)[0].tolist() for prompt in PROMPTS]
+    return {"scores": scores, "ids": ids, "version": f"hpsv2 {version('hpsv2')}, torchvision {version('torchvision')}"}
+
+
+def aesthetic(folder: Path, upstream: Path) -> dict[str, Any]:
+    """OpenAI's clip and the classes of improved-aesthetic-predictor's simple_inference.py."""
+    import clip
+    import pytorch_lightning as lightning
+
+    weights = tensors(clip_weights(SEEDS["aesthetic"]))
+    model = clip.model.build_model(dict(weights)).float().eval()
+    model.load_state_dict(weights)  # building it has rounded them to float16, as the published ones are
+    prepare = clip.clip._transform(SIDE)
+    tree = ast.parse((upstream / "simple_inference.py").read_text())
+    wanted = [node for node in tree.body if getattr(node, "name", None) in ("MLP", "normalized")]
+    names: dict[str, Any] = {"pl": lightning, "nn": torch.nn, "np": np}
+    exec(compile(ast.Module(wanted, []), "simple_inference.py", "exec"), names)
+    head = names["MLP"](EMBED).eval()
+    head.load_state_dict(tensors(head_weights(SEEDS["aesthetic"])))
+    scores = {}
+    with torch.no_grad():
+        for side in SIDES:
+            features = model.encode_image(torch.stack([prepare(picture) for picture in pictures(side)]))
+            normal = names["normalized"](features.numpy())
+            scores[f"{side}"] = head(torch.from_numpy(normal).float())[:, 0].tolist()
+    return {"scores": scores, "version": "openai/CLIP d05afc4, improved-aesthetic-predictor 6934dd8"}
+
+
+def transformers_clip(seed: int) -> tuple[Any, Any]:
+    """CLIPModel and CLIPProcessor of the transformers installed here."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
+
+    model = CLIPModel(CLIPConfig(**clip_config("quick_gelu"))).eval()
+    model.load_state_dict(to_transformers(tensors(clip_weights(seed))))
+    with tempfile.TemporaryDirectory() as folder:
+        names = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+        names[0].write_text(json.dumps({entry: place for place, entry in enumerate(vocabulary())}))
+        names[1].write_text("\n".join(["#version: 0.2", *MERGES, ""]))
+        tokenizer = CLIPTokenizerFast(str(names[0]), str(names[1]), model_max_length=TOKENS)
+    sides = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    return model, CLIPProcessor(CLIPImageProcessor(**sides), tokenizer)
+
+
+def clip_score(folder: Path) -> dict[str, Any]:
+    """torchmetrics' CLIPScore, one image at a time; without the prompt that it would cut in another way."""
+    from torchmetrics.functional.multimodal import clip_score as score
+
+    model, processor = transformers_clip(SEEDS["clip_score"])
+    scores = {}
+    for side in SIDES:
+        chw = [torch.from_numpy(image).permute(2, 0, 1) for image in images(side)]
+        each = [[float(score(image, prompt, lambda: (model, processor))) for image in chw] for prompt in PROMPTS[:-1]]
+        scores[f"{side}"] = each
+    return {
+        "scores": scores,
+        "version": f"torchmetrics {version('torchmetrics')}, transformers {version('transformers')}",
+    }
+
+
+def pickscore(folder: Path) -> dict[str, Any]:
+    """calc_probs of PickScore's README up to its scores, which it gives to a softmax."""
+    model, processor = transformers_clip(SEEDS["pickscore"])
+    options = {"padding": True, "truncation": True, "max_length": 77, "return_tensors": "pt"}
+    scores: dict[str, list[list[float]]] = {f"{side}": [] for side in SIDES}
+    with torch.no_grad():
+        for side in SIDES:
+            for prompt in PROMPTS:
+                image_embs = model.get_image_features(**processor(images=pictures(side), **options))
+                image_embs = image_embs / torch.norm(image_embs, dim=-1, keepdim=True)
+                text_embs = model.get_text_features(**processor(text=prompt, **options))
+                text_embs = text_embs / torch.norm(text_embs, dim=-1, keepdim=True)
+                scores[f"{side}"].append((model.logit_scale.exp() * (text_embs @ image_embs.T)[0]).tolist())
+    return {"scores": scores, "version": f"PickScore f79607f, transformers {version('transformers')}"}
+
+
+def main() -> None:
+    upstream = Path(sys.argv[1])
+    sys.path.insert(0, str(upstream))
+    define_torchvision_operators()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        expected = {
+            "hpsv2": hpsv2(folder),
+            "aesthetic": aesthetic(folder, upstream),
+            "clip_score": clip_score(folder),
+            "pickscore": pickscore(folder),
+        }
+    path = Path(__file__).with_name("expected.json")
+    path.write_text(json.dumps(expected, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`async-flowrl data FILE`: what it says of a file, and its exit code."""
+
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.cli.verbs import VERBS
+from async_flowrl.data.__main__ import main
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "signs.txt"
+    path.write_text("".join(f'a sign that says "WORD {i % 90}"\n' for i in range(100)))
+    code, page = shown(capsys, str(path), "--reward", "ocr")
+    assert code == 0
+    for part in (
+        "(flow_grpo's OCR)",
+        "100 of 100 rows can be read, 10 of them duplicates by their text",
+        "held out, of the same file by default",
+        "longest    26 characters",
+        f"{path}:1\n    prompt: 'a sign that says \"WORD 0\"'\n    target: 'WORD 0'",
+        "refused    nothing",
+    ):
+        assert part in page
+    assert "held out, of the same file by data.held_out=0.5" in shown(capsys, str(path), "--held-out", "0.5")[1]
+    assert VERBS["data"][0] == "async_flowrl.data"
+
+
+def test_all_refusals_are_listed_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"prompt": "a", "w": 1, "tag": "t", "include": []}\n{"prompt": 3, "w": 1}\nnot JSON\n'
+        '{"prompt": "b\\u0000", "w": 1}\n{"prompt": "c"}\n{"prompt": "d", "w": 0}\n'
+    )
+    code, page = shown(capsys, str(path), "--weight-key", "w")
+    assert code == 2
+    assert "2 of 6 rows can be read" in page and "refused    4 rows" in page
+    for line, said in ((2, "expected text"), (3, "not JSON"), (4, "U+0000"), (5, "data.weight_key must be one of")):
+        assert f"{path}:{line}: " in page and said in page
+    assert "w → the weight (in 4 of 6 rows)" in page
+    assert "tag → metadata, for the reward (in 1 of 6 rows)" in page
+    assert "GenEval" in page and "0 to 1, 0.5 on average; 1 of them 0, which is never drawn" in page
+
+
+def test_a_reward_that_could_not_score_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("red red\na house\n")
+    code, page = shown(capsys, str(path), "--reward", "color")
+    assert code == 2 and f"{path}:2: reward 'color'" in page
+    assert shown(capsys, str(path))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/x.txt"], "FILE=/nowhere/x.txt does not exist"),
+        (["FILE", "--held-out", "1.5"], "--held-out must be at least 0 and below 1, got 1.5"),
+        (["FILE", "--reward", "ocrr"], "did you mean 'ocr'?"),
+        (["FILE", "--weight-key", "w"], "has no columns"),
+    ],
+)
+def test_what_cannot_be_looked_at(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("a cat\n")
+    code, page = shown(capsys, *(str(path) if each == "FILE" else each for each in arguments))
+    assert code == 2 and message in page and len(page.splitlines()) == 1
+
+
+def test_a_folder_with_a_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.txt").write_text("a cat\n" * 3)
+    (tmp_path / "test.txt").write_text("a dog\n")
+    code, page = shown(capsys, str(tmp_path))
+    assert code == 0 and f"all would be trained, and evaluations use those of {tmp_path / 'test.txt'}" in page
+    assert "'a dog'" in shown(capsys, str(tmp_path), "--split", "evaluation")[1]

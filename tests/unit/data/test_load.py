@@ -1,0 +1,260 @@
+"""From a configuration to training and evaluation prompts: folders, held-out prompts, weights, digests, memory."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_flowrl.config.schema import DataConfig
+from async_flowrl.data.load import Data, load_data
+from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import MAX_CHARACTERS, digest, text_key
+from async_flowrl.data.split import held_out, held_out_by_default
+from async_flowrl.data.store import digest_of, shared_texts
+from async_flowrl.types import Prompt
+
+HF_DATASET = Path(__file__).parent / "hf_dataset"
+"""A DatasetDict that `datasets` 5.2 wrote: train in two files, test in one."""
+
+
+def load(train: Path | str, **settings: Any) -> Data:
+    return load_data(DataConfig(train=str(train), **settings), needs_target=False)
+
+
+def texts(prompts: Any) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+def lines(path: Path, *prompts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
+    return path
+
+
+def rows(path: Path, *columns: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in columns), encoding="utf-8")
+    return path
+
+
+# -- what is held out
+
+
+def test_a_file_of_64_prompts_holds_out_8_and_a_smaller_one_none(tmp_path: Path) -> None:
+    small = load(lines(tmp_path / "small.txt", *(f"prompt {i}" for i in range(63)), "prompt 0"))
+    assert len(small.train) == 64 and small.evaluation is small.train and "none are held out" in small.chosen
+    large = load(lines(tmp_path / "large.txt", *(f"prompt {i}" for i in range(64))))
+    assert (len(large.train), len(large.evaluation)) == (56, 8)
+    assert shared_texts(large.evaluation, large.train) == 0
+    larger = load(lines(tmp_path / "larger.txt", *(f"prompt {i}" for i in range(500))))
+    assert (len(larger.train), len(larger.evaluation)) == (484, 16)
+    whole = load(tmp_path / "larger.txt", held_out=0)
+    assert len(whole.train) == len(whole.evaluation) == 500
+    assert [prompt.index for prompt in larger.train] == list(range(484))
+
+
+def test_a_test_file_of_its_own_is_used_and_nothing_is_held_out(tmp_path: Path) -> None:
+    train = lines(tmp_path / "train.txt", *(f"prompt {i}" for i in range(100)))
+    test = lines(tmp_path / "test.txt", "prompt 3", "another")
+    data = load(train, evaluation=str(test))
+    assert len(data.train) == 100 and texts(data.evaluation) == ["prompt 3", "another"]
+    assert shared_texts(data.evaluation, data.train) == 1
+    with pytest.raises(PromptError, match=r"data\.held_out=0\.1 takes .* but data\.evaluation=.* gives them, too"):
+        load(train, evaluation=str(test), held_out=0.1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=400), st.floats(0, 0.9), st.integers(0, 3))
+def test_the_text_decides_alone(numbers: list[int], share: float, seed: int) -> None:
+    """So duplicates are on one side, and what a file had before it grew stays on its side."""
+    keys = np.array([text_key(f"prompt {number}") for number in numbers], np.uint64)
+    out = held_out(keys, share, seed)
+    side = dict(zip(numbers, out.tolist(), strict=True))
+    assert [side[number] for number in numbers] == out.tolist()
+    assert held_out(keys[: len(keys) // 2], share, seed).tolist() == out[: len(keys) // 2].tolist()
+    chosen = held_out_by_default(keys, seed)
+    assert (chosen is None) == (len(side) < 64)
+    if chosen is not None:
+        assert len({number for number, is_out in zip(numbers, chosen.tolist(), strict=True) if is_out}) == min(
+            16, len(side) // 8
+        )
+
+
+def test_share_and_seed(tmp_path: Path) -> None:
+    path = lines(tmp_path / "train.txt", *(f"prompt {i}" for i in range(2000)))
+    tenth, other = load(path, held_out=0.1), load(path, held_out=0.1, held_out_seed=1)
+    assert 150 < len(tenth.evaluation) < 250 and len(tenth.train) + len(tenth.evaluation) == 2000
+    assert 0 < shared_texts(tenth.evaluation, other.evaluation) < 60
+    with pytest.raises(PromptError, match=r"of the 1 prompts of .* leaves none to (evaluate|train on)"):
+        load(lines(tmp_path / "one.txt", "alone"), held_out=0.5)
+
+
+# -- folders
+
+
+def test_flow_grpos_folders(tmp_path: Path) -> None:
+    ocr, geneval = tmp_path / "ocr", tmp_path / "geneval"
+    lines(ocr / "train.txt", 'a sign "A"', 'a mug "B"')
+    lines(ocr / "test.txt", 'a bus "C"')
+    data = load(ocr)
+    assert [p.target for p in data.train] == ["A", "B"] and [p.target for p in data.evaluation] == ["C"]
+    assert data.chosen == f"of {ocr / 'test.txt'}"
+    geneval.mkdir()
+    row = {"tag": "counting", "include": [{"class": "cat", "count": 2}], "exclude": [], "prompt": "two cats"}
+    rows(geneval / "train_metadata.jsonl", row)
+    (prompt,) = load(geneval).train
+    assert prompt == Prompt(0, "two cats", metadata={name: row[name] for name in ("tag", "include", "exclude")})
+    lines(ocr / "train.jsonl", "{}")
+    with pytest.raises(PromptError, match=r"several files of the split 'train' \(train\.txt, train\.jsonl\)"):
+        load(ocr)
+    with pytest.raises(PromptError, match=r"holds no split train as txt, .*; it has empty\.csv"):
+        load(lines(tmp_path / "other" / "empty.csv").parent)
+
+
+def test_hugging_face_datasets_on_disk() -> None:
+    data = load(HF_DATASET)
+    assert texts(data.train) == [f'a sign "W{i}"' for i in range(6)]
+    assert data.train[4] == Prompt(4, 'a sign "W4"', target="W4", metadata={"tag": "t", "n": 4})
+    assert texts(data.evaluation) == ['a sign "W1"', 'a sign "W3"']
+    assert data.train.where(4).endswith("data-00001-of-00002.arrow, row 1")
+    assert texts(load(HF_DATASET / "train", evaluation=str(HF_DATASET / "test")).evaluation) == texts(data.evaluation)
+
+
+def test_parquet_in_parts_as_the_hub_has_it(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for part in range(2):
+        table = pyarrow.Table.from_pylist([{"prompt": f"{part} {i}", "picture": b"bytes"} for i in range(2)])
+        pyarrow.parquet.write_table(table, tmp_path / "data" / f"train-0000{part}-of-00002.parquet")
+    train = load(tmp_path).train
+    assert texts(train) == ["0 0", "0 1", "1 0", "1 1"]
+    assert train[3].metadata == {} and train.rows.left_out == ("picture",)
+
+
+def test_what_verl_omni_writes(tmp_path: Path) -> None:
+    row = {
+        "data_source": "flow_grpo/ocr",
+        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": 'a sign "Open"'}],
+        "negative_prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " "}],
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": "Open"},
+        "extra_info": {"split": "train", "index": 0, "raw_prompt": 'a sign "Open"'},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    (prompt,) = load(tmp_path).train
+    assert (prompt.text, prompt.negative, prompt.system, prompt.target) == ('a sign "Open"', " ", None, "Open")
+    assert prompt.metadata == {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+
+
+# -- weights, digests, sequences
+
+
+def test_weights(tmp_path: Path) -> None:
+    path = rows(tmp_path / "w.jsonl", {"prompt": "a", "w": 2}, {"prompt": "b", "w": 0.5}, {"prompt": "c", "w": 0})
+    train = load(path, weight_key="w").train
+    assert train.weights is not None and train.weights.tolist() == [2.0, 0.5, 0.0]
+    assert train[0].metadata == {} and load(path).train[0].metadata == {"w": 2}
+    for row, message in (
+        ({"prompt": "a"}, r"bad\.jsonl:1: data\.weight_key must be one of prompt, got 'w'"),
+        ({"prompt": "a", "w": -1}, r"bad\.jsonl:1: w, its weight, must be a finite number from 0 on, got -1"),
+        ({"prompt": "a", "w": "1"}, "must be a finite number from 0 on, got '1'"),
+        ({"prompt": "a", "w": 0}, "all weights of training prompts in w are 0"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            load(rows(tmp_path / "bad.jsonl", row), weight_key="w")
+    with pytest.raises(PromptError, match=r"data\.weight_key=w: .*plain\.txt has no columns"):
+        load(lines(tmp_path / "plain.txt", "a"), weight_key="w")
+
+
+def test_the_digest_is_of_everything_in_the_prompts_and_of_their_order(tmp_path: Path) -> None:
+    def of(*columns: dict[str, Any], **settings: Any) -> str:
+        return load(rows(tmp_path / "rows.jsonl", *columns), **settings).train.digest
+
+    first, second = {"prompt": "a", "target": "x", "n": {"p": 1, "q": 2}}, {"prompt": "b"}
+    before = of(first, second)
+    assert before == of({"n": {"q": 2, "p": 1}, "target": "x", "prompt": " a "}, second)
+    changed = [
+        of(second, first),
+        of(first),
+        of(first, second, second),
+        *(
+            of(first | {name: "other"}, second)
+            for name in ("prompt", "target", "negative_prompt", "system_prompt", "n")
+        ),
+        of(first | {"prompt_token_ids": [1]}, second),
+        of(first | {"w": 1}, second | {"w": 1}, weight_key="w"),
+        of(first | {"w": 2}, second | {"w": 1}, weight_key="w"),
+    ]
+    assert len({before, *changed}) == 1 + len(changed)
+    train = load(rows(tmp_path / "rows.jsonl", first, second)).train
+    assert digest_of(train) == digest_of(list(train)) == before
+    assert digest(train[0]) != digest(train[1])
+
+
+def test_a_million_prompts_are_a_sequence_in_little_memory(tmp_path: Path) -> None:
+    """Here 20,000: beside its text a prompt takes tens of bytes; as an object it would take ten times that."""
+    count, text = 20_000, "a photo of a cat on a mat " * 3
+    path = lines(tmp_path / "many.txt", *(f"{text}{i}" for i in range(count)))
+    load(lines(tmp_path / "few.txt", "warm-up"))
+    tracemalloc.start()
+    data = load(path, held_out=0.1)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held - path.stat().st_size < 100 * count
+    train = data.train
+    assert isinstance(train[5], Prompt) and train[-1] == train[len(train) - 1] and train[2:4] == [train[2], train[3]]
+    with pytest.raises(IndexError):
+        train[len(train)]
+    assert sorted(texts(train) + texts(data.evaluation), key=lambda t: int(t.split()[-1])) == [
+        f"{text}{i}" for i in range(count)
+    ]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a cat\nnul \0 here\n",
+            r"p\.txt:2: the prompt holds a character that cannot be printed, U\+0000 at char.* 5",
+        ),
+        (b"bell \x07\n", r"p\.txt:1: .* U\+0007"),
+        ("next line \x85 mark\n".encode(), r"U\+0085"),
+        (b"good\n\xff\xfe\n", r"p\.txt:2: not UTF-8 text"),
+        (b"x" * 10_000_000, r"p\.txt:1: the prompt has 10,000,000 characters, 32,768 are allowed: 'xxx"),
+    ],
+)
+def test_prompts_that_cannot_be_right(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "p.txt").write_bytes(content)
+    with pytest.raises(PromptError, match=message) as refused:
+        load(tmp_path / "p.txt")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("column", ["prompt", "target", "negative_prompt", "system_prompt"])
+def test_other_columns_are_looked_at_too(tmp_path: Path, column: str) -> None:
+    for value, message in (
+        ("a\0b", r"U\+0000"),
+        ("half \ud800 pair", r"U\+D800"),
+        ("x" * (MAX_CHARACTERS + 1), "32,769"),
+    ):
+        with pytest.raises(PromptError, match=rf"rows\.jsonl:1: the {column[:6]}.*{message}"):
+            load(rows(tmp_path / "rows.jsonl", {"prompt": "a", column: value}))
+    fine = "tab\there, a line\nbreak, ünïcode 文字 🎨"
+    assert load(rows(tmp_path / "rows.jsonl", {"prompt": fine})).train[0].text == fine
+
+
+def test_lines_are_counted_as_editors_do(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("\ufeffone\r\n\r\n  \n\u3000\ntwo\r\nno end".encode())
+    train = load(tmp_path / "p.txt").train
+    assert texts(train) == ["one", "two", "no end"]
+    assert [train.where(index).rpartition(":")[2] for index in range(3)] == ["1", "5", "6"]
+    assert train.duplicates == 0
+    assert load(lines(tmp_path / "twice.txt", "a", "b", "a", "a")).train.duplicates == 2

@@ -1,0 +1,164 @@
+"""Seats of reward workers in plans: GPUs counted, memory where it is known, refusals, and what recipes ask for."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.plan import fit, memory_report
+from async_flowrl.plan.devices import ROLLOUT, Device, check_devices, refusal
+from async_flowrl.plan.fit import Hardware, Recipe, answer, layouts
+from async_flowrl.plan.footprint import Allocations, fused_attention
+from async_flowrl.plan.memory import Footprint, rollout_footprint
+from async_flowrl.plan.meta_model import MetaModel
+from async_flowrl.plan.seats import describe_gpus, gpus_taken, reward_seats
+from async_flowrl.rewards.clip import VIT_H, memory_gib
+from async_flowrl.rewards.registry import memory_gib as said_gib
+
+GIB = 2**30
+
+
+class Judge:
+    """A reward that says what it takes."""
+
+    @staticmethod
+    def memory_gib(gib: float | None = 3.0, **options: Any) -> float | None:
+        return gib
+
+    def __init__(self, gib: float | None = 3.0) -> None:
+        self.gib = gib
+
+    def __call__(self, images: Any, prompt: Any) -> list[float]:
+        return [0.0] * len(images)
+
+
+def judge(gib: float | None = 3.0, **seat: Any) -> RewardTerm:
+    return RewardTerm(name=f"{__name__}:Judge", options={"gib": gib}, **seat)
+
+
+def seated(*overrides: str, **terms: RewardTerm) -> Config:
+    config = compose_config("one_step_off", ["model.dtype=float32", *overrides])
+    config.reward.terms = {"color": RewardTerm(), **terms}
+    return config
+
+
+def test_clip_takes_what_it_says() -> None:
+    """ViT-H/14 on the meta device, a batch of 16: its weights, and what passes while it embeds images."""
+    from transformers import CLIPConfig, CLIPModel
+
+    size: dict[str, Any] = {"num_attention_heads": 16, "projection_dim": 1024}
+    text = {**size, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    vision = {**size, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "patch_size": 14}
+    with torch.device("meta"):
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=1024)).eval()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with torch.no_grad(), fused_attention(), Allocations() as counted:
+        model.vision_model(pixel_values=torch.zeros(16, 3, 224, 224, device="meta"))
+    assert VIT_H[0] * GIB == pytest.approx(weights, rel=0.01)
+    assert memory_gib("yuvalkirstain/PickScore_v1") == pytest.approx((weights + counted.peak) / GIB, rel=0.02)
+    assert (memory_gib("mine"), memory_gib("yuvalkirstain/PickScore_v1", device="cpu")) == (None, 0.0)
+
+
+def test_a_reward_says_its_memory_with_its_options_or_not_at_all() -> None:
+    assert said_gib("judge", judge(2.5)) == 2.5
+    assert said_gib("judge", judge(None)) is said_gib("jpeg_compressibility", RewardTerm()) is None
+    with pytest.raises(ValueError, match=r"reward\.terms\.judge: memory_gib must be a finite number"):
+        said_gib("judge", judge(math.inf))
+
+
+def test_seats_are_counted_among_the_devices() -> None:
+    config = seated("reward.gpus_per_worker=0.25", "reward.num_workers=2", judge=judge(workers=2, gpus_per_worker=1))
+    assert [(seat.pool, seat.workers, seat.gpus) for seat in reward_seats(config)] == [
+        ("reward", 2, 0.25),
+        ("reward/judge", 2, 1),
+    ]
+    assert gpus_taken(config) == 1 + 1 + 2 + 1
+    assert describe_gpus(config) == "the run takes 5 devices: trainer 1, rollout 1, reward 2 x 0.25, reward/judge 2"
+    config.rollout.gpus_per_worker = 0.5
+    assert gpus_taken(config) == 4
+    assert gpus_taken(seated("placement=colocated", "max_staleness=0", "mode=null", "hand_over=batch")) == 1
+
+
+def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
+    config = seated(judge=judge(20.0, gpus_per_worker=0.25))
+    with pytest.raises(ConfigError) as refused:
+        check_devices(config, {"reward/judge": 79 * GIB})
+    assert "a worker of the pool reward/judge holds 20 GiB of reward models, its share of a device is 19.8 GiB" in str(
+        refused.value
+    )
+    assert "it would fit with reward.terms.judge.gpus_per_worker=0.3; allow_oom=true" in str(refused.value)
+    config.allow_oom = True
+    assert any("20 GiB of reward models" in warning for warning in check_devices(config, {"reward/judge": 79 * GIB}))
+    config.reward.terms["judge"].options = {"gib": 16.0}
+    (tight,) = check_devices(config, {"reward/judge": 79 * GIB})
+    assert "a worker of the pool reward/judge is planned to need" in tight
+    config.reward.terms["judge"].options = {"gib": None}
+    assert check_devices(config, {"reward/judge": 79 * GIB}) == []
+
+
+def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    terms = f"{{a: {{name: '{__name__}:Judge', options: {{gib: 3.0}}}}, b: {{name: sharpness}}}}"
+    words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "79"]
+    assert memory_report.main(words) == 0
+    said = capsys.readouterr().out
+    assert "reward models: a" in said and "3.00" in said
+    assert "a worker of the pool reward fits 0.1 of a device of 79 GiB, " in said
+    assert "left, and what b takes is unknown" in said
+    assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
+    assert memory_report.main([*words[:-2], "--device", "24"]) == 0
+    said = capsys.readouterr().out
+    assert "a worker of the pool reward does not fit 0.1 of 24 GiB" in said and "give it 0.2 of one" in said
+
+
+def large_model() -> MetaModel:
+    """Qwen-Image's bytes without its network."""
+    blocks = (int(0.63 * GIB),) * 60
+    return MetaModel(None, 20, blocks, 0, 421_900_000, 8_292_166_656, 126_900_000, itemsize=2, family="qwen_image")  # type: ignore[arg-type]
+
+
+def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_smaller_batch() -> None:
+    config = compose_config("one_step_off", ["lora.rank=64"])
+    said = refusal(ROLLOUT, config, large_model(), Device(24 * GIB, 24 * GIB))
+    assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
+    assert "though not little enough, with rollout.engine=vllm_omni rollout.gpus_per_worker=8" in said
+    said = refusal(ROLLOUT, config, large_model(), Device(48 * GIB, 48 * GIB))
+    assert "it would fit with rollout.text_encoder=offload" in said
+
+
+def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:
+    config = compose_config("one_step_off", ["rollout.engine=vllm_omni"])
+    spread = replace(config, rollout=replace(config.rollout, gpus_per_worker=4))
+    one, four = (rollout_footprint(each, large_model()).parts["base weights"] for each in (config, spread))
+    assert four == -(-one // 4)
+    assert (gpus_taken(config), gpus_taken(spread)) == (2, 5)
+
+
+class Sized(Recipe):
+    """A recipe of given footprints, in GiB: what saves memory is only the micro-batch."""
+
+    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
+        trainer = 10 + 4 * config.trainer.micro_batch_size
+        return Footprint({"all": trainer * GIB}), Footprint({"all": 16 * GIB})
+
+
+def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:
+    found = {kind.name: answer(Sized("sd35_ocr"), kind) for kind in fit.HARDWARE}
+    assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
+    assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
+    assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
+    assert "placement=colocated" in found["1 x 80 GB"].words
+    page = fit.markdown(list(found.values()))
+    assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
+
+
+def test_one_device_is_shared_with_the_rewards_seat() -> None:
+    (words,) = layouts("flux_pickscore", compose_config("one_step_off", ["experiment=flux_pickscore"]), 1, 0.1)
+    config = compose_config("sync", words[1:])
+    assert gpus_taken(config) == 1 and reward_seats(config)[0].gpus == 0.1
+    assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
+    assert Hardware("2 nodes", 79, 8, 2).devices == 16

@@ -1,0 +1,151 @@
+"""LoRA files in the names of ComfyUI and kohya, read back by diffusers' own loaders; other layers are refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from async_flowrl.policies import lora_file, lora_formats
+from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.seeds import derive, generator
+
+RANK, ALPHA = 4, 8.0
+ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.to_add_out")
+LAYERS = {
+    "qwen_image": [
+        f"transformer_blocks.{block}.{name}"
+        for block in (0, 11)
+        for name in (*ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    ],
+    "sd3": [f"transformer_blocks.{block}.{name}" for block in (0, 11) for name in ATTENTION],
+    "flux": [
+        *(f"transformer_blocks.{block}.{name}" for block in (0, 11) for name in (*ATTENTION, "ff.net.0.proj")),
+        *(f"single_transformer_blocks.1.{name}" for name in ("attn.to_q", "attn.to_v", "proj_out")),
+    ],
+    "z_image": [
+        f"{stage}.{block}.{name}"
+        for stage, block in (("layers", 11), ("noise_refiner", 0), ("context_refiner", 1))
+        for name in ("attention.to_q", "attention.to_out.0", "feed_forward.w1", "feed_forward.w3")
+    ],
+}
+
+
+def adapter(family: str, *, alpha: float = ALPHA, width: int = 16) -> LoraFile:
+    tensors = {}
+    for layer in LAYERS[family]:
+        for side, shape in (("A", (RANK, width)), ("B", (width, RANK))):
+            name = f"{layer}.lora_{side}.weight"
+            tensors[name] = torch.randn(shape, generator=generator(derive(0, name)))
+    return LoraFile(tensors, RANK, alpha)
+
+
+def scaled(source: LoraFile, side: str) -> dict[str, Tensor]:
+    """The tensors with the scale in one of a layer's two, where a form has no place of its own for alpha."""
+    scale = source.alpha / source.rank
+    return {name: t * scale if f"lora_{side}" in name else t for name, t in source.tensors.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("form", ["comfyui", "kohya"])
+@pytest.mark.parametrize("family", ["qwen_image", "z_image"])
+def test_diffusers_reads_the_same_tensors_back(family: str, form: str, tmp_path: Path) -> None:
+    source = adapter(family)
+    written = lora_formats.write(tmp_path / "it.safetensors", source, family=family, form=form)
+    found = lora_formats.read_back(written, family)
+    assert same(found.tensors, scaled(source, "A")) and found.alpha == found.rank == RANK
+    prefix = "diffusion_model." if form == "comfyui" else "lora_unet_"
+    assert all(name.startswith(prefix) for name in load_file(written))
+
+
+def test_alpha_stands_beside_fluxs_tensors_and_inside_sd3s(tmp_path: Path) -> None:
+    """ComfyUI scales by 1 where there is no alpha; diffusers' loader of Stable Diffusion 3 refuses one."""
+    flux = adapter("flux")
+    written = lora_formats.write(tmp_path / "flux.safetensors", flux, family="flux", form="comfyui")
+    found = lora_formats.read_back(written, "flux")
+    assert same(found.tensors, flux.tensors) and (found.rank, found.alpha) == (RANK, ALPHA)
+    assert float(load_file(written)["transformer.transformer_blocks.0.attn.to_q.alpha"]) == ALPHA
+    sd3 = adapter("sd3", alpha=10.0)
+    written = lora_formats.write(tmp_path / "sd3.safetensors", sd3, family="sd3", form="comfyui")
+    assert same(lora_formats.read_back(written, "sd3").tensors, scaled(sd3, "B"))
+    assert not [name for name in load_file(written) if "alpha" in name]
+
+
+def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Path) -> None:
+    source = adapter("flux", width=3072)
+    written = lora_formats.write(tmp_path / "flux.safetensors", source, family="flux", form="kohya")
+    held = load_file(written)
+    assert held["lora_unet_double_blocks_11_img_attn_qkv.lora_down.weight"].shape == (3 * RANK, 3072)
+    assert held["lora_unet_single_blocks_1_linear1.lora_up.weight"].shape == (3 * 3072 + 12288, 4 * RANK)
+    assert float(held["lora_unet_single_blocks_1_linear1.alpha"]) == 4 * ALPHA
+    found = lora_formats.read_back(written, "flux").tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in scaled(source, "A").items())
+    extra = found.keys() - source.tensors.keys()
+    assert {lora_file.module_name(name).split(".", 2)[2] for name in extra} == {
+        "attn.to_k",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "proj_mlp",
+    }
+    assert not any(found[name].any() for name in extra)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "message"),
+    [
+        ("sd3", "kohya", "--format kohya is not there for sd3: diffusers converts its names back for flux"),
+        ("pkg:own", "comfyui", "--format comfyui is not there for pkg:own"),
+        ("flux", "kohya", "FLUX.1's own width only (3072 outputs), single_transformer_blocks.1.attn.to_q has 16"),
+        ("flux", "kohia", "did you mean 'kohya'"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(family: str, form: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        lora_formats.write(
+            tmp_path / "it.safetensors", adapter(family if family in LAYERS else "sd3"), family=family, form=form
+        )
+    assert message in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_a_layer_without_a_name_is_refused() -> None:
+    source = LoraFile(
+        dict.fromkeys(("context_embedder.lora_A.weight", "context_embedder.lora_B.weight"), torch.ones(4, 4)), 4, 4.0
+    )
+    with pytest.raises(ValueError, match=r"no name for FLUX\.1's layer context_embedder"):
+        lora_formats.converter("kohya", "flux")(source)
+
+
+def test_names_that_come_back_as_other_layers_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converter that swaps two layers, or loses alpha, is found out by the round trip."""
+    right = lora_formats.FORMS["comfyui"]["qwen_image"]
+
+    def swapped(source: LoraFile) -> dict[str, Tensor]:
+        turn = {"to_q": "to_k", "to_k": "to_q"}
+        parts = {name: name.split(".") for name in right(source)}
+        return {".".join(turn.get(part, part) for part in parts[name]): t for name, t in right(source).items()}
+
+    def unscaled(source: LoraFile) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in right(source).items() if not name.endswith(".alpha")}
+
+    for wrong in (swapped, unscaled):
+        monkeypatch.setitem(lora_formats.FORMS["comfyui"], "qwen_image", wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is not the one that was written"):
+            lora_formats.write(tmp_path / "it.safetensors", adapter("qwen_image"), family="qwen_image", form="comfyui")
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_base_model_is_recorded_only_where_it_means_something_elsewhere(tmp_path: Path) -> None:
+    tensors = adapter("sd3").tensors
+    for base, recorded in (("owner/name", "owner/name"), (str(tmp_path), None), ("tiny", None), (None, None)):
+        file = lora_file.write(tmp_path / "one", tensors, alpha=ALPHA, base=base)
+        config = lora_file.write_peft(tmp_path / "two", tensors, alpha=ALPHA, base=base)
+        assert lora_file.base_of(file) == lora_file.base_of(tmp_path / "one") == recorded
+        assert lora_file.base_of(config.parent) == recorded
+    again = lora_file.save(tmp_path / "three", dict(reversed(tensors.items())), alpha=ALPHA)
+    assert again.read_bytes() == file.read_bytes()
+    assert (tmp_path / "three" / lora_file.PEFT_CONFIG).read_bytes() == config.read_bytes()
+    assert same(lora_file.read(tmp_path / "two").tensors, tensors) and lora_file.read(tmp_path / "two").alpha == ALPHA

@@ -1,0 +1,298 @@
+"""The http reward against servers that are slow, wrong, busy or gone; each is a real one on loopback."""
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.rewards import http_pickle
+from async_flowrl.rewards.http import HTTP
+from async_flowrl.rewards.http_post import ServerError, retry_after
+from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic
+from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.types import ByteArray, Prompt
+from tests.support.lying_server import JSON, LyingServer, answer, lying
+
+PROMPT = Prompt(3, "a red cup", target="cup", metadata={"count": 2})
+
+
+def images(count: int = 2) -> ByteArray:
+    return np.random.default_rng(0).integers(0, 256, (count, 8, 6, 3), dtype=np.uint8)
+
+
+def ask(server: LyingServer | str, count: int = 2, **options: Any) -> list[Any]:
+    url = server if isinstance(server, str) else server.url
+    return asyncio.run(call(HTTP(url, **{"retries": 1, "timeout": 5.0, **options}), count))
+
+
+async def call(reward: HTTP, count: int = 2) -> list[Any]:
+    return await reward(images(count), PROMPT)
+
+
+def scores(*numbers: float, **more: Any) -> bytes:
+    return answer("200 OK", json.dumps({"version": 1, "scores": list(numbers), **more}))
+
+
+def test_scores_and_extras() -> None:
+    with lying(scores(0.1, 1 / 3), scores(1, 2, extras=[{"a": 1.5, "why": "x"}, {"a": 2, "why": "y"}])) as server:
+        assert ask(server) == [0.1, 1 / 3]
+        assert ask(server) == [{"a": 1.5, "why": "x", "score": 1.0}, {"a": 2, "why": "y", "score": 2.0}]
+    head, _, body = server.asked[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/score HTTP/1.1")
+    request = json.loads(body)
+    assert request["version"] == 1 and len(request["images"]) == 2
+    assert request["prompts"] == [{"text": "a red cup", "target": "cup", "metadata": {"count": 2}}]
+
+
+LIES = {
+    "too few": (scores(1), "must hold a list of 2 scores, got 1 of them"),
+    "too many": (scores(1, 2, 3), "must hold a list of 2 scores, got 3 of them"),
+    "nan": (answer("200 OK", '{"version": 1, "scores": [1, NaN]}'), "NaN is not a JSON number"),
+    "infinity": (answer("200 OK", '{"version": 1, "scores": [1, 1e999]}'), "scores[1] of the reply must be a finite"),
+    "text": (answer("200 OK", '{"version": 1, "scores": [1, "2"]}'), "must be a finite number, got '2'"),
+    "true": (answer("200 OK", '{"version": 1, "scores": [1, true]}'), "must be a finite number, got True"),
+    "html": (answer("200 OK", "<html>Please log in</html>", "Content-Type: text/html\r\n"), "Please log in"),
+    "other version": (answer("200 OK", '{"version": 2, "scores": [1, 2]}'), "version must be 1, got 2"),
+    "a list": (answer("200 OK", "[1, 2]"), "must be a JSON object, got list"),
+    "deep": (answer("200 OK", "[" * 100_000), "is not JSON"),
+    "bad extras": (scores(1, 2, extras=[{}]), "extras of the reply must be a list of 2 objects"),
+    "no": (answer("404 Not Found", "no such path"), "answered 404 Not Found: 'no such path'"),
+    "wrong token": (answer("401 Unauthorized", '{"error": "token"}'), "answered 401 Unauthorized"),
+    "redirect": (answer("302 Found", "", "Location: http://169.254.169.254/\r\n"), "redirects are not followed"),
+    "permanent": (answer("308 Permanent Redirect", "", "Location: /there\r\n"), "a redirect to '/there'"),
+    "compressed": (answer("200 OK", b"x", JSON + "Content-Encoding: gzip\r\n"), "the encoding 'gzip'"),
+    "long": (answer("200 OK", b"x" * 300_000), "more than 200000 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_are_errors_at_once(name: str) -> None:
+    said, message = LIES[name]
+    with lying(said) as server, pytest.raises(ServerError) as raised:
+        ask(server, max_reply_bytes=200_000)
+    assert message in str(raised.value) and server.url in str(raised.value)
+    assert len(server.asked) == 1
+
+
+PASSING = {
+    "408": answer("408 Request Timeout"),
+    "429": answer("429 Too Many Requests", "busy"),
+    "500": answer("500 Internal Server Error"),
+    "503": answer("503 Service Unavailable"),
+    "hangs up": None,
+    "half a reply": answer("200 OK", '{"version": 1, "sco', length=60).replace(b"Content-Length", b"content-length"),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_may_pass_is_tried_again(name: str) -> None:
+    with lying(PASSING[name], scores(1, 2)) as server:
+        assert ask(server) == [1.0, 2.0]
+        assert len(server.asked) == 2
+    with lying(PASSING[name]) as server, pytest.raises(ServerError, match=r"attempt 3, the last"):
+        ask(server, retries=2)
+    assert len(server.asked) == 3
+
+
+def test_a_server_that_is_not_there_is_tried_again_and_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with pytest.raises(ServerError, match=rf"{url}/v1/score: ConnectError: .* \(attempt 2, the last\)"):
+        ask(url)
+
+
+def test_retry_after_is_honoured() -> None:
+    busy = answer("429 Too Many Requests", "", "Retry-After: 1\r\n")
+    with lying(busy, scores(1, 2)) as server:
+        assert ask(server) == [1.0, 2.0]
+        assert server.times[1] - server.times[0] >= 1.0
+    with (
+        lying(answer("503 Service Unavailable", "", "Retry-After: 3600\r\n")) as server,
+        pytest.raises(ServerError, match="it asks to wait 3600 s, longer than the deadline of 9 s"),
+    ):
+        ask(server, deadline=9.0)
+    assert retry_after("Wed, 21 Oct 2015 07:28:10 GMT", 1445412480.0) == 10.0
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT", 1445412490.0) == 0.0
+    assert retry_after("soon", 0.0) is None and retry_after(None, 0.0) is None
+
+
+def test_a_stall_ends_at_the_timeout_and_is_not_tried_again() -> None:
+    stalling = answer("200 OK", '{"version": 1STALL', length=1000)
+    with lying(stalling) as server, pytest.raises(ServerError, match=r"gave no answer within 0\.3 s"):
+        ask(server, timeout=0.3)
+    assert server.connections == 1
+
+
+def test_the_deadline_bounds_all_attempts_and_says_what_went_wrong() -> None:
+    with (
+        lying(answer("500 Internal Server Error", "broken")) as server,
+        pytest.raises(ServerError, match=r"within the deadline of 0\.8 s; the last attempt .*500 .*broken"),
+    ):
+        ask(server, retries=50, deadline=0.8)
+
+
+def test_several_servers_by_number_and_the_next_one_where_one_fails() -> None:
+    with lying(scores(0)) as first, lying(scores(1), None, scores(1)) as second:
+        reward = HTTP([first.url, second.url], batch="one_by_one", retries=1, concurrency=1)
+
+        async def twice() -> tuple[list[Any], list[Any]]:
+            return await call(reward), await call(reward)
+
+        # The prompt's index is 3: image 0 begins at server 1, image 1 at server 0. Then server 1 hangs up once.
+        assert asyncio.run(twice()) == ([1.0, 0.0], [0.0, 0.0])
+    assert (len(first.asked), len(second.asked)) == (3, 2)
+
+
+def test_connections_are_kept_and_shared_on_one_event_loop() -> None:
+    with lying(scores(1, 2)) as server:
+
+        async def often() -> None:
+            for _ in range(5):
+                await call(HTTP(server.url))
+
+        asyncio.run(often())
+    assert (len(server.asked), server.connections) == (5, 1)
+
+
+def test_the_cap_on_requests_under_way() -> None:
+    async def capped() -> int:
+        reward = HTTP(server.url, batch="one_by_one", concurrency=3)
+        task = asyncio.create_task(call(reward, 10))
+        while len(server.asked) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return len(server.asked)
+
+    with lying(answer("200 OK", "STALL", length=99)) as server:
+        assert asyncio.run(capped()) == 3
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_REWARD_TOKEN", "s3cret")
+    with lying(scores(1, 2)) as server:
+        ask(server, token_env="TEST_REWARD_TOKEN")
+        assert b"Authorization: Bearer s3cret" in server.asked[0]
+        monkeypatch.delenv("TEST_REWARD_TOKEN")
+        with pytest.raises(ServerError, match="token_env=TEST_REWARD_TOKEN: the reward worker's process has no such"):
+            ask(server, token_env="TEST_REWARD_TOKEN")
+        ask(server)
+        assert b"Authorization" not in server.asked[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "ftp://x"}, "must be like http://127.0.0.1:8000, got 'ftp://x'"),
+        ({"url": "http://me:secret@x"}, "name the token's variable in token_env"),
+        ({"dialect": "flowgrpo"}, "did you mean 'flow_grpo'"),
+        ({"batch": "pointwise"}, "batch must be one of group, one_by_one"),
+        ({"encoding": "webp"}, "encoding must be one of jpeg, multipart, png"),
+        ({"encoding": "multipart", "dialect": "flow_factory"}, "multipart is for dialect=async_flowrl"),
+        ({"timeout": 0}, "timeout must be a number above 0, got 0"),
+        ({"retries": 1.5}, "retries must be an integer from 0 on, got 1.5"),
+    ],
+)
+def test_options_are_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HTTP(**options)
+
+
+def test_the_registry_asks_for_a_server_and_knows_who_is_deterministic() -> None:
+    def terms(**term: Any) -> RewardConfig:
+        return RewardConfig(terms={"judge": RewardTerm(**term)})
+
+    with pytest.raises(ValueError, match=r"judge: the http reward needs options.url, for example"):
+        check_rewards(terms(name="http"))
+    with pytest.raises(ValueError, match=r"judge\.serve: color asks no server"):
+        check_rewards(terms(name="color", serve=ServeConfig("x {port}")))
+    with pytest.raises(ValueError, match=r"options\.url and serve exclude each other"):
+        check_rewards(terms(options={"url": "http://x"}, serve=ServeConfig("x {port}")))
+    with pytest.raises(ValueError, match=r"command must contain \{port\}"):
+        check_rewards(terms(serve=ServeConfig("x")))
+    with pytest.raises(ValueError, match=r"command must be a text, or a list of texts, got 3"):
+        check_rewards(terms(serve=ServeConfig(3)))
+    check_rewards(terms(serve=ServeConfig(["x", "--port={port}"])))
+    remote = {"url": "http://127.0.0.1:8000"}
+    assert not is_deterministic(terms(name="http", options=remote))
+    assert is_deterministic(terms(name="http", options={**remote, "deterministic": True}))
+    assert build_reward(terms(name="http", options={**remote, "deterministic": True})).terms[0].name == "judge"
+    assert RewardConfig(terms={"color": RewardTerm(serve=ServeConfig("x {port}"))}).terms["color"].name is None
+    assert isinstance(
+        build_reward(RewardConfig(terms={"color": RewardTerm(serve=ServeConfig("x {port}"))})).terms[0].reward, HTTP
+    )
+
+
+def test_a_failing_server_is_a_failure_and_never_a_score() -> None:
+    with lying(answer("500 Internal Server Error")) as server:
+        options = {"url": server.url, "retries": 0}
+        worker = RewardWorker(RewardConfig(terms={"http": RewardTerm(options=options)}), index=0, name="reward-0")
+        scored = worker.score(PROMPT, images())
+        worker.close()
+    assert not scored.by_term and "500" in scored.failed["http"].reason
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/never",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_flow_grpos_pickles_hold_numbers_and_arrays_only(protocol: int) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    texts, rows = np.array(["ab", "c"]), np.array([{"tag": "x"}, None], dtype=object)
+    value = {"a": array, "b": np.asfortranarray(array), "c": np.float64(0.5), "d": texts, "e": rows, "f": b"\xff"}
+    plain = {
+        "a": array.tolist(),
+        "b": array.tolist(),
+        "c": 0.5,
+        "d": ["ab", "c"],
+        "e": [{"tag": "x"}, None],
+        "f": b"\xff",
+    }
+    assert http_pickle.loads(pickle.dumps(value, protocol=protocol)) == plain
+    for bad in (Evil(), {"scores": [Evil()]}, np.zeros(1, "f4,f4"), {1}, 1j, np.array([1j]), print, HTTP):
+        with pytest.raises(http_pickle.PickleRefused):
+            http_pickle.loads(pickle.dumps(bad, protocol=protocol))
+
+
+def test_flow_grpos_pickles_cannot_fill_the_memory() -> None:
+    bomb: list[Any] = []
+    for _ in range(8):
+        bomb = [bomb] * 1000
+    with pytest.raises(http_pickle.PickleRefused, match="more than 1000000 values"):
+        http_pickle.loads(pickle.dumps(bomb))
+    with pytest.raises(http_pickle.PickleRefused, match="announces more bytes than it has"):
+        http_pickle.loads(b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.")
+    good = pickle.dumps(np.zeros(4), protocol=4)
+    for end in range(0, len(good), 7):
+        with pytest.raises(http_pickle.PickleRefused):
+            http_pickle.loads(good[:end])
+
+
+def test_dialects() -> None:
+    grpo = {"scores": np.array([0.25, 1.0]), "rewards": [0.0, 1.0], "strict_rewards": [0.0, 1.0], "group_rewards": {}}
+    pickled = [answer("200 OK", pickle.dumps(each)) for each in (grpo, {"outputs": [3, 4]}, {"scores": [Evil()]})]
+    with lying(*pickled, answer("200 OK", pickle.dumps({"error": "no GPU"}))) as server:
+        found = ask(server, dialect="flow_grpo")
+        assert [each["score"] for each in found] == [0.25, 1.0] and found[0]["strict_rewards"] == 0.0
+        assert ask(server, dialect="flow_grpo") == [3.0, 4.0]
+        with pytest.raises(ServerError, match=r"the pickle asks for posix\.system, which is refused"):
+            ask(server, dialect="flow_grpo")
+        with pytest.raises(ServerError, match="the server says: 'no GPU'"):
+            ask(server, dialect="flow_grpo")
+    sent = pickle.loads(server.asked[0].partition(b"\r\n\r\n")[2])
+    assert sent["prompts"] == ["a red cup"] * 2 and sent["meta_datas"] == [{"count": 2}] * 2 and sent["only_strict"]
+    assert all(image.startswith(b"\xff\xd8") for image in sent["images"])
+    with lying(answer("200 OK", '{"rewards": [1, 2]}'), answer("200 OK", '{"error": "no", "rewards": []}')) as server:
+        assert ask(server, dialect="flow_factory") == [1.0, 2.0]
+        with pytest.raises(ServerError, match="the server says: 'no'"):
+            ask(server, dialect="flow_factory")
+    assert server.asked[0].startswith(b"POST /compute ")

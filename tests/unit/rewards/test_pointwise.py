@@ -1,0 +1,95 @@
+"""Pointwise rewards: an image per call, several at a time, and only what failed is tried again."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.rewards.registry import build_reward, is_deterministic, keeps_scores
+from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.types import Prompt, Scores
+
+PROMPT = Prompt(3, "a cat")
+IMAGES = np.arange(6, dtype=np.uint8)[:, None, None, None] * np.ones((6, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def own_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    yield
+    sys.modules.pop("own_rewards", None)
+
+
+def config(name: str, **settings: Any) -> RewardConfig:
+    options = settings.pop("options", {})
+    return RewardConfig(
+        terms={"mine": RewardTerm(name=f"own_rewards:{name}", options=options)}, backoff=0.0, **settings
+    )
+
+
+def score(config: RewardConfig) -> tuple[Scores, Any]:
+    """The scores, and the reward object."""
+    worker = RewardWorker(config, index=0, name="reward-0")
+    try:
+        return worker.score(PROMPT, IMAGES[:2], IMAGES[2:]), worker.reward.terms[0].reward
+    finally:
+        worker.close()
+
+
+def test_every_image_is_scored_alone_and_in_order() -> None:
+    scores, _ = score(config("first_pixel_of_one", options={"scale": 2.0}))
+    assert scores.total == scores.by_term["mine"] == (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)
+    assert scores.extras["mine"]["half"] == (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
+    assert scores.extras["mine"]["read"][5] == "<5>"
+
+
+def test_only_the_image_that_failed_is_tried_again() -> None:
+    scores, judge = score(config("PointwiseJudge", retries=3, options={"failures": 2}))
+    assert scores.total == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
+    assert sorted(judge.calls) == [0, 1, 2, 2, 2, 3, 4, 5]
+    assert scores.retries == {"mine": 2} and not scores.failed
+
+
+def test_an_image_that_fails_for_good_fails_its_group_and_not_as_zero() -> None:
+    scores, judge = score(config("PointwiseJudge", retries=1, options={"failures": 9}))
+    assert scores.by_term == {} and scores.failed["mine"].final
+    assert "ConnectionError: the judge is away" in scores.failed["mine"].reason
+    assert judge.calls.count(2) == 2
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_as_many_images_at_a_time_as_the_configuration_says(concurrency: int) -> None:
+    _, judge = score(config("PointwiseJudge", concurrency=concurrency))
+    assert judge.most == concurrency
+
+
+def test_plain_functions_run_on_several_threads() -> None:
+    scores, _ = score(config("MeetsItself", concurrency=2))
+    assert scores.total == (1.0,) * 6
+
+
+def test_what_is_written_down() -> None:
+    assert not is_deterministic(config("PointwiseJudge"))
+    optional = RewardConfig(
+        terms={"color": RewardTerm(), "mine": RewardTerm(name="jpeg_compressibility", required=False)}
+    )
+    assert is_deterministic(optional) and keeps_scores(optional)
+    assert not keeps_scores(RewardConfig(terms={"color": RewardTerm()}))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("yes", "pointwise must be True or False at the class itself, got str"), (True, r"called with \(image, prompt\)")],
+)
+def test_a_flag_or_a_signature_that_is_wrong_is_refused(
+    value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import own_rewards
+
+    monkeypatch.setattr(own_rewards.takes_only_images, "pointwise", value, raising=False)
+    with pytest.raises(ValueError, match=message):
+        build_reward(config("takes_only_images"))

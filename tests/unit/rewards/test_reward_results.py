@@ -1,0 +1,71 @@
+"""What a reward may return, and what is refused in which words."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.results import Result, group_result, image_result
+
+HERE = "reward 'mine' on prompt 'a cat'"
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2.5],
+        (np.float32(1), np.float64(2.5)),
+        np.array([1, 2.5], dtype=np.float16),
+        torch.tensor([1, 2.5]),
+        [torch.tensor(1.0), torch.tensor(2.5)],
+        [{"score": 1}, {"score": torch.tensor(2.5)}],
+        [{"score": 1}, 2.5],
+    ],
+)
+def test_numbers_of_any_kind(returned: Any) -> None:
+    assert group_result(HERE, returned, 2) == Result((1.0, 2.5))
+
+
+def test_truth_values_are_numbers() -> None:
+    assert group_result(HERE, [True, False], 2).scores == (1.0, 0.0)
+
+
+def test_a_mapping_per_image_has_a_score_and_extras() -> None:
+    result = group_result(HERE, [{"score": 1, "read": "AB", "sure": 0.5}, {"score": 2, "read": "", "sure": True}], 2)
+    assert result == Result((1.0, 2.0), {"read": ("AB", ""), "sure": (0.5, 1.0)})
+    assert image_result(HERE, {"score": 1, "read": "x" * 600}).extras["read"][0] == "x" * 499 + "…"
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (["1.5", "2"], r"must return 2 finite numbers, got \['1.5', '2'\]"),
+        (np.array(["1.5", "2"]), "must return 2 finite numbers, got array"),
+        (["1.5", 2.0], "must return 2 finite numbers, got"),
+        ("12", "must return 2 finite numbers, got '12'"),
+        ([None, 1.0], r"must return 2 finite numbers, got \[None, 1.0\]"),
+        ([1.0], r"must return 2 finite numbers, got shape \[1\]"),
+        ([[1.0], [1.0, 2.0]], "must return 2 finite numbers, got"),
+        (1.0, r"got shape \[\]"),
+        ({"score": 1.0}, "must return 2 finite numbers, got {'score': 1.0}"),
+        ([1.0, float("inf")], r"must return 2 finite numbers, got \[1.0, inf\]"),
+        ([1.0, 1e300], r"a score is 1e\+300; numbers beyond 1e\+30 overflow in the loss: scale them down"),
+        ([{"score": 1}], "must return 2 results, got 1"),
+        ([{"score": 1, "a": 1}, {"score": 1}], r"must say the same of every image, got the extras \['a'\] and \[\]"),
+        ([{"score": 1, "a": 1}, {"score": 1, "a": "1"}], "as a number here and as text there"),
+        ([{"scores": 1}, {"scores": 2}], r"a mapping with 'score', got the keys \['scores'\]"),
+        ([{"score": "1"}, {"score": "1"}], "must return one finite number, got '1'"),
+        ([{"score": 1, "mean": 2}] * 2, "an extra must not be called 'mean'"),
+        ([{"score": 1, "a b": 2}] * 2, "an extra's name must be a word"),
+        ([{"score": 1, "a": float("nan")}] * 2, "the extra 'a' must return one finite number"),
+        ([{"score": 1, "a": [1]}] * 2, "the extra 'a' must be a finite number or a string, got list"),
+        ([{"score": 1} | {f"a{n}": n for n in range(33)}] * 2, "at most 32 extras, got 33"),
+        (torch.ones(2, requires_grad=True), "must return 2 finite numbers, got tensor"),
+    ],
+)
+def test_what_is_no_score_is_refused_in_one_sentence(returned: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as error:
+        group_result(HERE, returned, 2)
+    assert str(error.value).startswith(HERE)

@@ -1,0 +1,251 @@
+"""`serve-rewards`: what it scores, whom it refuses, and what its limits keep out."""
+
+import asyncio
+import base64
+import io
+import pickle
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.rewards.http import HTTP
+from async_flowrl.rewards.http_contract import Limits, encode_image
+from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.serve_rewards import __main__ as command
+from async_flowrl.serve_rewards.app import Settings
+from async_flowrl.serve_rewards.server import is_loopback
+from async_flowrl.types import ByteArray, Prompt
+from tests.support.reward_server import served
+
+LIMITS = Limits(body_bytes=100_000, images=4, pixels=64 * 64, all_pixels=3 * 64 * 64)
+PATHS = {"async_flowrl": "/v1/score", "flow_grpo": "/", "flow_factory": "/compute"}
+
+
+def brightness(images: ByteArray, prompt: Prompt) -> list[Any]:
+    """The mean, and how many images came together."""
+    if prompt.text == "fail":
+        raise ConnectionError("the model is away")
+    if prompt.text == "nan":
+        return [float("nan")] * len(images)
+    if prompt.text == "no":
+        raise ValueError("such prompts are not scored")
+    return [{"score": float(image.mean()), "group": len(images), "prompt": prompt.text} for image in images]
+
+
+def picture(value: int = 7, width: int = 8) -> ByteArray:
+    return np.full((8, width, 3), value, dtype=np.uint8)
+
+
+def png(value: int = 7, width: int = 8) -> str:
+    return base64.b64encode(encode_image(picture(value, width), "png")).decode()
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"version": 1, "images": [png()], "prompts": ["a cup"], **changes}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(brightness, Settings(limits=LIMITS)) as address:
+        yield address
+
+
+def post(url: str, content: Any = None, **options: Any) -> httpx.Response:
+    given = {"json": body() if content is None else content} if not isinstance(content, bytes) else {"content": content}
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        return client.post(url, **given, **options)
+
+
+def test_scores_extras_and_health(url: str) -> None:
+    reply = post(f"{url}/v1/score", body(images=[png(1), png(2)]))
+    extras = [{"group": 2.0, "prompt": "a cup"}] * 2
+    assert reply.json() == {"version": 1, "scores": [1.0, 2.0], "extras": extras}
+    assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok", "version": 1}
+
+
+def test_neighbours_of_one_prompt_and_size_are_a_group(url: str) -> None:
+    asked = body(images=[png(1), png(2), png(3), png(4, width=16)], prompts=["a", "b", "b", "b"])
+    reply = post(f"{url}/v1/score", asked).json()
+    assert reply["scores"] == [1, 2, 3, 4]
+    assert [(extra["prompt"], extra["group"]) for extra in reply["extras"]] == [("a", 1), ("b", 2), ("b", 2), ("b", 1)]
+
+
+def test_the_client_gets_the_bits_that_the_reward_gave(url: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    expected = [float(image.mean()) for image in noise]
+    for options in ({}, {"encoding": "multipart"}, {"batch": "one_by_one"}):
+        found = asyncio.run(_ask(HTTP(url, **options), noise))
+        assert [each["score"] for each in found] == expected
+    assert [each["score"] for each in asyncio.run(_ask(HTTP(url, encoding="jpeg"), noise))] != expected
+
+
+async def _ask(reward: HTTP, images: ByteArray, prompt: str = "a cup") -> list[Any]:
+    return await reward(images, Prompt(0, prompt))
+
+
+def header_of(width: int, height: int) -> str:
+    """A PNG of that size, according to its header, in 60 bytes."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+
+
+def gif() -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, format="GIF")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+REFUSED = {
+    "version": (body(version=2), 400, "version must be 1, got 2"),
+    "no images": (body(images=[]), 400, "images must be a list of at least one image"),
+    "no list": (body(images="abc"), 400, "images must be a list"),
+    "too many": (body(images=[png()] * 5), 413, "5 images are more than 4"),
+    "prompts": (body(images=[png()] * 3, prompts=["a", "b"]), 400, "one prompt for all images, or of 3, one for each"),
+    "no text": (body(prompts=[{"target": "x"}]), 400, "prompts[0] must be a text, or an object with a text"),
+    "unknown": (body(prompts=[{"text": "x", "targets": "x"}]), 400, "unknown: 'targets'"),
+    "unknown key": (body(model="x"), 400, "the request has version, images, prompts; unknown: model"),
+    "no base64": (body(images=["a cup!"]), 400, "images[0] is not base64"),
+    "no image": (body(images=[base64.b64encode(b"MZ" * 50).decode()]), 400, "image 0 is neither a PNG nor a JPEG file"),
+    "gif": (body(images=[gif()]), 400, "image 0 is neither a PNG nor a JPEG file"),
+    "half": (body(images=[png(width=400)[:80]]), 400, "image 0 is damaged"),
+    "bomb": (body(images=[header_of(50_000, 50_000)]), 413, "image 0 has far too many pixels"),
+    "large": (body(images=[header_of(500, 400)]), 413, "image 0 has 500 x 400 pixels, more than 4096"),
+    "bombs": (body(images=[header_of(64, 64)] * 4), 413, "more than 12288 pixels together"),
+    "bytes": (body(images=["A" * 200_000]), 413, "the request has 200"),
+    "no json": (b"{", 400, "the request is not JSON"),
+    "nan": (b'{"version": NaN}', 400, "NaN is not a JSON number"),
+    "422": (body(prompts=["no"]), 422, "such prompts are not scored"),
+    "500": (body(prompts=["fail"]), 500, "the reward failed: ConnectionError: the model is away"),
+    "not finite": (body(prompts=["nan"]), 500, "the reward must return one finite number, got [nan]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_sentences(url: str, name: str) -> None:
+    asked, status, message = REFUSED[name]
+    reply = post(f"{url}/v1/score", asked, headers={"Content-Type": "application/json"})
+    assert reply.status_code == status and message in reply.json()["error"], reply.text
+
+
+def test_other_content_types_methods_and_pickles_are_refused(url: str) -> None:
+    assert post(f"{url}/v1/score", b"x", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert post(f"{url}/v1/score", pickle.dumps(body())).status_code == 415
+    assert post(f"{url}/", pickle.dumps({"images": []})).status_code == 404
+    assert httpx.get(f"{url}/v1/score", trust_env=False).status_code == 405
+    multipart = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert "multipart" in post(f"{url}/v1/score", b"--y", headers=multipart).json()["error"]
+
+
+def test_a_body_without_an_announced_length_is_cut_at_the_limit(url: str) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(50):
+            yield b" " * 10_000
+
+    with httpx.Client(trust_env=False) as client:
+        reply = client.post(f"{url}/v1/score", content=chunks(), headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413 and "more than 100000" in reply.json()["error"]
+
+
+def test_the_token() -> None:
+    with served(brightness, Settings(token="s3cret")) as url:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):
+            reply = post(f"{url}/v1/score", headers=headers)
+            assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+        assert post(f"{url}/v1/score", headers={"Authorization": "Bearer s3cret"}).json()["scores"] == [7.0]
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+
+
+def test_several_clients_are_scored_one_after_the_other_and_too_many_are_told_to_wait() -> None:
+    under_way, most, lock, go = 0, 0, threading.Lock(), threading.Event()
+
+    def slow(images: ByteArray, prompt: Prompt) -> list[float]:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        go.wait(60)
+        with lock:
+            under_way -= 1
+        return [float(prompt.text)] * len(images)
+
+    async def several(url: str, count: int, **options: Any) -> list[Any]:
+        calls = [_ask(HTTP(url, **options), picture()[None], str(number)) for number in range(count)]
+        threading.Timer(0.5, go.set).start()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    with served(slow, Settings(waiting=3)) as url:
+        assert asyncio.run(several(url, 4)) == [[0.0], [1.0], [2.0], [3.0]]
+        assert most == 1
+        go.clear()
+        found = asyncio.run(several(url, 6, retries=0))
+        busy = [str(each) for each in found if isinstance(each, ServerError)]
+        assert len(busy) == 2 and all("429" in each and "ask again later" in each for each in busy)
+
+
+def test_the_dialects_of_other_trainers() -> None:
+    with served(brightness, Settings(dialect="flow_factory")) as url:
+        assert [*asyncio.run(_ask(HTTP(url, dialect="flow_factory"), picture(5)[None]))] == [5.0]
+        theirs = {"prompt": ["a", "b"], "image": [png(1), png(2)], "video": None}
+        assert post(f"{url}/compute", theirs).json() == {"rewards": [1.0, 2.0]}
+        assert post(f"{url}/", pickle.dumps({})).status_code == 404
+    with served(brightness, Settings(dialect="flow_grpo")) as url:
+        assert len(asyncio.run(_ask(HTTP(url, dialect="flow_grpo"), picture(5)[None]))) == 1
+        files = [encode_image(picture(value), "png") for value in (1, 2)]
+        unified = pickle.dumps({"images": files, "prompts": np.array(["a", "b"])})
+        assert pickle.loads(post(f"{url}/", unified).content)["outputs"] == [1.0, 2.0]
+        geneval = pickle.dumps({"images": files, "meta_datas": [{"prompt": "a", "tag": "x"}] * 2, "only_strict": True})
+        assert pickle.loads(post(f"{url}/", geneval).content)["scores"] == [1.0, 2.0]
+        refused = post(f"{url}/", pickle.dumps({"images": files, "prompts": [print]}))
+        assert refused.status_code == 400 and "builtins.print" in pickle.loads(refused.content)["error"]
+
+
+def test_any_reward_of_ours_is_served_with_its_terms() -> None:
+    terms = "{color: {weight: 2.0}, jpeg_compressibility: {weight: 0.5}}"
+    config = compose_config("one_step_off", ["~reward", f"+reward={{terms: {terms}}}"]).reward
+    with served(command.scorer(config)) as url:
+        noise = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+        for each in asyncio.run(_ask(HTTP(url), noise, "red")):
+            assert each["score"] == 2.0 * each["color"] + 0.5 * each["jpeg_compressibility"]
+        with pytest.raises(ServerError, match=r"422 .*must be one of blue, green, red"):
+            asyncio.run(_ask(HTTP(url), noise, "purple"))
+    config = compose_config("one_step_off", ["reward=ocr"]).reward
+    with served(command.scorer(config)) as url, pytest.raises(ServerError, match="the reward needs a target"):
+        asyncio.run(_ask(HTTP(url), noise, "no quotes"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is not this machine alone"),
+        (["--host", "::"], "name a token with --token-env or --token-file"),
+        (["--token-env", "TEST_NO_SUCH"], "--token-env TEST_NO_SUCH: there is no such environment variable"),
+        (["--token-file", "/no/such"], "--token-file /no/such cannot be read: No such file"),
+        (["--max-pixels", "0"], "--max-pixels must be at least 1, got 0"),
+        (["reward=color", "--warm-up", "purple"], "--warm-up 'purple': ValueError: reward 'color': the first word"),
+        (["reward=colour"], "did you mean 'color'"),
+        (["--host", "192.0.2.1", "--token-env", "HOME"], "cannot listen at 192.0.2.1"),
+        (["~reward", "+reward={terms: {x: {serve: {command: 'a {port}'}}}}"], "servers are started by runs"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))

@@ -1,0 +1,153 @@
+"""Rewards with models score what the code of their authors scores, on the same weights, images and prompts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+from async_flowrl.rewards.aesthetic import Aesthetic
+from async_flowrl.rewards.clip_score import ClipScore
+from async_flowrl.rewards.hps import HPSv2, HPSv21, clean
+from async_flowrl.rewards.open_clip_weights import to_transformers
+from async_flowrl.rewards.pickscore import PickScore
+from async_flowrl.rewards.weights import check_package
+from async_flowrl.types import Prompt
+from tests.support.upstream_rewards import inputs
+from tests.support.upstream_rewards.make import SEEDS, SIDES
+
+EXPECTED = json.loads((Path(inputs.__file__).with_name("expected.json")).read_text())
+ANY = Prompt(0, "whatever")
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+
+
+def tokenizer() -> Any:
+    entries = {entry: place for place, entry in enumerate(inputs.vocabulary())}
+    return CLIPTokenizer(entries, [tuple(merge.split()) for merge in inputs.MERGES], model_max_length=inputs.TOKENS)
+
+
+def processor(folder: Path, activation: str) -> None:
+    """Architecture, tokenizer and preparation of images, as a hub's repository has them."""
+    CLIPConfig(**inputs.clip_config(activation)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    sides = {"size": {"shortest_edge": inputs.SIDE}, "crop_size": {"height": inputs.SIDE, "width": inputs.SIDE}}
+    CLIPImageProcessorPil(**sides).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By reward: transformers' files, with weights where the reward reads them from there."""
+    made = {}
+    for name, seed in SEEDS.items():
+        folder = made[name] = tmp_path_factory.mktemp(name)
+        if name != "hpsv2":
+            model = CLIPModel(CLIPConfig(**inputs.clip_config("quick_gelu")))
+            model.load_state_dict(to_transformers(tensors(inputs.clip_weights(seed))))
+            model.save_pretrained(folder)
+        processor(folder, "gelu" if name == "hpsv2" else "quick_gelu")
+    for file in ("HPS_v2_compressed.pt", "HPS_v2.1_compressed.pt"):
+        torch.save({"epoch": 3, "state_dict": tensors(inputs.clip_weights(SEEDS["hpsv2"]))}, made["hpsv2"] / file)
+    torch.save(tensors(inputs.head_weights(SEEDS["aesthetic"])), made["aesthetic"] / "aesthetic-model.pth")
+    return made
+
+
+def cases(name: str) -> Iterator[tuple[int, Prompt, list[float]]]:
+    for side in SIDES:
+        for place, expected in enumerate(EXPECTED[name]["scores"][str(side)]):
+            yield side, Prompt(place, inputs.PROMPTS[place]), expected
+
+
+def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
+    reward = PickScore(str(folders["pickscore"]), str(folders["pickscore"]), scale=1.0, batch_size=3)
+    for side, prompt, expected in cases("pickscore"):
+        assert reward(inputs.images(side), prompt) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    trained_on = PickScore(str(folders["pickscore"]), str(folders["pickscore"]))
+    assert trained_on(inputs.images(side), prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
+
+
+def test_clip_score_is_torchmetrics(folders: dict[str, Path]) -> None:
+    reward = ClipScore(str(folders["clip_score"]), batch_size=3)
+    for side, prompt, expected in cases("clip_score"):
+        # torchmetrics cuts its answer off at 0, ours goes on below it.
+        scores = reward(inputs.images(side), prompt)
+        assert [max(0.0, score) for score in scores] == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    divided = ClipScore(str(folders["clip_score"]), scale=30.0, batch_size=3)(inputs.images(side), prompt)
+    assert divided == [score / 30 for score in scores]
+
+
+@pytest.mark.parametrize("kind", [HPSv2, HPSv21])
+def test_hpsv2_is_that_of_its_package(kind: type[HPSv2], folders: dict[str, Path]) -> None:
+    reward = kind(str(folders["hpsv2"]), str(folders["hpsv2"]), batch_size=3)
+    for side, prompt, expected in cases("hpsv2"):
+        assert reward(inputs.images(side), prompt) == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    assert reward(inputs.images(128), prompt) != kind(str(folders["hpsv2"]), str(folders["hpsv2"]), antialias=False)(
+        inputs.images(128), prompt
+    )
+
+
+def test_hpsv2_reads_prompts_as_its_package_does() -> None:
+    ours = tokenizer()
+    for prompt, expected in zip(inputs.PROMPTS, EXPECTED["hpsv2"]["ids"], strict=True):
+        ids = ours(clean(prompt), truncation=True, max_length=inputs.TOKENS)["input_ids"]
+        assert ids == expected[: len(ids)] and not any(expected[len(ids) :])
+
+
+def test_the_aesthetic_score_is_its_authors(folders: dict[str, Path]) -> None:
+    reward = Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]), batch_size=3)
+    for side in SIDES:
+        expected = EXPECTED["aesthetic"]["scores"][str(side)]
+        assert reward(inputs.images(side), ANY) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_the_expected_scores_tell_images_and_prompts_apart() -> None:
+    """Otherwise the comparisons above could not fail."""
+    for name, entry in EXPECTED.items():
+        scores = np.asarray([entry["scores"][str(side)] for side in SIDES])
+        assert np.ptp(scores, axis=-1).min() > 1e-3, name
+        assert name == "aesthetic" or np.ptp(scores, axis=-2).min() > 1e-3, name
+
+
+def test_a_head_of_another_clip_model_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    state = tensors(inputs.head_weights(0)) | {"layers.0.weight": torch.zeros(1024, 768)}
+    torch.save(state, tmp_path / "head.pth")
+    with pytest.raises(ValueError, match=r"must lead from the 32 numbers of the CLIP model's embedding to 1"):
+        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "head.pth"))(inputs.images(48), ANY)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    torch.save({"state_dict": {"x": Path("/")}}, tmp_path / "hps.pt")
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        HPSv2(str(tmp_path / "hps.pt"), str(folders["hpsv2"]))(inputs.images(48), ANY)
+
+
+def test_missing_files_are_named_before_anything_starts(folders: dict[str, Path]) -> None:
+    missing = str(folders["hpsv2"] / "nowhere")
+    for reward, option in (
+        (PickScore(missing), "model"),
+        (ClipScore(missing), "model"),
+        (HPSv2(missing), "checkpoint"),
+        (Aesthetic(str(folders["aesthetic"]), missing), "head"),
+    ):
+        with pytest.raises(ValueError, match=rf"reward's {option} '.*nowhere' is no file or folder here"):
+            reward.check(ANY)
+    for reward in (PickScore(), ClipScore(), HPSv2(), Aesthetic()):
+        reward.check(ANY)
+
+
+def test_weights_that_cannot_be_had_are_one_sentence(tmp_path: Path, folders: dict[str, Path]) -> None:
+    processor(tmp_path, "quick_gelu")
+    with pytest.raises(ValueError, match=r"weights of the PickScore reward cannot be loaded from .*: ") as error:
+        PickScore(str(tmp_path), str(tmp_path))(inputs.images(48), ANY)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with pytest.raises(ValueError, match=r"HPSv2 reward needs the package no_such_one.*async-flowrl\[hps\]'"):
+        check_package("HPSv2", "no_such_one", "hps")

@@ -1,0 +1,281 @@
+"""Held-out terms in the loop, and what is made of an evaluation: record, metrics, warnings, and the best version."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from async_flowrl.config.curves import best_curve, check_curves
+from async_flowrl.config.schema import Config, EvaluateConfig, HeldOutConfig, RewardConfig, RewardTerm, SaveConfig
+from async_flowrl.controller.evaluation import EvaluationResult
+from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.observability.evaluations import EvaluationLog
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.rewards.held_out import HeldOutScores, check_held_out
+from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
+from async_flowrl.types import Prompt, Sampling, Scores
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import no_fault
+
+PROMPTS, IMAGES = 12, 2
+TERMS = {"good": RewardTerm(), "later": RewardTerm(), "never": RewardTerm()}
+
+
+def evaluated(fault: Callable[[str, str, int], str | None] = no_fault, **held_out: RewardTerm) -> ToyRun:
+    config = toy_config(evaluate__every=3, evaluate__before_training=True)
+    config.evaluate.reward = HeldOutConfig(terms=held_out)
+    return virtual(config, fault=fault)
+
+
+def test_held_out_terms_score_evaluations_only_and_change_no_weights() -> None:
+    plain, found = evaluated(), evaluated(**TERMS)
+    assert found.digest == plain.digest and [r.version for r in found.evaluated] == [r.version for r in plain.evaluated]
+    for result in found.evaluated:
+        assert sorted(result.held_out) == [0, 1] and result.unscored == 0
+        for place, scores in result.held_out.items():
+            assert set(scores.by_term) == {"good", "later"} and scores.failed == {"never": "never failed"}
+            assert scores.by_term["good"] == result.scores[place].by_term["color"]
+    skipped = found.observer.of("skipped", kind="evaluation")
+    assert len(skipped) == 2 * len(found.evaluated) and all("never failed" in e["message"] for e in skipped)
+
+
+def test_a_reward_worker_that_dies_over_held_out_terms_is_replaced() -> None:
+    def fault(worker: str, method: str, number: int) -> str | None:
+        return "kill" if method == "score_held_out" and worker == "reward-0" else None
+
+    found = evaluated(fault, good=RewardTerm())
+    assert found.digest == evaluated().digest
+    assert [e["worker"] for e in found.observer.of("fault", kind="WorkerDied")] == ["reward-0"]
+    assert all(not scores.failed for result in found.evaluated for scores in result.held_out.values())
+
+
+def test_the_baseline_is_an_evaluation_of_its_own_with_its_own_setting() -> None:
+    from async_flowrl.plan.virtual_time import run_virtual
+    from tests.support.toy import Context, ToySteps, toy_run
+
+    class WithBaseline(ToySteps):
+        async def before_training(self, ctx: Context) -> None:
+            usual = Sampling(32, 9, 4.0, 0.0, " ", "ode", 0.0)
+            object.__setattr__(ctx.requests, "baseline", usual)
+            await self.evaluations.start(ctx, 0, baselines=(True, False))
+            self.began = self.observer.now()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.toy.ToySteps", WithBaseline)
+        found = run_virtual(toy_run(toy_config()))
+    first, second = found.evaluated[:2]
+    assert (first.baseline, second.baseline) == (True, False) and first.version == second.version == 0
+    assert first.sampling is not None and first.sampling.num_inference_steps == 9 and first.setting != second.setting
+    assert found.digest == virtual(toy_config()).digest
+
+
+class Told:
+    """Monitor and observer that keep what they are told."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.events: list[dict[str, Any]] = []
+        self.stopped: list[str] = []
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        self.evaluations.append((version, metrics))
+
+    def image(self, path: Path, version: int) -> None:
+        assert path.is_file()
+
+    def samples(self, *anything: Any, **more: Any) -> None:
+        """Single pictures, for views that show them."""
+
+    def event(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+
+def config_of(on_hacking: str = "warn", best: str | None = None) -> Config:
+    return Config(
+        total_steps=40,
+        reward=RewardConfig(terms={"size": RewardTerm(name="jpeg_compressibility")}),
+        evaluate=EvaluateConfig(
+            every=10,
+            on_hacking=on_hacking,
+            reward=HeldOutConfig(terms={"ocr": RewardTerm(), "blue": RewardTerm(weight=0)}),
+        ),
+        save=SaveConfig(best=best),
+    )
+
+
+def records(root: Path, config: Config, told: Told) -> EvaluationRecords:
+    directory = RunDirectory(root)
+    directory.images.mkdir(parents=True, exist_ok=True)
+    metrics = MetricsLog(directory.metrics)
+    if not metrics.read():
+        for step in range(40):
+            metrics.append(step, {})
+    log = EvaluationLog(directory.evaluations)
+    return EvaluationRecords(
+        config, directory, metrics, cast("Any", told), log, cast("Any", told), [], told.stopped.append
+    )
+
+
+def result(version: int, reward: float, ocr: float, *, alike: bool = False, lacking: int = 0) -> EvaluationResult:
+    """Scores around the two levels, the same for every call but for some noise of the version's own."""
+    rng, own = np.random.default_rng(5), np.random.default_rng(version)
+    shared = rng.normal(0, 0.2, (PROMPTS, IMAGES))
+    trained, held = (shared + level + own.normal(0, 0.05, (PROMPTS, IMAGES)) for level in (reward, ocr))
+    images = own.integers(0, 256, (PROMPTS, IMAGES, 8, 8, 3), dtype=np.uint8) // (16 if alike else 1)
+    prompts = tuple(Prompt(index, f"prompt {index}") for index in range(PROMPTS))
+    return EvaluationResult(
+        version,
+        prompts,
+        tuple(images),
+        tuple(Scores(tuple(row), {"size": tuple(row)}) for row in trained.tolist()),
+        places=tuple(range(PROMPTS)),
+        held_out={
+            place: HeldOutScores(
+                {} if place < lacking else {"ocr": tuple(row)}, {"ocr": "no answer"} if place < lacking else {}
+            )
+            for place, row in enumerate(held.tolist())
+        },
+        sampling=Sampling(8, 6, 1.0, 0.0, " ", "ode", 0.0),
+        setting="same",
+    )
+
+
+CURVE = ((0, 0.0, 0.8), (10, 0.3, 0.9), (20, 0.6, 0.3), (30, 0.9, 0.1))
+"""Version, trained reward, held-out score: the best is version 10, and the alarm is due at 20."""
+
+
+def shown(found: EvaluationRecords, *points: tuple[int, float, float]) -> EvaluationRecords:
+    for point in points:
+        found.show(result(*point))
+    return found
+
+
+def test_the_alarm_warns_once_per_curve_is_an_event_and_stops_only_when_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Told()
+    with caplog.at_level(logging.WARNING):
+        shown(records(tmp_path / "warn", config_of(), told), *CURVE)
+    warned = [r.getMessage() for r in caplog.records if "reward hacking?" in r.getMessage()]
+    assert len(warned) == 1 and "ocr" in warned[0] and "to 20" in warned[0]
+    assert [(e["event"], e["curve"], e["version"]) for e in told.events] == [
+        ("hacking", "ocr", 20),
+        ("hacking", "ocr", 30),
+    ]
+    assert told.stopped == []
+    stopping, ignoring = Told(), Told()
+    shown(records(tmp_path / "stop", config_of("stop"), stopping), *CURVE[:3])
+    assert stopping.stopped == ["evaluate.on_hacking=stop at version 20"]
+    shown(records(tmp_path / "ignore", config_of("ignore"), ignoring), *CURVE)
+    assert ignoring.events == ignoring.stopped == []
+
+
+def test_a_resumed_run_goes_on_with_what_was_recorded_and_does_not_warn_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown(records(tmp_path, config_of(), Told()), *CURVE[:3])
+    told = Told()
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        again = records(tmp_path, config_of(), told)
+        assert again.known(20) and not again.known(30)
+        shown(again, CURVE[3])
+    assert [e["version"] for e in told.events] == [30] and not any("hacking" in r.getMessage() for r in caplog.records)
+    assert again.metric_keys(9)["evaluation/held_out/ocr/mean"] == pytest.approx(0.9, abs=0.1)
+
+
+def test_metrics_have_trained_and_held_out_curves_apart(tmp_path: Path) -> None:
+    told = Told()
+    found = shown(records(tmp_path, config_of(), told), *CURVE[:2])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert "evaluation_before/reward/mean" in lines[0] and "evaluation_before/held_out/ocr/stderr" in lines[0]
+    assert lines[9]["evaluation/reward/change"] == pytest.approx(0.3, abs=0.05)
+    assert "evaluation/diversity/mean" in lines[9] and told.evaluations[1][0] == 10
+    assert found.failures == []
+
+
+def test_held_out_scores_that_are_missing_are_named_and_cost_the_others_nothing(tmp_path: Path) -> None:
+    found = records(tmp_path, config_of(), Told())
+    found.show(result(0, 0.0, 0.8, lacking=3))
+    assert found.failures == ["evaluation of version 0: held-out ocr has no score for 3 of 12 prompts: no answer"]
+    (record,) = found.log.records
+    assert len(record.curves["ocr"].scores) == 9 and len(record.curves["reward"].scores) == 12
+    assert "blue" not in record.curves
+
+
+def test_lost_diversity_is_told_once_and_raises_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    found = records(tmp_path, config_of("stop"), told)
+    with caplog.at_level(logging.WARNING):
+        for version, alike in ((0, False), (10, True), (20, True)):
+            found.show(result(version, version / 50, 0.8, alike=alike))
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("diversity")][1:] == []
+    assert any(r.getMessage().startswith("diversity: the images of one prompt") for r in caplog.records)
+    assert told.stopped == []
+
+
+def test_the_checkpoints_of_the_best_version_and_of_those_not_evaluated_yet_are_spared(tmp_path: Path) -> None:
+    found = records(tmp_path / "run", config_of(best="ocr"), Told())
+    assert 0 in found.spare(), "the evaluation before training is still to come"
+    shown(found, *CURVE[:3])
+    assert found.spare() == [10, 30, 40]
+    folder = tmp_path / "checkpoints"
+    for version in (0, 10, 20, 30):
+        write_checkpoint(folder, version, Checkpoint({}, {}, {}), keep=1, spare=found.spare())
+    assert sorted(map(checkpoint_step, written(folder))) == [10, 30]
+    assert records(tmp_path / "other", config_of(), Told()).spare() == []
+
+
+def test_the_baseline_is_no_version_that_could_be_the_best(tmp_path: Path) -> None:
+    found = records(tmp_path, config_of(best="ocr"), Told())
+    row = result(0, 0.0, 5.0)
+    found.show(EvaluationResult(**{**vars(row), "baseline": True, "setting": "usual"}))
+    assert 0 in found.spare() and not found.known(0), "version 0 itself is not evaluated yet"
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["evaluation_baseline/held_out/ocr/mean"] == pytest.approx(5.0, abs=0.1)
+    shown(found, *CURVE[:2])
+    assert found.spare()[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda c: setattr(c.save, "best", "orc"), "did you mean 'ocr'"),
+        (
+            lambda c: setattr(c.evaluate, "reward", HeldOutConfig()) or setattr(c.evaluate, "on_hacking", "stop"),
+            "held-out",
+        ),
+        (lambda c: setattr(c.evaluate, "baseline", True) or setattr(c.lora, "path", "x"), "lora.path=x"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], sentence: str) -> None:
+    config = config_of()
+    change(config)
+    with pytest.raises(ValueError, match=sentence):
+        check_curves(config)
+
+
+@pytest.mark.parametrize(
+    ("terms", "sentence"),
+    [
+        ({"size": RewardTerm(name="ocr")}, "either trained or held out"),
+        ({"reward": RewardTerm(name="ocr")}, "choose another key"),
+        ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
+        ({"blue": RewardTerm(name="color", gpus_per_worker=1)}, "use reward.gpus_per_worker"),
+    ],
+)
+def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm], sentence: str) -> None:
+    config = config_of()
+    config.evaluate.reward.terms = terms
+    with pytest.raises(ValueError, match=sentence):
+        check_held_out(config)
+
+
+def test_a_run_that_the_alarm_may_end_keeps_its_best_by_the_first_term_that_judges() -> None:
+    assert best_curve(config_of("stop")) == "ocr" and best_curve(config_of()) is None
+    assert best_curve(config_of("stop", best="reward")) == "reward"

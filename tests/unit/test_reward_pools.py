@@ -1,0 +1,158 @@
+"""Pools of single terms beside the shared one: who scores what, what a slow judge costs, and who says so."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.reward_pools import RewardPool, reward_pools, workers_key
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.observability.reward_bound import reward_bound
+from async_flowrl.observability.timeline import tracks
+from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.simulate import simulate
+from async_flowrl.plan.work import Layout, Work
+from separation.group import WorkerFailed
+from tests.support.recorded import recorded
+from tests.support.toy import Timing, ToyRun, toy_config, virtual
+
+JUDGE = "reward/judge"
+
+
+def two_terms(k: int = 1, *, judges: int | None = 1, steps: int = 6, **changes: Any) -> Config:
+    """The toy run with a second term, which has a pool of its own unless `judges` is None."""
+    config = toy_config(k, steps=steps, hand_over="stream", **changes)
+    config.reward.terms["judge"] = RewardTerm(weight=0.5, workers=judges)
+    return config
+
+
+def slow_judge(seconds: float, workers: int = 4) -> Timing:
+    """Scores of the judge's pool take so long, those of the shared pool .01 s."""
+    slow = {f"{JUDGE}-{index}": seconds / 0.01 for index in range(workers)}
+    return Timing(generate=0.5, score=0.01, update=0.25, transfer=0.01, slow=slow)
+
+
+def seconds_per_step(run: ToyRun) -> float:
+    ends = [event["ended"] for event in run.observer.of("step")]
+    return float(ends[-2] - ends[2]) / (len(ends) - 4)
+
+
+def test_a_term_that_says_anything_of_workers_has_a_pool_of_its_own() -> None:
+    config = RewardConfig(num_workers=3, gpus_per_worker=0.25, threads=2)
+    config.terms = {
+        "a": RewardTerm(),
+        "b": RewardTerm(workers=1),
+        "c": RewardTerm(),
+        "d": RewardTerm(gpus_per_worker=0),
+    }
+    assert reward_pools(config) == (
+        RewardPool("reward", ("a", "c"), 3, 0.25, 2),
+        RewardPool("reward/b", ("b",), 1, 0.25, 2),
+        RewardPool("reward/d", ("d",), 3, 0.0, 2),
+    )
+    assert [workers_key(pool.name) for pool in reward_pools(config)][:2] == [
+        "reward.num_workers",
+        "reward.terms.b.workers",
+    ]
+    alone = RewardConfig(terms={"b": RewardTerm(threads=4)})
+    assert [pool.name for pool in reward_pools(alone)] == ["reward/b"]
+
+
+def test_more_than_one_gpu_is_a_whole_number() -> None:
+    config = toy_config()
+    config.reward.terms["color"].gpus_per_worker = 1.5
+    with pytest.raises(ConfigError, match=r"reward\.terms\.color\.gpus_per_worker above 1 must be a whole number"):
+        check(config)
+
+
+def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:
+    shared, own = virtual(two_terms(judges=None)), virtual(two_terms(judges=2), slow_judge(0.7))
+    assert sorted(shared.groups) == ["reward", "rollout", "trainer"]
+    assert sorted(own.groups) == ["reward", JUDGE, "rollout", "trainer"]
+    assert own.digest == shared.digest != virtual(toy_config(hand_over="stream")).digest
+    scored = [event["worker"] for event in own.observer.of("state", state="busy")]
+    assert {f"{JUDGE}-0", f"{JUDGE}-1", "reward-0"} <= set(scored)
+
+
+def test_a_dead_worker_of_a_terms_pool_is_replaced_and_only_its_term_is_asked_again() -> None:
+    faults = {(f"{JUDGE}-0", "score", 2): "kill", (f"{JUDGE}-0.1", "score", 3): "raise"}
+    found = virtual(two_terms(), fault=lambda *call: faults.get(call))
+    assert found.digest == virtual(two_terms()).digest
+    assert (found.groups[JUDGE].replaced, found.groups["reward"].replaced) == (1, 0)
+    assert [event["worker"] for event in found.observer.of("fault")] == [f"{JUDGE}-0", f"{JUDGE}-0.1"]
+    calls = sum(worker.calls["score"] for worker in found.groups["reward"].everybody)
+    asked_again = sum(worker.calls["score"] for worker in found.groups[JUDGE].everybody)
+    assert asked_again == calls + 2
+
+
+def test_a_term_that_always_fails_skips_the_group_or_ends_the_run_as_on_error_says() -> None:
+    def fails(worker: str, method: str, number: int) -> str | None:
+        return "raise" if worker.startswith(JUDGE) and number == 5 else None
+
+    config = two_terms(reward__retries=0)
+    with pytest.raises(WorkerFailed, match="reward/judge-0"):
+        virtual(config, fault=fails)
+    config.reward.on_error = "skip"
+    found = virtual(config, fault=fails)
+    assert len(found.observer.of("skipped")) == 1
+    assert sum(line.get("tickets_skipped", 0) for line in found.lines) == 1
+
+
+def test_a_slow_judge_costs_latency_until_it_is_the_bottleneck() -> None:
+    """Generation takes 1 s per step of four groups, so one judge is in time with 0.2 s a group, not with 0.6 s."""
+    fast, late = virtual(two_terms(steps=16), slow_judge(0.01)), virtual(two_terms(steps=16), slow_judge(0.2))
+    limit = virtual(two_terms(steps=16), slow_judge(0.6))
+    assert seconds_per_step(late) == pytest.approx(seconds_per_step(fast), rel=0.03)
+    assert seconds_per_step(limit) == pytest.approx(4 * 0.6, rel=0.03)
+    assert late.seconds > fast.seconds
+    assert sentence(fast) is sentence(late) is None
+    said = sentence(limit)
+    assert said is not None and said.startswith("Reward-bound: the worker of the pool reward/judge was busy ")
+    assert said.endswith("; reward.terms.judge.workers=3 would be enough.")
+    assert sentence(virtual(two_terms(judges=3, steps=16), slow_judge(0.6))) is None
+
+
+def sentence(run: ToyRun) -> str | None:
+    """What the report would begin with, for the middle of the run."""
+    steps = run.observer.of("step")
+    return reward_bound(tracks(run.observer.events), (steps[3]["started"], steps[-3]["ended"]))
+
+
+def test_the_planner_says_how_many_workers_of_which_pool_would_cure_it(tmp_path: Path) -> None:
+    config = two_terms(steps=16)
+    learnt = calibrate(recorded(tmp_path / "run", virtual(config, slow_judge(0.6)), config))
+    assert learnt.work.own_scores[JUDGE].mean == pytest.approx(0.6)
+    assert learnt.work.score.mean == pytest.approx(0.01)
+    layout = learnt.layout
+    assert layout.reward_workers == {"reward": 1, JUDGE: 1}
+    assert simulate(learnt.work, layout, steps=16).step_seconds == pytest.approx(2.4, rel=0.03)
+    limits = Limits(3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, colocate=False)
+    advice = advise(learnt.work, limits)
+    first = advice.sentences[0]
+    assert first.startswith("Rewards are the limit: a step keeps the 1 worker of the pool reward/judge busy for 2.4 s")
+    assert "reward.terms.judge.workers=3 (1 more GPUs) would cure that, and a step would take 1." in first
+    cured = advise(learnt.work, replace(limits, own_rewards={JUDGE: 3}))
+    assert not any("Rewards are the limit" in each for each in cured.sentences)
+
+
+def test_the_shared_pool_is_cured_by_its_own_setting() -> None:
+    work = Work(8, Law(0.5), Law(0.25), score=Law(1.0))
+    advice = advise(work, Limits(3, split=(2, 1), colocate=False, steps=24))
+    assert "reward.num_workers=4 would cure that" in advice.sentences[0]
+    assert simulate(work, Layout(2, 1, 4), steps=24).step_seconds == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("tickets", [1, 2])
+def test_deep_pipelines_are_not_recommended_where_smaller_tickets_do(tickets: int) -> None:
+    """Two uneven tickets a step: the deeper the pipeline the better they even out, and so they do in pieces."""
+    work = Work(2 // tickets, Law(1.0, 0.8), Law(0.9 * tickets, 0.02), tickets_per_group=tickets, group_size=16)
+    advice = advise(work, Limits(3, split=(2, 1), colocate=False, steps=80))
+    assert advice.chosen is not None and advice.chosen.layout.max_staleness <= 2
+    recommended = next(each for each in advice.sentences if "Use --config-name" in each)
+    assert "max_staleness=3" not in recommended and "max_staleness=4" not in recommended
+    (finer,) = [each for each in advice.sentences if each.startswith("Smaller tickets")]
+    assert f"in place of {16 // tickets} at max_staleness=" in finer

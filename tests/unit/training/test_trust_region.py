@@ -1,0 +1,217 @@
+"""The measured KL of an optimizer step against another calculation of it, the bound on it, and what it prevents."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trainer_rig as rig
+from torch import Tensor
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import Config
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.trust_region import GradientPieces, shorten
+from async_flowrl.training.worker import TrainerWorker
+
+
+@pytest.fixture(scope="module")
+def handed() -> list[list[rig.Handed]]:
+    sampler = rig.Sampler(rig.tiny_config())
+    return [[sampler.group(step, group) for group in (0, 1)] for step in range(2)]
+
+
+def config(limit: float | None = None, images: int = 4, **trainer: Any) -> Config:
+    result = rig.tiny_config(**trainer)
+    result.algorithm.max_kl_per_update, result.algorithm.kl_probe_images = limit, images
+    return result
+
+
+def trained(given: Config, batches: list[list[rig.Handed]]) -> tuple[TrainerWorker, list[dict[str, float]]]:
+    worker = rig.trainer(given)
+    return worker, [dict(rig.update(worker, step, batch).metrics) for step, batch in enumerate(batches)]
+
+
+def referee(given: Config, before: dict[str, Any], after: dict[str, Any], batch: list[rig.Handed]) -> dict[int, float]:
+    """Nats per image of the first group by step: samplers with both weights, the mean of the SDE step written anew."""
+    velocities = []
+    for tensors in (before, after):
+        sampler = rig.Sampler(given)
+        sampler.load(tensors)
+        velocities.append(_velocities(sampler, batch[0][1][0]))
+    result: dict[int, float] = {}
+    a = given.algorithm.noise_level
+    trajectory = batch[0][1][0]
+    sigmas = [float(sigma) for sigma in trajectory.sigmas]
+    for step, one, other in zip(trajectory.train_steps, *velocities, strict=True):
+        s, h = sigmas[step], sigmas[step] - sigmas[step + 1]
+        g = a * math.sqrt(s / (1 - (s if step else sigmas[1])))
+        # dx = -(v + g² (x + (1 - s) v) / 2 s) h + g sqrt(h) noise, so a change of v moves the mean by this factor.
+        factor = h * (1 + g**2 * (1 - s) / (2 * s))
+        square = ((one - other).double() * factor).square().flatten(1).sum(dim=1)
+        result[step] = float((square / (2 * g**2 * h)).mean())
+    return result
+
+
+def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
+    conditioning = {name: torch.tensor(value) for name, value in trajectory.conditioning.items()}
+    sampling = rig.sampling_of(sampler.config)
+    with torch.no_grad():
+        return [
+            sampler.policy.velocity(
+                torch.tensor(trajectory.latents[:, trajectory.points.index(step)]),
+                torch.full((len(trajectory.latents),), float(trajectory.sigmas[step])),
+                conditioning,
+                None,
+                sampling,
+            )
+            for step in trajectory.train_steps
+        ]
+
+
+def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed]]) -> None:
+    given = config()
+    worker = rig.trainer(given)
+    before = worker.tensors()
+    metrics = rig.update(worker, 0, handed[0]).metrics
+    expected = referee(given, before, worker.tensors(), handed[0])
+    assert metrics["kl_per_update"] == pytest.approx(sum(expected.values()), rel=1e-3)
+    for step, nats in expected.items():
+        assert metrics[f"kl_per_update/{step}"] == pytest.approx(nats, rel=1e-3)
+
+
+def test_steps_without_noise_are_measured_too() -> None:
+    """A window of one step; the others are measured as if they had noise, near what they move at recorded latents."""
+    given = config()
+    given.algorithm.window, given.algorithm.sde_window_size = "list", 1
+    given.algorithm.window_list = [0]
+    batch = [rig.Sampler(given).group(0, group) for group in (0, 1)]
+    worker = rig.trainer(given)
+    before = worker.tensors()
+    metrics = rig.update(worker, 0, batch).metrics
+    everywhere = config()
+    recorded = [rig.Sampler(everywhere).group(0, group) for group in (0, 1)]
+    expected = referee(everywhere, before, worker.tensors(), recorded)
+    assert set(expected) == {0, 1, 2}
+    for step, nats in expected.items():
+        assert 0.3 * nats < metrics[f"kl_per_update/{step}"] < 3.0 * nats
+
+
+def test_without_a_limit_every_tenth_update_is_measured(handed: list[list[rig.Handed]]) -> None:
+    _, lines = trained(config(), [handed[0]] * 11)
+    assert [index for index, line in enumerate(lines) if "kl_per_update" in line] == [0, 10]
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_micro_batches_change_nothing_of_the_measure(handed: list[list[rig.Handed]], steps: int | None) -> None:
+    _, (whole,) = trained(config(), handed[:1])
+    _, (cut,) = trained(config(timesteps_per_forward=steps), handed[:1])
+    assert cut["kl_per_update"] == pytest.approx(whole["kl_per_update"], rel=1e-3)
+
+
+def test_a_long_step_is_scaled_to_the_limit(handed: list[list[rig.Handed]]) -> None:
+    _, (unbounded,) = trained(config(), handed[:1])
+    limit = unbounded["kl_per_update"] / 50
+    given = config(limit)
+    worker = rig.trainer(given)
+    start = worker.tensors()
+    metrics = rig.update(worker, 0, handed[0]).metrics
+    assert metrics["trust_region/raw_kl"] == unbounded["kl_per_update"]
+    assert 0.8 * limit < metrics["kl_per_update"] <= limit
+    assert metrics["trust_region/scale"] == pytest.approx(math.sqrt(1 / 50), rel=0.3)
+    assert sum(referee(given, start, worker.tensors(), handed[0]).values()) <= 1.01 * limit
+    first, _ = trained(config(), handed[:1])
+    for name, value in worker.tensors().items():
+        np.testing.assert_allclose(
+            value - start[name], metrics["trust_region/scale"] * (first.tensors()[name] - start[name]), atol=1e-6
+        )
+
+
+def test_measuring_changes_no_bit_and_nor_does_a_limit_that_is_kept(handed: list[list[rig.Handed]]) -> None:
+    digests = {trained(given, handed)[0].weights_digest() for given in (config(images=0), config(), config(1e9))}
+    assert len(digests) == 1
+
+
+def test_bounded_runs_repeat_and_resume_bit_for_bit(handed: list[list[rig.Handed]], tmp_path: Any) -> None:
+    given = config(1e-3)
+    one, metrics = trained(given, handed)
+    other, again = trained(copy.deepcopy(given), handed)
+    assert one.weights_digest() == other.weights_digest() and metrics == again
+    first = rig.trainer(given)
+    rig.update(first, 0, handed[0])
+    first.snapshot()
+    first.save(str(tmp_path), {})
+    second = rig.trainer(given)
+    second.restore(str(next(tmp_path.glob("step_*"))))
+    rig.update(second, 1, handed[1])
+    assert second.weights_digest() == one.weights_digest()
+
+
+def test_every_step_of_a_batch_is_bounded(handed: list[list[rig.Handed]]) -> None:
+    given = config(1e-3, updates_per_batch=2)
+    worker = rig.trainer(given)
+    worker.update.proximal(rig.TrainRequest(0, (handed[0][1][0],)), *handed[0][1][1])
+    for index, part in enumerate(handed[0]):
+        plan = rig.StepPlan(rows=rig.rows([part]), update=index)
+        assert rig.update(worker, 0, [part], plan=plan).metrics["kl_per_update"] <= 1e-3
+
+
+def test_signal_to_noise_tells_agreement_from_chance() -> None:
+    def measured(pieces: Tensor) -> float:
+        found, scratch, total = GradientPieces(), torch.empty(1000), torch.zeros(1000)
+        found.begin(scratch)
+        for piece in pieces:
+            total += piece
+            found.add(total, scratch)
+        return found.signal_to_noise(World(), float(total.norm()))["gradient_snr"]
+
+    noise = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    mean = torch.ones(1000)
+    assert abs(measured(noise)) < 0.2
+    # Eight pieces with as much signal as noise each: 8² · 1000 ÷ 8 · 1000.
+    assert measured(noise + mean) == pytest.approx(8.0, rel=0.2)
+
+
+class Oscillator:
+    """A policy N(w, 0.1²) of one number, to be brought to 0; its KL to another is exact."""
+
+    std = 0.1
+
+    def run(self, limit: float | None, updates: int = 200) -> list[float]:
+        """Distances from the goal under plain gradient steps on w² that are three times too long."""
+        weight, before = torch.tensor([1.0]), torch.empty(1)
+        path = []
+
+        def measure() -> dict[int, float]:
+            return {0: float((weight - before).square().sum()) / (2 * self.std**2)}
+
+        for _ in range(updates):
+            before.copy_(weight)
+            weight -= 1.5 * 2.0 * weight
+            if limit is not None:
+                shorten(weight, before, measure(), measure, limit)
+            path.append(abs(float(weight)))
+        return path
+
+
+def test_what_diverges_without_the_bound_stays_with_it() -> None:
+    assert not max(Oscillator().run(None)) < 1e6
+    bounded = Oscillator().run(0.125)
+    # One update moves the mean by at most half a standard deviation.
+    assert max(bounded[30:]) <= 0.05 and max(bounded) < 1.0
+
+
+def test_a_step_that_cannot_be_measured_is_taken_back() -> None:
+    before, values = torch.ones(3), torch.full((3,), 2.0)
+    found, scale = shorten(values, before, {0: math.nan}, lambda: {0: math.nan if values[0] != 1 else 0.0}, 1.0)
+    assert torch.equal(values, before) and scale == 0.0 and found == {0: 0.0}
+
+
+def test_a_limit_needs_noisy_steps_and_something_to_measure_with() -> None:
+    for name, images, words in (("diffusion_nft", 1, "noisy denoising steps"), ("flow_grpo", 0, "kl_probe_images")):
+        given = config(1.0, images)
+        given.algorithm.name = name
+        with pytest.raises(ValueError, match=words):
+            build_algorithm(given)
