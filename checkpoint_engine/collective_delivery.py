@@ -128,6 +128,10 @@ class CollectiveBroadcast:
     async def close(self) -> None:
         await self._abort([])
 
+    def has_leaders(self, receivers: int) -> bool:
+        """Whether a group of so many has one member per node, which serves its neighbours."""
+        return receivers > self._max_members
+
     @property
     def _is_off(self) -> bool:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
@@ -140,7 +144,7 @@ class CollectiveBroadcast:
 
     def _chosen(self, receivers: Sequence[GroupReceiver]) -> list[GroupReceiver]:
         """All, or of more than `max_members` one per node: a present member where the node has one."""
-        if len(receivers) <= self._max_members:
+        if not self.has_leaders(len(receivers)):
             return list(receivers)
         here = [receiver for receiver in self._members if receiver in receivers]
         by_name = {receiver.name: receiver for receiver in [*here, *receivers]}

@@ -189,7 +189,7 @@ class Delivery:
     def _acknowledge(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
     ) -> "dict[str, tuple[ReceiverEndpoint, Job]]":
-        """Books what the collective brought; returns one receiver of each node that it reached.
+        """Books what the collective brought; returns the leaders that it reached, by node, where it has leaders.
 
         Whoever it did not reach is a fall-back, unless others' group was made without it.
         """
@@ -199,7 +199,8 @@ class Delivery:
             if isinstance(ack, Ack):
                 job = Job(header, RING, None, self._future())
                 queue.acknowledge(job, ack)
-                holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
+                if self._broadcast is not None and self._broadcast.has_leaders(len(queues)):
+                    holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
         failed = any(isinstance(result, BaseException) for result in results.values())
         self.stats.fallbacks += self._broadcast is not None and (failed or bool(queues and not results))
         return holders

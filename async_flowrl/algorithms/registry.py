@@ -5,14 +5,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, Diverges
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
-from async_flowrl.algorithms.policy_gradient import check_density, uses_density
-from async_flowrl.algorithms.sde import cps_std, validate_schedule
+from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, check_density, uses_density
+from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
 from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
@@ -42,6 +42,7 @@ def build_algorithm(run: Config) -> Algorithm:
         "Algorithm", _built(factory, config, correction) if own else factory(config, correction=correction)
     )
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
+    _check_steps(algorithm, config, final=final)
     return algorithm
 
 
@@ -53,7 +54,8 @@ def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
 def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int) -> None:
     """ValueError for a schedule [T+1] that the algorithm cannot use.
 
-    Besides the shape of the schedule: cps steps whose std is below 0.05, where their Gaussian density is used.
+    Besides the shape of the schedule: cps steps whose std is below 0.05, where their Gaussian density is used, and a
+    trust region that would measure no step.
     """
     steps = possible_steps(config, len(sigmas) - 1)
     validate_schedule(sigmas, config.sde_type if steps else "ode")
@@ -62,6 +64,7 @@ def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: in
     if config.sde_type == "cps" and uses_density(config, correction, by_mean):
         for index in steps:
             check_density(cps_std(float(sigmas[index + 1]), config.noise_level))
+    _check_bound(config, sigmas)
 
 
 def _factory(name: str) -> Any:
@@ -142,11 +145,35 @@ def _check_trust_region(config: AlgorithmConfig, *, final: bool) -> None:
         return
     if final:
         raise ValueError(
-            f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: leave it "
-            "null"
+            f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: set "
+            "algorithm.max_kl_per_update=null"
         )
     if config.kl_probe_images == 0:
         raise ValueError("algorithm.max_kl_per_update needs algorithm.kl_probe_images of at least 1, got 0")
+
+
+def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) -> None:
+    """What is made of the noise of single steps has to suit what the algorithm predicts of them."""
+    if config.max_kl_per_update is not None and not isinstance(algorithm, Diverges):
+        raise ValueError(
+            f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no moved(batch, "
+            "before, after): write one, or set algorithm.max_kl_per_update=null"
+        )
+    if config.step_weight == "variance" and (final or not getattr(algorithm, "gaussian", True)):
+        reason = "has no noisy steps to weigh" if final else "weighs steps by their variance already, under cps"
+        raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
+
+
+def _check_bound(config: AlgorithmConfig, sigmas: Tensor) -> None:
+    if config.max_kl_per_update is None:
+        return
+    widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
+    if widest < MIN_GAUSSIAN_STD:
+        raise ValueError(
+            f"algorithm.max_kl_per_update would bound nothing: the largest std of a step's noise is {widest:.3g}, and "
+            f"only steps with at least {MIN_GAUSSIAN_STD} are measured; raise algorithm.noise_level or set "
+            "algorithm.max_kl_per_update=null"
+        )
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:

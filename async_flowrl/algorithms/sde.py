@@ -92,6 +92,21 @@ def transition(
     return Transition(mean, expand(std, x), std == 0.0)
 
 
+def step_stds(sigmas: Tensor, *, sde_type: str, noise_level: float) -> Tensor:
+    """[T - 1], what the noise of every step of a schedule [T+1] but the last would have as its std."""
+    nothing = torch.zeros(len(sigmas) - 2, 1)
+    step = transition(
+        nothing,
+        nothing,
+        sigmas[:-2],
+        sigmas[1:-1],
+        sigma_after_first=sigmas[1],
+        sde_type=sde_type,
+        noise_level=noise_level,
+    )
+    return step.std.flatten()
+
+
 def _filled(value: float | Tensor, like: Tensor) -> Tensor:
     """Float32 in the shape and on the device of `like`. A number is written there by the device itself: as a tensor
     of the host it would be copied, and the host would wait."""

@@ -57,6 +57,9 @@ def numerics(config: Config, device: str) -> dict[str, Any]:
         # The network is spread over the worker's devices, and sums over the shards round differently.
         entries["rollout.gpus_per_worker"] = config.rollout.gpus_per_worker
         entries |= {package: _installed(package) for package in _ENGINE_PACKAGES}
+    if len(config.reward.terms) > 2:
+        # Sums of three numbers round differently in another order.
+        entries["the order of reward.terms"] = ", ".join(config.reward.terms)
     return {**entries, "device": device, "python": platform.python_version(), **{p: _installed(p) for p in _PACKAGES}}
 
 

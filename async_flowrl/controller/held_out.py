@@ -37,6 +37,7 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
 async def _ask(ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores) -> HeldOutScores:
     """`before` with what one call for its failed terms adds."""
     pool = next(iter(ctx.rewards))
+    await ctx.servers_up()
     index = await free[pool].get()
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload[0] for ticket in group]

@@ -53,6 +53,18 @@ class ScoreLog:
         await asyncio.to_thread(_sync, self.path)
 
 
+def forget_scores(path: Path, *, step: int) -> None:
+    """Takes the groups of `step` and later out of the file: resume=force may give them other images, though their keys
+    are the same, or another reward."""
+    cut_unfinished_line(path)
+    if path.exists():
+        kept = [line for line in read_events(path) if line["step"] < step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept), encoding="utf-8")
+        _sync(temporary)
+        temporary.replace(path)
+
+
 def _key(group: list[Ticket]) -> Key:
     return group[0].step, group[0].group, group[0].digest
 

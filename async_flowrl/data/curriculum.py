@@ -7,7 +7,7 @@ from them gives the same prompts.
 
 Whether a prompt is left out is decided at the beginning of an epoch, and only if it has been trained since it was
 decided last: a prompt that comes back is drawn once before it can be left out again. Where all prompts are left out,
-their epochs are empty, and they come back at once.
+the epochs until the first of them returns are passed over: they come back at once.
 """
 
 import base64
@@ -49,7 +49,7 @@ class Curriculum:
         self._streak = np.zeros(count, np.int32)
         self._trained = np.zeros(count, np.bool_)
         """Since it was decided last whether the prompt is left out."""
-        self._returns = np.zeros(count, np.int32)
+        self._returns = np.zeros(count, np.int64)
         """Epoch that a prompt which is left out comes back in."""
         self._choices: dict[int, Choice] = {}
         self._next = self._counted = 0
@@ -115,6 +115,8 @@ class Curriculum:
                 "last %d groups did not differ",
                 *(self._epoch, step, self._set_aside, len(left_out), int(newly.sum()), self._after),
             )
+        if not len(self._order):
+            self._epoch = int(self._returns[left_out].min()) - 1  # the next one is that which somebody returns in
 
 
 def read_outcomes(saved: str) -> bytes:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters but tab and line ends, and halves of UTF-16 pairs, which no encoding has."""
 MAX_CHARACTERS = 32_768
 """A longer prompt is refused: text encoders read a few thousand characters at most."""
+MAX_WEIGHT = 1e100
+"""Of a prompt: a million of these still have a sum."""
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids")
 """Columns with a meaning of their own; all others travel to the reward as metadata."""
 
@@ -64,12 +65,12 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
 
 
 def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
-    """The weight of a row. Raises PromptError unless it is a finite number from 0 on."""
+    """The weight of a row. Raises PromptError unless it is a number from 0 to MAX_WEIGHT."""
     if key not in columns:
         raise PromptError(f"{where}: {unknown_name('data.weight_key', key, columns)}")
     value = columns[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise PromptError(f"{where}: {key}, its weight, must be a finite number from 0 on, got {value!r:.80}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+        raise PromptError(f"{where}: {key}, its weight, must be a number from 0 to {MAX_WEIGHT:g}, got {value!r:.80}")
     return float(value)
 
 

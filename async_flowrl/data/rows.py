@@ -92,7 +92,7 @@ class LineRows:
     def _parsed(self, index: int, text: str) -> Row:
         try:
             row = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # no JSON, an integer of more digits than Python reads, nesting
             raise PromptError(f"{self.where(index)}: not JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise PromptError(f"{self.where(index)}: expected a JSON object, got {type(row).__name__}")

@@ -82,10 +82,11 @@ def _job(
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     for name, term in whole.terms.items():
-        if term.serve is not None and "url" not in term.options:
+        if term.serve is not None:
             raise ValueError(
-                f"reward {name!r} asks a server that the run starts itself, and an evaluation does not: start it "
-                f"and say its url under options of {name} in RUN/config.yaml, or name other rewards with --reward"
+                f"reward {name!r} asks a server that the run starts itself, and an evaluation does not: start it, and "
+                f"in RUN/config.yaml put its address in place of serve of {name} (name: http and options.url; "
+                "options.base_url of a vlm_judge), or name other rewards with --reward"
             )
     needs_target = check_rewards(whole)
     found, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)

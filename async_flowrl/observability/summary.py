@@ -1,5 +1,6 @@
 """summary.json: the run in numbers."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
 
     After a resume, steps, images, rewards and staleness are of the whole run; times and rates are of the time since.
     """
-    first, attempt = last_attempt(effective(events))
+    history = effective(events)
+    first, attempt = last_attempt(history)
     workers = tracks(attempt)
     steady = steady_state(workers, attempt, config.max_staleness)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
@@ -104,6 +106,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         **staleness(metrics, config.trainer.updates_per_batch),
         "weights_digest": outcome.weights_digest,
         "tickets": dict(outcome.tickets),
+        "faults": dict(sorted(Counter(event["kind"] for event in history if event["event"] == "fault").items())),
         "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
         "sync": dict(outcome.sync),
         "overlap": {

@@ -5,6 +5,7 @@ Desk figures: every row is a memory plan of the configuration that it names. Not
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from async_flowrl.plan.memory import (
 )
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.plan.seats import gpus_taken, reward_seats
+from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
 GIB = 2**30
@@ -98,7 +100,7 @@ class Recipe:
 
 
 def answer(recipe: Recipe, hardware: Hardware) -> Answer:
-    """The first candidate that fits, or the one that needs least."""
+    """The first candidate that fits, or the one that needs least; without words where no layout has enough devices."""
     found: list[Answer] = []
     for words in candidates(recipe.experiment, hardware):
         try:
@@ -113,7 +115,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
         if found[-1].fits:
             return found[-1]
     if not found:
-        raise ValueError(f"{recipe.experiment} has no layout for {hardware.name}")
+        return Answer(recipe.experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib, False)
     return min(found, key=lambda one: one.missing)
 
 
@@ -140,7 +142,8 @@ def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
     """Command lines from the recipe as it is to the one that needs least memory."""
     plain = compose_config("one_step_off", [f"experiment={experiment}"])
     seated = plain.reward.gpus_per_worker
-    for layout in layouts(experiment, plain, hardware.devices, seated):
+    servers = sum(serve.gpus * serve.replicas for _, serve in served_terms(plain))
+    for layout in layouts(experiment, plain, hardware.devices - math.ceil(servers), seated):
         saved: list[str] = []
         yield layout
         for saving in savings(plain):
@@ -184,6 +187,9 @@ def savings(config: Config) -> Iterator[str]:
 def markdown(answers: Sequence[Answer]) -> str:
     lines = ["| recipe | hardware | fits | trainer rank | rollout worker | type |", "|---|---|---|---|---|---|"]
     for one in answers:
+        if not one.words:
+            lines.append(f"| `{one.experiment}` | {one.hardware} | **no** | – | – | it takes more devices |")
+            continue
         both = f"{one.trainer:.1f} | {one.rollout:.1f}"
         typed = f"`async-flowrl train {' '.join(one.words)}`"
         typed = typed if one.fits else f"at the least {one.missing:.0f} GiB are missing"

@@ -5,18 +5,19 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from packaging.version import Version
 from torch import nn
 
 ONE_AT_A_TIME = threading.Lock()
-"""diffusers and peft switch process-wide defaults while they build a model: threads of one process must take turns."""
+"""diffusers, transformers and peft switch process-wide defaults while they build a model: threads of one process must
+take turns."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
     """Keyword arguments of every `from_pretrained`: safetensors only, never code from a model repository."""
+    import diffusers
+
     name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
     return {name: dtype, "revision": revision, "use_safetensors": True}
 
@@ -24,6 +25,9 @@ def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars of diffusers and transformers inside: a dozen processes load at once."""
+    import diffusers
+    import transformers
+
     loggers = (diffusers.utils.logging, transformers.utils.logging)
     shown = [logger for logger in loggers if logger.is_progress_bar_enabled()]
     for logger in shown:

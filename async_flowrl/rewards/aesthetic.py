@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "aesthetic"
+PLACES = (0, 2, 4, 6, 7)
+"""Of the linear layers in upstream's Sequential, dropout between them. With ReLU they stand at 0, 3, 6, 9 and 11."""
 
 
 class Aesthetic:
@@ -63,10 +65,15 @@ class Aesthetic:
             loaded = self._clip.load()
             with loading(NAME, self._head):
                 state = read_weights(weights_file(self._head, self._head_file, self._head_revision))
-            places = sorted({int(name.split(".")[1]) for name in state if name.startswith("layers.")})
-            layers = [(state[f"layers.{n}.weight"].float(), state[f"layers.{n}.bias"].float()) for n in places]
+            if set(state) != {f"layers.{place}.{part}" for place in PLACES for part in ("weight", "bias")}:
+                raise ValueError(
+                    f"the {NAME} reward's head {self._head} must have the linear layers {list(PLACES)}, got "
+                    f"{sorted(state)}: a head with ReLU, or of another kind, is another function; name a linear one, "
+                    "like sac+logos+ava1-l14-linearMSE.pth"
+                )
+            layers = [(state[f"layers.{n}.weight"].float(), state[f"layers.{n}.bias"].float()) for n in PLACES]
             width = int(loaded.model.config.projection_dim)
-            if not layers or layers[0][0].shape[1] != width or layers[-1][0].shape[0] != 1:
+            if layers[0][0].shape[1] != width or layers[-1][0].shape[0] != 1:
                 shapes = [list(weight.shape) for weight, _ in layers]
                 raise ValueError(
                     f"the {NAME} reward's head {self._head} has layers {shapes}, which must lead from the {width} "

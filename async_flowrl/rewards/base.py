@@ -28,7 +28,8 @@ class Reward(Protocol):
     - `connect(urls, token)`: it asks a server. A term with `serve` names such a class; the run calls this in every
       worker when its servers are up, and again when one has come up elsewhere. `token` is text or None.
     - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory that it takes while
-      it scores, weights and what passes; None, or no such attribute, is unknown. Plans count it where the pool has GPUs.
+      it scores, weights and what passes; None, or no such attribute, is unknown. Plans count it where the pool has
+      GPUs.
     - `keep_in(folder)` is called once in every reward worker, with the run directory: what the reward keeps there is
       there after a resume, where the worker's node sees it.
     """

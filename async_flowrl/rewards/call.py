@@ -52,12 +52,18 @@ class _Calls:
     async def call(self, images: ByteArray) -> Any:
         """Raises RewardError, with the reward's own exception as its cause."""
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self.executor, self.reward, images, self.prompt)
+            result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise RewardError(
                 f"reward {self.name!r} failed on prompt {self.prompt.text!r}: {type(error).__name__}: {error}"
             ) from error
+
+    def _called(self, images: ByteArray) -> Any:
+        try:
+            return self.reward(images, self.prompt)
+        except StopIteration as error:  # which a future cannot hold: its waiter would never wake
+            raise RuntimeError("StopIteration left the reward") from error
 
     async def image(self, image: ByteArray, attempts: Attempts, places: asyncio.Semaphore) -> Result:
         """One image's result, after as many retries as `attempts` allows. Raises the last RewardError."""

@@ -94,19 +94,27 @@ class Clip:
     def load(self) -> Loaded:
         """Loads what has not been loaded. Raises ValueError where files are missing, or a GPU that is asked for."""
         if self._loaded is None:
-            from transformers import CLIPImageProcessorPil, CLIPTokenizer
+            from async_flowrl.policies.loading import ONE_AT_A_TIME
 
-            device, source = choose_device(self.reward, self.device), self.processor or self.model
-            revision = self.revision if source == self.model else None
-            with loading(self.reward, source):
-                # The PIL one by name: CLIPProcessor takes one that rounds differently where torchvision is installed.
-                prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
-                tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
-            with loading(self.reward, self.model):
-                model = self.build() if self.build else _from_files(self)
-            pixels = self._own_pixels(model) or _pixels(prepare)
-            self._loaded = Loaded(model.eval().to(device), pixels, tokenizer, device)
+            with ONE_AT_A_TIME:
+                self._loaded = self._load()
         return self._loaded
+
+    def _load(self) -> Loaded:
+        from transformers import CLIPImageProcessorPil, CLIPTokenizer
+
+        from async_flowrl.policies.loading import settle
+
+        device, source = choose_device(self.reward, self.device), self.processor or self.model
+        revision = self.revision if source == self.model else None
+        with loading(self.reward, source):
+            # The PIL one by name: CLIPProcessor takes one that rounds differently where torchvision is installed.
+            prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
+            tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
+        with loading(self.reward, self.model):
+            model = self.build() if self.build else _from_files(self)
+        settle(model, device)
+        return Loaded(model, self._own_pixels(model) or _pixels(prepare), tokenizer, device)
 
     def _own_pixels(self, model: Any) -> Callable[[ByteArray], "torch.Tensor"] | None:
         if (pixels := self.pixels) is None:

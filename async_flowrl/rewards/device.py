@@ -1,5 +1,7 @@
 """The device that a reward with a model computes on, and the refusals that such rewards share."""
 
+import math
+import re
 from typing import TYPE_CHECKING
 
 from async_flowrl.config.messages import unknown_name
@@ -12,12 +14,12 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def check_model_options(reward: str, *, device: str, batch_size: int, scale: float = 1.0) -> None:
     """Raises ValueError for options that no machine could satisfy."""
-    if device.partition(":")[0] not in DEVICES:
+    if device not in DEVICES and not re.fullmatch(r"cuda:\d+", device):
         raise ValueError(unknown_name(f"the {reward} reward's device", device, DEVICES))
-    if batch_size < 1:
-        raise ValueError(f"the {reward} reward's batch_size must be at least 1, got {batch_size}")
-    if not scale > 0:
-        raise ValueError(f"the {reward} reward's scale must be above 0, got {scale}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"the {reward} reward's batch_size must be an integer of at least 1, got {batch_size!r}")
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"the {reward} reward's scale must be a finite number above 0, got {scale!r}")
 
 
 def choose_device(reward: str, wanted: str) -> "torch.device":

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.call import Attempts
@@ -106,17 +107,31 @@ async def score_held_out(
             raise result
     featured = [term for term in asked if term.name in by_term and hasattr(term.reward, "features")]
     loop = asyncio.get_running_loop()
-    found = [await loop.run_in_executor(executor, cosine_distance, term.reward, images) for term in featured]
-    distances = {term.name: each for term, each in zip(featured, found, strict=True) if each is not None}
+    distances: dict[str, float] = {}
+    for term in featured:
+        try:
+            found = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
+        except Exception as error:  # whatever a term's own features do: the other terms' scores stand
+            del by_term[term.name]
+            failed[term.name] = f"reward {term.name!r} has no features of prompt {prompt.text!r}: {in_one_line(error)}"
+            continue
+        if found is not None:
+            distances[term.name] = found
     return HeldOutScores(by_term, failed, tuple(spans), distances)
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float | None:
-    """Mean over pairs of images of 1 - the cosine of their `reward.features`; None for a single image."""
+    """Mean over pairs of images of 1 - the cosine of their `reward.features`; None for a single image.
+
+    A vector of zeros has the cosine 0 to every other. Raises ValueError for what are no vectors of numbers.
+    """
     if len(images) < 2:
         return None
     features = np.asarray(reward.features(images), dtype=np.float64)
-    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    if features.ndim != 2 or len(features) != len(images) or not np.isfinite(features).all():
+        raise ValueError(f"expected {len(images)} vectors of finite numbers, got shape {features.shape}")
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    unit = features / np.where(lengths > 0.0, lengths, 1.0)
     return float(np.mean(1.0 - (unit @ unit.T)[np.triu_indices(len(images), k=1)]))
 
 

@@ -24,7 +24,7 @@ class HPSv2:
     `checkpoint` is a local file or the hub's repository; of a torch file tensors alone are read. `model` names the
     architecture, the tokenizer and the size of its images: transformers' files of the open_clip model that HPSv2
     started from. Images are made small as the package hpsv2 does it, which scales tensors: with `antialias`, as it
-    does with torchvision 0.17 and later, or without, as it did before (and when the paper's numbers were measured).
+    does with torchvision 0.17 and later, or without, as it did with older ones.
     """
 
     file = "HPS_v2_compressed.pt"
@@ -64,8 +64,11 @@ class HPSv2:
     def _build(self) -> Any:
         from transformers import CLIPConfig, CLIPModel
 
+        from async_flowrl.seeds import untouched_rng
+
         state = to_transformers(read_weights(weights_file(self._checkpoint, self.file, self._revision)))
-        model = CLIPModel(CLIPConfig.from_pretrained(self._model))
+        with untouched_rng():  # weights are drawn, and then replaced
+            model = CLIPModel(CLIPConfig.from_pretrained(self._model))
         model.load_state_dict(state)
         return model.float()
 
@@ -93,9 +96,9 @@ def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor"
     from torch.nn import functional
 
     pixels = torch.from_numpy(images.copy()).permute(0, 3, 1, 2).float() / 255
-    longer = max(pixels.shape[2:])
-    if longer != size:
-        small = [round(side * size / longer) for side in pixels.shape[2:]]
+    scale = size / max(pixels.shape[2:])
+    if scale != 1:
+        small = [round(side * scale) for side in pixels.shape[2:]]  # side * size / longer would round differently
         pixels = functional.interpolate(pixels, small, mode="bicubic", align_corners=False, antialias=antialias)
         below, right = size - small[0], size - small[1]
         pixels = functional.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))

@@ -37,7 +37,8 @@ class HTTP:
     one_by_one. `encoding`: png, jpeg or multipart (PNG files beside the JSON). `timeout` bounds one attempt and
     `deadline` a request with all its attempts, in seconds. `concurrency`: requests under way at a time. `dialect`:
     async_flowrl, flow_factory, or flow_grpo, whose pickles are read without anything that could run code.
-    `deterministic`: whether you know that the server always scores the same images alike.
+    `deterministic`: whether you know that the server always scores the same images alike. `needs_target`: whether it
+    scores only prompts with a target, so that others are refused at the start.
     """
 
     url: str | Sequence[str] | None = None
@@ -51,6 +52,7 @@ class HTTP:
     max_reply_bytes: int = 16 * 2**20
     dialect: str = OWN
     deterministic: bool = False
+    needs_target: bool = False
 
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
     """Without this option, of which this is an example, the term must have a server of the run."""
@@ -66,16 +68,20 @@ class HTTP:
         self._urls, self._token = _checked_urls(self.url), ""
         self._dialect = DIALECTS[self.dialect]
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes)
+        self._slow: dict[str, float] = {}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for a prompt that the request cannot carry."""
+        """Raises ValueError for a prompt that the request cannot carry, or that lacks the target the server needs."""
+        if self.needs_target and not prompt.target:
+            raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         prompt_fields(prompt)
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """From now on the servers are these, which the run has started."""
         self._urls = _checked_urls(urls)
         self._token = token or ""
+        self._slow.clear()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
         """Images uint8 [n, H, W, 3] are encoded here, in the caller's thread; what is returned waits for the scores."""
@@ -117,6 +123,7 @@ class HTTP:
                 headers,
                 self._bounds,
                 lambda reply: self._dialect.read(reply, count),
+                self._slow,
             )
 
     def _authorization(self) -> dict[str, str]:

@@ -217,9 +217,19 @@ def read_scores(scores: object, count: int) -> tuple[float, ...]:
         got = f"{len(scores)} of them" if isinstance(scores, list) else type(scores).__name__
         raise ContractError(f"the reply must hold a list of {count} scores, got {got}")
     for index, score in enumerate(scores):
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        if not is_number(score):
             raise ContractError(f"scores[{index}] of the reply must be a finite number, got {score!r:.40}")
     return tuple(float(score) for score in scores)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that a float can hold; JSON has integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_extras(extras: object, count: int) -> tuple[Mapping[str, float | str], ...]:
@@ -230,8 +240,7 @@ def read_extras(extras: object, count: int) -> tuple[Mapping[str, float | str], 
         raise ContractError(f"extras of the reply must be a list of {count} objects")
     for index, extra in enumerate(extras):
         for name, value in extra.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if name == "score" or not (number or isinstance(value, str)):
+            if name == "score" or not (is_number(value) or isinstance(value, str)):
                 raise ContractError(
                     f"extras[{index}] of the reply has numbers and texts, got {name!r:.40}: {value!r:.40}"
                 )

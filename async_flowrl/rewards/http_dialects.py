@@ -1,7 +1,6 @@
 """What reward servers are asked and answer, in each dialect: ours, flow_grpo's pickles and Flow-Factory's JSON."""
 
 import base64
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ def flow_grpo_reply(body: bytes, count: int) -> ScoreReply:
 def _numbers(values: object, count: int) -> bool:
     if not isinstance(values, list) or len(values) != count:
         return False
-    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+    return all(isinstance(value, bool) or contract.is_number(value) for value in values)
 
 
 def flow_factory_body(images: Sequence[bytes], prompt: Prompt) -> bytes:

@@ -140,6 +140,13 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
+    def load_build(self: Any) -> None:
+        """Like that of the class above, but for arrays and dtypes alone: it would set a function's defaults as well."""
+        _check(isinstance(self.stack[-2], _Array | _DType), "the pickle sets the state of something else than an array")
+        pickle._Unpickler.load_build(self)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise PickleRefused(f"the pickle asks for {module[:60]}.{name[:60]}, which is refused")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
+SLOW_SECONDS = 300.0
+"""So long a server that let a request wait until its timeout is asked after the other ones, where there are any."""
 PASSING = (408, 429)
 """Statuses below 500 that another attempt may not meet."""
 INSTALL = "pip install 'async-flowrl[http]'"
@@ -43,6 +45,10 @@ class PassingError(ServerError):
         self.pause = pause
 
 
+class StalledError(ServerError):
+    """A server that gave no answer within the timeout of an attempt."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """`timeout` bounds one attempt and `deadline` all of them with the pauses between, both in seconds."""
@@ -59,18 +65,26 @@ async def post(
     headers: Mapping[str, str],
     bounds: Bounds,
     read: Callable[[bytes], T],
+    slow: dict[str, float],
 ) -> T:
-    """What `read` makes of the reply; attempt n is made at URL n modulo their number.
+    """What `read` makes of the reply; attempt n is made at URL n modulo their number, those in `slow` last.
 
-    `read` raises ContractError for a reply that cannot be used. Raises ServerError, which names the URL.
+    `slow` has the URLs that gave no answer within the timeout, and until when they are asked last; the next call for
+    the same images so goes to another server. It is kept up to date here. `read` raises ContractError for a reply that
+    cannot be used. Raises ServerError, which names the URL.
     """
-    following, attempts, said = itertools.cycle(urls), _attempts(bounds), ""
+    now = time.monotonic()
+    following = itertools.cycle(sorted(urls, key=lambda url: slow.get(url, now) > now))
+    attempts, said, url = _attempts(bounds), "", urls[0]
 
     async def attempt() -> T:
-        nonlocal said
+        nonlocal said, url
         url = next(following)
         try:
             return read(await _once(url, body, headers, bounds))
+        except StalledError:
+            slow[url] = time.monotonic() + SLOW_SECONDS
+            raise
         except ContractError as error:
             raise ServerError(f"{url}: {error}") from error
         except PassingError as error:
@@ -81,7 +95,7 @@ async def post(
         async with asyncio.timeout(bounds.deadline):
             return await attempts(attempt)
     except TimeoutError:
-        raise ServerError(f"{urls[0]} gave no score within the deadline of {bounds.deadline:g} s{said}") from None
+        raise ServerError(f"{url} gave no score within the deadline of {bounds.deadline:g} s{said}") from None
     except PassingError as error:
         raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
 
@@ -95,7 +109,7 @@ async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bound
             async with client().stream("POST", url, content=body, headers=dict(headers)) as response:
                 content = await _bounded(response, url, bounds.reply_bytes)
     except TimeoutError:
-        raise ServerError(f"{url} gave no answer within {bounds.timeout:g} s") from None
+        raise StalledError(f"{url} gave no answer within {bounds.timeout:g} s") from None
     except httpx.TransportError as error:
         raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
     except httpx.InvalidURL as error:

@@ -20,7 +20,7 @@ def sharpness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
 
 
 def colorfulness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """M3 of Hasler and Süsstrunk 2003 ("Measuring colourfulness in natural images", eq. 11), in 0 .. about 190.
+    """M3 of Hasler and Süsstrunk 2003 ("Measuring colourfulness in natural images", eq. 11), in 0 .. 298.
 
     0 is grey; they call 15 slightly, 33 moderately, 59 quite and 109 extremely colourful.
     """

@@ -68,8 +68,9 @@ def is_deterministic(config: RewardConfig) -> bool:
 
 def keeps_scores(config: RewardConfig) -> bool:
     """Whether scores must be written down, so that a resume has the same: another call may score differently, or fail
-    where a group without an optional term is trained on the others."""
-    return not is_deterministic(config) or not all(term.required for term in config.terms.values())
+    where a group is skipped for it, or is trained on the others without an optional term."""
+    required = all(term.required for term in config.terms.values())
+    return not is_deterministic(config) or not required or config.on_error == "skip"
 
 
 def _said(where: str, attribute: object, flag: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:

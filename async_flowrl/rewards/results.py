@@ -12,7 +12,7 @@ import numpy as np
 from async_flowrl.rewards.base import RewardError
 
 MAX_SCORE = 1e30
-"""Largest magnitude of a score: squares of larger ones overflow float32, where losses are computed."""
+"""Largest magnitude of a score: losses are computed in float32, which ends at 3.4e38."""
 MAX_EXTRAS, MAX_CHARACTERS = 32, 500
 """Extras of a term, and characters of one that is a string."""
 STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures", "retries")

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL when a server is stopped."""
+PORT_SECONDS = 15.0
 HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
 """One answer of the health path may take as long; pause before the next."""
 
@@ -57,7 +58,10 @@ class ServerWorker:
         """
         self.stop()
         serve = self._serve
-        self._port = serve.port + self._index if serve.port is not None else free_port(self._host, self._port)
+        if serve.port is not None:
+            self._port = fixed_port(self._host, serve.port + self._index)
+        else:
+            self._port = free_port(self._host, self._port)
         values = {"host": self._host, "port": str(self._port), "token_file": self._token_file()}
         environment = environment_for(self._requirements) if self._requirements is not None else None
         own = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
@@ -123,14 +127,36 @@ def node_address() -> str:
 def free_port(host: str, before: int) -> int:
     """A port that nobody listens at: `before` if it is free (0 is none)."""
     for port in (before, 0):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+        try:
+            return _bound(host, port)
+        except OSError:
+            continue
     raise ServerFailed(f"no port is free at {host}")
+
+
+def fixed_port(host: str, port: int) -> int:
+    """The port. Raises ServerFailed where somebody listens at it: their answers would pass for the server's.
+
+    A server whose worker was killed is given PORT_SECONDS to be gone.
+    """
+    end = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ServerFailed(
+                    f"serve.port: {host} port {port} is taken ({error.strerror}), perhaps by another run's server; end "
+                    "that program, or choose another port (null: any that is free)"
+                ) from error
+        time.sleep(POLL_SECONDS)
+
+
+def _bound(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
 
 
 def _healthy(url: str) -> bool:

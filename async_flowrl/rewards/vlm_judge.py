@@ -104,6 +104,7 @@ class VLMJudge:
         self._question = self._asking(template, tokens)
         check_installed()
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES)
+        self._slow: dict[str, float] = {}
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
 
@@ -133,6 +134,7 @@ class VLMJudge:
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """From now on the servers are these, which the run has started."""
         self._urls, self._token = [f"{url.rstrip('/')}/v1" for url in urls], token or ""
+        self._slow.clear()
 
     def keep_in(self, folder: Path) -> None:
         """Keeps replies in `judge_cache` of the run directory `folder`, unless `cache` names another place."""
@@ -188,7 +190,7 @@ class VLMJudge:
         urls = [f"{url}/chat/completions" for url in self._urls]
         start = first % len(urls)
         try:
-            return await post(urls[start:] + urls[:start], body, headers, self._bounds, read)
+            return await post(urls[start:] + urls[:start], body, headers, self._bounds, read, self._slow)
         except ServerError as error:
             if key and key in str(error):
                 raise ServerError(str(error).replace(key, "***")) from None

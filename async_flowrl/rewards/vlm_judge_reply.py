@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, loads
+from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, is_number, loads
 from async_flowrl.rewards.ocr import normalise, text_score
 
 LOGPROB_ROUNDING = 1e-3
@@ -68,7 +68,8 @@ def _token(value: object) -> str:
 
 
 def _logprob(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value <= LOGPROB_ROUNDING:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not value <= LOGPROB_ROUNDING or (isinstance(value, int) and not is_number(value)):
         raise JudgeError(f"the reply has {value!r} where a log-probability was due")
     return float(value)
 

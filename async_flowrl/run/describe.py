@@ -45,4 +45,6 @@ def _count(number: int) -> str:
 
 
 def _term(key: str, term: RewardTerm) -> str:
-    return f"{term.weight:g} × {key}" + (f" ({term.name})" if term.name not in (None, key) else "")
+    said = [term.name] if term.name not in (None, key) else []
+    said += [] if term.required else ["not required"]
+    return f"{term.weight:g} × {key}" + (f" ({', '.join(map(str, said))})" if said else "")

@@ -16,7 +16,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.checkpoints import Resume, find_resume, warn_of_differences
 from async_flowrl.controller.inputs import inputs_of
-from async_flowrl.controller.reward_servers import serving
+from async_flowrl.controller.reward_servers import ServerLost, serving
+from async_flowrl.controller.score_log import forget_scores
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
@@ -123,8 +124,8 @@ async def train(
 
 
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
-    """Step of the checkpoint to go on from, for a run that lost its workers to whoever asked it to stop."""
-    if not stop() or not isinstance(innermost(error), WorkerDied):
+    """Step of the checkpoint to go on from, for a run that lost workers or servers to whoever asked it to stop."""
+    if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
         return None
     path = find_checkpoint(directory.checkpoints)
     return None if path is None else checkpoint_step(path)
@@ -173,6 +174,8 @@ def open_ledgers(
     metrics.truncate(resume.version)
     evaluations = EvaluationLog(directory.evaluations)
     evaluations.truncate(resume.version)
+    if resume.forced:
+        forget_scores(directory.scores, step=resume.version)
     if continued:
         events.event("rollback", step=resume.version)
     events.event("inputs", **inputs_of(prepared.requests), forced=list(resume.forced))

@@ -83,7 +83,7 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
     for left in reversed(range(MAX_RECOVERIES + 1)):
         try:
             if left < MAX_RECOVERIES:
-                resume = await recover(run)
+                resume = await recover(run, resume)
             return await attempt(run, resume)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.trainers)
@@ -123,8 +123,11 @@ async def dead_ranks(trainers: TrainerGroup) -> list[str]:
     return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
 
 
-async def recover(run: Run) -> Resume:
-    """New trainer ranks from the newest checkpoint; rollout workers keep their base model and forget every version."""
+async def recover(run: Run, before: Resume) -> Resume:
+    """New trainer ranks from the newest checkpoint; rollout workers keep their base model and forget every version.
+
+    `before` is where the attempt that has ended began: a run without a checkpoint of its own begins there again.
+    """
     config, trainer = run.prepared.config, run.groups[TRAINER]
     for index in range(len(trainer.workers)):
         await trainer.replace(index)
@@ -136,7 +139,8 @@ async def recover(run: Run) -> Resume:
     async with asyncio.TaskGroup() as tasks:
         for worker in run.groups[ROLLOUT].workers:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
-    resume = newest(run.directory)
+    own = newest(run.directory)
+    resume = before if own.path is None else own
     async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
         await send_negatives(run.trainers, run.negatives)
         await restore(run.trainers, run.directory, resume)

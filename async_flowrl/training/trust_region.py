@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import Diverges, MicroBatch, Prediction
+from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, first_rows
@@ -25,7 +26,7 @@ ByStep = dict[int, float]
 """Nats per image by the index of the denoising step."""
 MEASURED_EVERY = 10
 """Optimizer steps between measurements where there is no limit; with one, every step is measured."""
-SHARPEST = 0.05
+SHARPEST = MIN_GAUSSIAN_STD
 """Steps whose noise would have a smaller standard deviation are left out: their density means nothing (`cps`)."""
 SEARCHES = 4
 """Scalings of one step; the second is rarely needed, because the KL is nearly quadratic in the step."""
@@ -48,10 +49,10 @@ class Probe:
 class TrustRegion:
     """Measures and bounds each optimizer step; every rank does the same, and its own rows are measured.
 
-    A rank's first `algorithm.kl_probe_images` images of the first trained group are measured at every denoising step
-    but the last: those of the window at the recorded latents, the others as if they had noise, too, at latents noised
-    anew from the clean image that the last trained step predicts. The steps share their weights, so an update that
-    moves the trained ones little can ruin the rest.
+    A rank's first `algorithm.kl_probe_images` images (a micro-batch at most) of the first trained group are measured at
+    every denoising step but the last: those of the window at the recorded latents, the others as if they had noise,
+    too, at latents noised anew from the clean image that the last trained step predicts. The steps share their weights,
+    so an update that moves the trained ones little can ruin the rest.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:

@@ -4,6 +4,7 @@ Not run here: nobody has had the weights. The part that needs none is tested.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 Reward = Callable[[list[Any], list[str]], Any]
-"""HPSv3RewardInferencer.reward: images and prompts → [n, 2], of each image the mean and the deviation of its score."""
+"""HPSv3RewardInferencer.reward: images and prompts → [n, 2], of each image the mean of its score and the logarithm of
+its deviation, as the package's "uncertainty" loss reads it."""
 
 
 def scorer(reward: Reward, batch_size: int) -> Callable[[ByteArray, Prompt], Sequence[dict[str, float]]]:
@@ -25,7 +27,7 @@ def scorer(reward: Reward, batch_size: int) -> Callable[[ByteArray, Prompt], Seq
         results = []
         for start in range(0, len(pictures), batch_size):
             part = pictures[start : start + batch_size]
-            results += [(float(row[0]), float(row[1])) for row in reward(part, [prompt.text] * len(part))]
+            results += [(float(row[0]), math.exp(row[1])) for row in reward(part, [prompt.text] * len(part))]
         return [{"score": mean, "sigma": sigma} for mean, sigma in results]
 
     return score

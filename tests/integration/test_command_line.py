@@ -81,7 +81,7 @@ def test_a_run_composes_once_keeps_hydras_record_and_is_compared_with_its_plan(
     assert program.main() == 0
     assert times == {"compose": 1, "prepare": 1}
     sentence = Run(tmp_path / "run").summary["plan"]["sentence"]
-    assert sentence in capsys.readouterr().out.splitlines()[0]
+    assert any(line.startswith("plan ") and sentence in line for line in capsys.readouterr().out.splitlines())
     assert f"- output_dir={tmp_path / 'run'}" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
 
 

@@ -119,7 +119,7 @@ def check_skipped(run: Run, *, steps: int) -> None:
     assert [reward is None for reward in rewards] == [step % 2 == 1 for step in range(steps)]
     assert [line["staleness/max"] for line in run.metrics] == [None if r is None else 0 for r in rewards]
     half = steps // 2
-    assert run.summary["skipped"] == {"tickets": half, "steps": half, "steps_without_reward": half}
+    assert run.summary["skipped"] == {"tickets": half, "steps": half, "steps_without_reward": half, "optional_terms": 0}
     assert run.summary["warnings"][0].startswith(f"{half} tickets in {half} steps were skipped")
     assert run.summary["reward_last"] is None and run.summary["reward_first"] == rewards[0]
     rows = {name: (ok, text) for name, ok, text in verify(run.root)}

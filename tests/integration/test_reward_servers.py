@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_flowrl.config import exit_codes
 from tests.integration.dying_color import COUNT_FILE
-from tests.integration.runs import LIMIT, Run, finish, start, train, wait_until
+from tests.integration.runs import LIMIT, Run, finish, lines, start, train, wait_until
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
 DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
@@ -26,14 +27,16 @@ def reward(command: str, **serve: object) -> tuple[str, str]:
     return "~reward", f"+reward={{backoff: 0.1, terms: {{color: {{{options}, serve: {settings}}}}}}}"
 
 
+def running(folder: Path) -> list[psutil.Process]:
+    """The processes that name the run's folder: servers and keepers have their token's file there."""
+    others = [each for each in psutil.process_iter(["cmdline", "status"]) if each.pid != os.getpid()]
+    alive = [each for each in others if each.info["status"] != psutil.STATUS_ZOMBIE]
+    return [each for each in alive if str(folder) in " ".join(each.info["cmdline"] or [])]
+
+
 def left_behind(folder: Path) -> list[str]:
-    """Command lines of the processes that name the run's folder: servers and keepers have their token's file there."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        command = " ".join(process.info["cmdline"] or [])
-        if str(folder) in command and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(command)
-    return found
+    """Their command lines."""
+    return [" ".join(each.info["cmdline"]) for each in running(folder)]
 
 
 def wait_for_none(folder: Path) -> None:
@@ -67,9 +70,11 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path, local: Run, monkeyp
     assert run.digest == local.digest
     deaths = [event for event in run.events if event["event"] == "fault" and event["kind"] == "ServerDied"]
     assert [event["worker"] for event in deaths] == ["server/color-0"] and "exit code 137" in deaths[0]["message"]
+    assert run.summary["faults"]["ServerDied"] == 1
     assert not left_behind(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_too_often_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,23 +86,30 @@ def test_a_server_that_dies_too_often_ends_the_run_by_name(
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("command", "seconds", "message"),
-    [
-        ("python -c 'print(6 * 7); exit(3)' {port}", 60, "it ended with exit code 3; its output is in"),
-        ("sh -c 'sleep 600' {port} {token_file}", 2, "did not answer 200 within start_seconds=2"),
-        ("no-such-program {port}", 60, "no-such-program cannot be started: No such file"),
-    ],
-)
-def test_a_server_that_does_not_come_up(
-    tmp_path: Path, command: str, seconds: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, "one_step_off", STEPS, *reward(command, start_seconds=seconds), code=1)
+def test_a_server_that_does_not_come_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Why it does not: tests/unit/rewards/test_reward_server_worker.py."""
+    train(tmp_path, "one_step_off", STEPS, *reward("python -c 'print(6 * 7); exit(3)' {port}"), code=1)
     said = capsys.readouterr().err
-    assert "ServerLost: the server of reward.terms.color did not come up" in said and message in said
+    assert "ServerLost: the server of reward.terms.color did not come up: it ended with exit code 3" in said
     assert not left_behind(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("everybody", [False, True])
+def test_sigterm_ends_the_run_in_order_and_its_server_with_it(tmp_path: Path, everybody: bool) -> None:
+    """Schedulers send it to every process of a job: the run then needs its server once more to end its step."""
+    folder = tmp_path / "run"
+    slowly = ("total_steps=500", "debug.delays.update=0.3", "debug.delays.constant=true", "runtime.backend=local")
+    process = start(folder, "one_step_off", *slowly, *reward(f"{SERVE} reward=color"))
+    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
+    for each in running(folder) if everybody else [psutil.Process(process.pid)]:
+        each.send_signal(signal.SIGTERM)
+    assert "continue with resume=auto" in finish(process, exit_codes.RESUMABLE)[0]
+    wait_for_none(folder)
+    assert sorted((folder / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.slow
 def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", "runtime.backend=local", *reward(f"{SERVE} reward=color"))

@@ -101,12 +101,13 @@ def test_a_required_term_that_fails_ends_the_run_or_skips_the_group(monkeypatch:
     assert sum(line.get("reward/judge/failures", 0) for line in found.lines) == len(skipped)
 
 
+@pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    combine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The judge would answer the second time, and other weights would come of it."""
     settings = {"resume": "auto", "monitor__progress": False, "save__every": 4, "reward__retries": 0}
-    config = toy_config(1, steps=STEPS, reward__terms=terms(), **settings)
+    config = toy_config(1, steps=STEPS, reward__terms=terms(), algorithm__combine=combine, **settings)
 
     def go(root: Path, fault: Any) -> None:
         assert run_controller(config, root, World(Timing(), fault, ListObserver())) is None

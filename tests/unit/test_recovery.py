@@ -345,6 +345,39 @@ def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, mo
     assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"
 
 
+def test_forced_prompts_are_scored_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that were written down before are those of other images, though step, group and weights are the same."""
+    asked = moody(monkeypatch)
+    settings = JUDGED | {"save__every": 4, "evaluate__every": 0}
+    root = tmp_path / "run"
+
+    async def kill_in_step_3(outside: Outside, groups: Groups) -> None:
+        while not (root / "scores.jsonl").exists() or scored(root)[-1]["step"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.37)
+        outside.kill()
+
+    left = go(root, disturb=kill_in_step_3, **settings)
+    assert left is not None
+    before = {(line["step"], line["group"]) for line in scored(left)}
+    asked.clear()
+    others = [Prompt(index, f"another prompt {index}") for index in range(5)]
+    monkeypatch.setattr("tests.support.toy_recovery.PROMPTS", others)
+    assert go(left, resume="force", **settings) is None
+    (back,) = rollbacks(left)
+    assert any(step >= back for step, _ in before), "nothing was there to reuse"
+    assert Counter(line["step"] for line in scored(left)) == dict.fromkeys(range(STEPS), 4)
+    assert len(asked) == (STEPS - back) * 4 + 2, "and the prompts of the last evaluation"
+
+
+def test_a_trainer_that_dies_early_goes_on_from_the_checkpoint_of_another_run(tmp_path: Path) -> None:
+    """It died before the run had a checkpoint of its own."""
+    assert go(tmp_path / "other", save__keep=9) is None
+    resume = str(tmp_path / "other" / "checkpoints" / "step_4")
+    assert go(tmp_path / "run", at(save_1="kill"), resume=resume) is None
+    assert rollbacks(tmp_path / "run") == [4, 4]
+    assert summary(tmp_path / "run")["weights_digest"] == undisturbed(1).digest
+
+
 @pytest.mark.parametrize(("device", "warned"), [("cuda:1", False), ("cpu", True)])
 def test_a_resume_on_another_type_of_device_is_said(
     device: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

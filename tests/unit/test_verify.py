@@ -18,12 +18,16 @@ from tests.unit.test_faults import once
 
 STEPS = 5
 Record = dict[str, Any]
+INPUTS: Record = {"event": "inputs", "time": 0.0, "train": "0" * 64, "train_prompts": 4, "forced": []}
+"""What a run records of its prompts before its loop, which is all that a toy run is."""
 
 
 @pytest.fixture(scope="module")
 def finished() -> ToyRun:
     config = toy_config(1, steps=STEPS, evaluate__every=2)
-    return virtual(config, fault=once("rollout-0", "generate", 3, "kill"))
+    found = virtual(config, fault=once("rollout-0", "generate", 3, "kill"))
+    found.observer.events.insert(0, INPUTS)
+    return found
 
 
 def write_run(
@@ -62,6 +66,7 @@ def test_an_honest_run_passes(tmp_path: Path, finished: ToyRun, capsys: pytest.C
     assert "20 tickets in 5 steps" in out
     assert "6 versions, " in out
     assert rows(root)["digests"] == (True, f"step_5: {finished.digest[:16]}")
+    assert rows(root)["inputs"][1].startswith("4 training prompts, whose file cannot be compared here")
 
 
 def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, finished: ToyRun) -> None:
@@ -129,6 +134,9 @@ def evaluated_elsewhere(events: list[Record]) -> list[Record]:
         (drop("sent"), "version chain", r"versions \[5\] were never sent"),
         (change("acknowledged", digest="0" * 64), "version chain", "acknowledged other bytes as version 5"),
         (evaluated_elsewhere, "version chain", "evaluation ticket . was made with weights never sent"),
+        (lambda events: events[1:], "inputs", "does not say which prompts were trained"),
+        (lambda events: [*events, INPUTS | {"forced": ["other prompts"]}], "inputs", "resume=force: other prompts"),
+        (lambda events: [*events, INPUTS | {"train": "1" * 64}], "inputs", "2 different sets of prompts"),
     ],
 )
 def test_tampered_events_are_noticed(

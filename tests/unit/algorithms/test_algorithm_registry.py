@@ -179,7 +179,7 @@ def test_own_algorithm_on_final_images() -> None:
 def test_own_algorithm_refusals() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'Mine'"):
         build(name="own_algorithms:Mime")
-    with pytest.raises(ValueError, match="cannot be imported: No module named 'nowhere'"):
+    with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError: No module named 'nowhere'"):
         build(name="nowhere:Mine")
     with pytest.raises(ValueError, match=r"is not an algorithm: it lacks records, .*loss"):
         build(name="own_algorithms:Half")

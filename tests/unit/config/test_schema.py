@@ -26,6 +26,7 @@ PURE_NUMBERS = """
     algorithm.tis_cap algorithm.beta reward.terms.<name>.weight trainer.learning_rate trainer.betas trainer.eps
     trainer.weight_decay trainer.max_grad_norm trainer.ema_decay evaluate.seed debug.delays.slow_worker
     reward.terms.<name>.serve.port evaluate.reward.terms.<name>.serve.port evaluate.reward.terms.<name>.weight
+    evaluate.baseline_guidance
 """
 """Seeds, factors and coefficients: numbers without a unit."""
 
@@ -185,3 +186,12 @@ def test_a_mode_is_a_name_for_two_settings(mode: str, max_staleness: int, hand_o
     for another in {"sync", "stream", "one_step_off", "fully_async"} - {mode}:
         with pytest.raises(ConfigError, match=rf"^mode={another} means (max_staleness|hand_over)=.*, got "):
             check(put(config, "mode", another))
+
+
+def test_three_terms_in_another_order_round_differently() -> None:
+    def of(names: str) -> Config:
+        return Config(reward=RewardConfig(terms={name: RewardTerm() for name in names}))
+
+    assert config_hash(of("abc")) == config_hash(of("cba"))
+    assert numerics(of("abc"), "cpu") != numerics(of("cba"), "cpu")
+    assert numerics(of("ab"), "cpu") == numerics(of("ba"), "cpu")

@@ -77,6 +77,13 @@ def test_where_every_prompt_is_dull_all_come_back() -> None:
     assert set(counts) == {0, 1, 2} and max(counts.values()) - min(counts.values()) <= 2
 
 
+def test_epochs_in_which_nobody_is_left_cost_nothing() -> None:
+    """A million of them, one by one, would hold the run up for hours."""
+    found = curriculum(3, 3, skip_epochs=1_000_000)
+    train(found, 4, {0, 1, 2})
+    assert [found.choice(step).epoch for step in range(4)] == [0, 1_000_001, 2_000_002, 3_000_003]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.integers(1, 8),

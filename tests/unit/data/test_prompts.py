@@ -117,6 +117,7 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("empty.txt", "\n  \n", r"empty\.txt holds no prompts"),
         ("empty.jsonl", "", r"empty\.jsonl holds no prompts"),
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"broken\.jsonl:2: not JSON"),
+        ("digits.jsonl", '{"prompt": "a"}\n{"prompt": "b", "n": %s}\n' % ("1" * 5000), r"digits\.jsonl:2: not JSON"),
         ("list.jsonl", "[1]\n", r"list\.jsonl:1: expected a JSON object, got list"),
         (
             "missing.jsonl",

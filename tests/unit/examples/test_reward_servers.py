@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_hpsv3() -> None:
     def reward(pictures: list[Any], prompts: list[str]) -> Any:
         assert prompts == ["a cup"] * len(pictures)
         calls.append(len(pictures))
-        return np.stack([[np.asarray(picture).mean(), 0.5] for picture in pictures])
+        return np.stack([[np.asarray(picture).mean(), math.log(0.5)] for picture in pictures])
 
     with served(example("hpsv3_server").scorer(reward, batch_size=2)) as url:
         found = asyncio.run(ask(url))

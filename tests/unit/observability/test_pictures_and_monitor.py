@@ -232,8 +232,9 @@ def test_wandb_gets_images_with_captions_a_table_ages_and_the_names_of_verl_omni
 def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged_offline(tmp_path, monkeypatch)
     logged_offline(tmp_path, monkeypatch)
-    ids = {folder.name.rsplit("-", 1)[1] for folder in (tmp_path / "wandb").glob("offline-run-*")}
-    assert ids == {run_id(tmp_path / "wandb")} and run_id(tmp_path / "other") not in ids
+    first, second = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert first.stem == second.stem == f"run-{run_id(tmp_path / 'wandb')}"
+    assert run_id(tmp_path / "other") != run_id(tmp_path / "wandb")
 
 
 def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

@@ -156,6 +156,15 @@ def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> Non
     assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
 
 
+def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
+    found = [answer(Sized("qwen_image_ocr_vlm"), kind) for kind in fit.HARDWARE]
+    words = {one.hardware: one.words for one in found}
+    assert words["2 x 80 GB"] == ()
+    for kind in ("4 x 80 GB", "8 x 80 GB"):
+        assert gpus_taken(compose_config("one_step_off", words[kind][1:])) <= int(kind[0])
+    assert "| `qwen_image_ocr_vlm` | 2 x 80 GB | **no** | – | – | it takes more devices |" in fit.markdown(found)
+
+
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
     (words,) = layouts("flux_pickscore", compose_config("one_step_off", ["experiment=flux_pickscore"]), 1, 0.1)
     config = compose_config("sync", words[1:])

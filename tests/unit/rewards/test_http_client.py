@@ -14,7 +14,7 @@ from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards import http_pickle
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_post import ServerError, retry_after
-from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic
+from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.lying_server import JSON, LyingServer, answer, lying
@@ -55,6 +55,7 @@ LIES = {
     "too many": (scores(1, 2, 3), "must hold a list of 2 scores, got 3 of them"),
     "nan": (answer("200 OK", '{"version": 1, "scores": [1, NaN]}'), "NaN is not a JSON number"),
     "infinity": (answer("200 OK", '{"version": 1, "scores": [1, 1e999]}'), "scores[1] of the reply must be a finite"),
+    "huge": (answer("200 OK", '{"version": 1, "scores": [1, 1' + 400 * "0" + "]}"), "scores[1] of the reply must be"),
     "text": (answer("200 OK", '{"version": 1, "scores": [1, "2"]}'), "must be a finite number, got '2'"),
     "true": (answer("200 OK", '{"version": 1, "scores": [1, true]}'), "must be a finite number, got True"),
     "html": (answer("200 OK", "<html>Please log in</html>", "Content-Type: text/html\r\n"), "Please log in"),
@@ -147,6 +148,31 @@ def test_several_servers_by_number_and_the_next_one_where_one_fails() -> None:
         # The prompt's index is 3: image 0 begins at server 1, image 1 at server 0. Then server 1 hangs up once.
         assert asyncio.run(twice()) == ([1.0, 0.0], [0.0, 0.0])
     assert (len(first.asked), len(second.asked)) == (3, 2)
+
+
+def test_after_a_stall_the_next_call_goes_to_another_server() -> None:
+    stalling = answer("200 OK", '{"version": 1STALL', length=1000)
+    with lying(stalling) as hung, lying(scores(1, 2)) as other:
+        reward = HTTP([other.url, hung.url], timeout=0.3)  # the prompt's index is 3: it begins at server 1
+
+        async def often() -> list[Any]:
+            with pytest.raises(ServerError, match=rf"{hung.url}.* gave no answer within 0\.3 s"):
+                await call(reward)
+            found = [await call(reward) for _ in range(3)]
+            reward.connect([other.url, hung.url], None)  # it has been started again
+            with pytest.raises(ServerError, match=hung.url):
+                await call(reward)
+            return found
+
+        assert asyncio.run(often()) == [[1.0, 2.0]] * 3
+    assert hung.connections == 2
+
+
+def test_prompts_without_the_target_that_a_server_needs_are_refused_at_the_start() -> None:
+    terms = {"x": RewardTerm(name="http", options={"url": "http://127.0.0.1:1", "needs_target": True})}
+    check_prompts(RewardConfig(terms=terms), [PROMPT])
+    with pytest.raises(ValueError, match=r"reward 'x': needs_target=true, and prompt 'a cup' has none"):
+        check_prompts(RewardConfig(terms=terms), [PROMPT, Prompt(0, "a cup")])
 
 
 def test_connections_are_kept_and_shared_on_one_event_loop() -> None:
@@ -275,6 +301,14 @@ def test_flow_grpos_pickles_cannot_fill_the_memory() -> None:
     for end in range(0, len(good), 7):
         with pytest.raises(http_pickle.PickleRefused):
             http_pickle.loads(good[:end])
+
+
+def test_flow_grpos_pickles_change_nothing_in_this_process() -> None:
+    """BUILD sets attributes of whatever is on the stack: of a function, its defaults."""
+    state = b"N}X\x0c\x00\x00\x00__defaults__Ns\x86b0K\x01."
+    with pytest.raises(http_pickle.PickleRefused, match="sets the state of something else than an array"):
+        http_pickle.loads(b"\x80\x02cnumpy._core.numeric\n_frombuffer\n" + state)
+    assert http_pickle.loads(pickle.dumps(np.float64(3.0), protocol=2)) == 3.0
 
 
 def test_dialects() -> None:

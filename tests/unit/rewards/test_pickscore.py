@@ -71,9 +71,18 @@ def test_it_is_built_without_its_weights() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"scale": 0.0}, "scale must be above 0, got 0.0"), ({"batch_size": 0}, "batch_size must be at least 1, got 0")],
+    [
+        ({"scale": 0.0}, "scale must be a finite number above 0, got 0.0"),
+        ({"scale": float("inf")}, "scale must be a finite number above 0, got inf"),
+        ({"scale": "half"}, "scale must be a finite number above 0, got 'half'"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"device": "gpu"}, r"device must be one of .*, got 'gpu'"),
+        ({"device": "auto:0"}, r"device must be one of .*, got 'auto:0'"),
+        ({"device": "cuda:one"}, r"device must be one of .*, got 'cuda:one'"),
+    ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, float], message: str) -> None:
+def test_what_cannot_be_is_refused(options: dict[str, float | str], message: str) -> None:
     with pytest.raises(ValueError, match=f"reward.terms.pickscore: .*{message}"):
         build_reward(RewardConfig(terms={"pickscore": RewardTerm(options=dict(options))}))
 

@@ -79,6 +79,7 @@ def test_what_is_written_down() -> None:
     )
     assert is_deterministic(optional) and keeps_scores(optional)
     assert not keeps_scores(RewardConfig(terms={"color": RewardTerm()}))
+    assert keeps_scores(RewardConfig(terms={"color": RewardTerm()}, on_error="skip"))
 
 
 @pytest.mark.parametrize(

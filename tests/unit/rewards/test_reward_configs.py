@@ -1,5 +1,7 @@
 """Every shipped reward and data group composes, builds, and accepts its own prompts."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.data.load import load_prompts
@@ -43,7 +46,15 @@ def test_reward_groups_build(group: str) -> None:
 def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.MonkeyPatch) -> None:
     example = Path(__file__).parents[3] / "examples" / "custom_reward"
     monkeypatch.syspath_prepend(str(example))
-    line = next(text for text in (example / "README.md").read_text().splitlines() if "~reward" in text)
-    removed, added = (part for part in line.split("'") if part.strip())
-    reward = build_reward(composed(removed, added).reward)
-    assert reward.weights == {"sharp": 1.0}
+    block = (example / "README.md").read_text().split("```bash\n")[1].split("```")[0]
+    _, python, m, module, *overrides = shlex.split(block.replace("\\\n", " "))
+    assert (python, m, module) == ("python", "-m", "async_flowrl.main")
+    config = compose_config(overrides=overrides)
+    assert (config.name, build_reward(config.reward).weights) == ("sharpness", {"sharp": 1.0})
+    assert config.reward.terms["sharp"].options == {"scale": 10.0}
+
+
+def test_the_file_of_the_custom_reward_example_has_a_name_of_its_own() -> None:
+    text = (Path(__file__).parents[3] / "examples" / "custom_reward" / "README.md").read_text()
+    (group,) = re.findall(r"`(\w+)\.yaml` under `configs/reward/`", text)
+    assert group not in GROUPS and f"`reward={group}`" in text

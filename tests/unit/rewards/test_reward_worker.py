@@ -89,6 +89,7 @@ def test_spans_cover_the_group_and_each_term() -> None:
         ("not_a_number", r"got \[nan, nan, nan, nan\]"),
         ("words", r"got \['good'"),
         ("breaks", "ConnectionError: the judge is away"),
+        ("runs_out", "StopIteration left the reward"),
     ],
 )
 def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
@@ -229,3 +230,28 @@ def test_held_out_terms_stand_for_themselves_and_measure_distances_in_their_feat
     assert found.by_term == {"halves": (0.0, 0.0, 0.0)} and "nobody is there" in found.failed["broken"]
     assert found.distances == {"halves": pytest.approx(2 / 3)}, "two of three pairs have nothing in common"
     assert again.by_term == {} and set(again.failed) == {"broken"}
+
+
+class Faceless(Halves):
+    """Has no features of its images."""
+
+    def features(self, images: Any) -> Any:
+        raise RuntimeError("no encoder")
+
+
+class Nowhere(Halves):
+    """Has features that are no numbers."""
+
+    def features(self, images: Any) -> Any:
+        return np.full((len(images), 2), np.nan)
+
+
+def test_features_that_cannot_be_had_cost_their_own_term_and_black_images_have_a_distance() -> None:
+    held_out = {each.__name__: RewardTerm(name=f"{__name__}:{each.__name__}") for each in (Halves, Faceless, Nowhere)}
+    worker = RewardWorker(RewardConfig(terms={"color": RewardTerm()}), index=0, name="reward-0", held_out=held_out)
+    try:
+        found = worker.score_held_out(tuple(held_out), Prompt(0, "red"), np.zeros((2, 4, 4, 3), np.uint8))
+    finally:
+        worker.close()
+    assert set(found.by_term) == {"Halves"} and found.distances == {"Halves": 1.0}
+    assert "no encoder" in found.failed["Faceless"] and "finite" in found.failed["Nowhere"]

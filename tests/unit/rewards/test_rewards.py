@@ -1,12 +1,14 @@
 """Built-in rewards on images whose score is known."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.rewards.color import Color
+from async_flowrl.rewards.image_statistics import colorfulness, sharpness
 from async_flowrl.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import ByteArray, Prompt
@@ -88,3 +90,30 @@ def test_color_refuses_what_names_no_channel() -> None:
         Color(channel="gren")
     with pytest.raises(ValueError, match="first word of prompt 'a red house' must be one of"):
         Color().check(Prompt(0, "a red house"))
+
+
+def test_sharpness_is_the_variance_of_the_laplacian() -> None:
+    """By NumPy: luma of ITU-R BT.601, the kernel with 4 neighbours, borders mirrored without their own pixel."""
+
+    def variance(luma: Any) -> float:
+        grey = np.pad(np.rint(luma.astype(np.float64)), 1, mode="reflect")
+        around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
+        return float((around - 4 * grey[1:-1, 1:-1]).var())
+
+    images = np.random.RandomState(0).randint(0, 256, (3, 9, 12, 3), dtype=np.uint8)
+    greys = np.repeat(images[..., :1], 3, axis=-1)
+    assert list(sharpness(greys, SIGN)) == pytest.approx([variance(grey[..., 0]) for grey in greys], rel=1e-12)
+    weights = np.array([0.299, 0.587, 0.114])  # OpenCV's have 15 bits, so that some pixels are rounded differently
+    assert list(sharpness(images, SIGN)) == pytest.approx([variance(image @ weights) for image in images], rel=5e-3)
+    assert list(sharpness(flat(200, 10, 90)[None], SIGN)) == [0.0]
+
+
+def test_colorfulness_is_m3_of_hasler_and_suesstrunk() -> None:
+    """A red and a blue pixel: R - G is 255 and 0, (R + G) / 2 - B is 127.5 and -255."""
+    red_and_blue = np.array([[(255, 0, 0), (0, 0, 255)]], dtype=np.uint8)
+    spread = (127.5**2 + 191.25**2) ** 0.5
+    distance = (127.5**2 + 63.75**2) ** 0.5
+    assert list(colorfulness(red_and_blue[None], SIGN)) == pytest.approx([spread + 0.3 * distance])
+    one_colour = 0.3 * ((100 - 40) ** 2 + ((100 + 40) / 2 - 20) ** 2) ** 0.5
+    images = np.stack([flat(100, 40, 20), flat(77, 77, 77)])
+    assert list(colorfulness(images, SIGN)) == pytest.approx([one_colour, 0.0])

@@ -1,18 +1,20 @@
 """Rewards with models score what the code of their authors scores, on the same weights, images and prompts."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PreTrainedModel
 
 from async_flowrl.rewards.aesthetic import Aesthetic
 from async_flowrl.rewards.clip_score import ClipScore
-from async_flowrl.rewards.hps import HPSv2, HPSv21, clean
+from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared
 from async_flowrl.rewards.open_clip_weights import to_transformers
 from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.rewards.weights import check_package
@@ -119,6 +121,54 @@ def test_a_head_of_another_clip_model_is_refused(folders: dict[str, Path], tmp_p
     torch.save(state, tmp_path / "head.pth")
     with pytest.raises(ValueError, match=r"must lead from the 32 numbers of the CLIP model's embedding to 1"):
         Aesthetic(str(folders["aesthetic"]), str(tmp_path / "head.pth"))(inputs.images(48), ANY)
+
+
+def test_a_head_with_relu_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Upstream's other head has matrices of the same shapes, and another function between them."""
+    places = {0: 0, 2: 3, 4: 6, 6: 9, 7: 11}
+    named = {tuple(name.split(".")): tensor for name, tensor in tensors(inputs.head_weights(0)).items()}
+    state = {f"layers.{places[int(place)]}.{part}": tensor for (_, place, part), tensor in named.items()}
+    torch.save(state, tmp_path / "ava+logos-l14-reluMSE.pth")
+    with pytest.raises(ValueError, match=r"must have the linear layers .* a head with ReLU.* is another function"):
+        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "ava+logos-l14-reluMSE.pth"))(inputs.images(48), ANY)
+
+
+@pytest.mark.parametrize(("sides", "small"), [((105, 192), 123), ((192, 105), 123), ((768, 1024), 168)])
+def test_hpsv2_makes_images_small_and_pads_them_as_its_package_does(sides: tuple[int, int], small: int) -> None:
+    """Rows and columns by the package's own formula: round(side * (224 / longer)), and half of the rest before it."""
+    white = prepared(np.full((1, *sides, 3), 255, np.uint8), 224, antialias=True)[0, 0] > 0
+    rows, columns = white.any(1).nonzero()[:, 0].tolist(), white.any(0).nonzero()[:, 0].tolist()
+    shorter, longer = (rows, columns) if sides[0] < sides[1] else (columns, rows)
+    before = (224 - small) // 2
+    assert shorter == list(range(before, before + small)) and longer == list(range(224))
+
+
+def test_rewards_that_load_side_by_side_take_turns(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers switches defaults of the process while it loads, and two threads would leave them switched."""
+    inside, most, real = [0], [0], CLIPModel.from_pretrained
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.1)
+        try:
+            return real(*arguments, **options)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(CLIPModel, "from_pretrained", slow)
+    tied = PreTrainedModel.tie_weights
+    made = [ClipScore(str(folders["clip_score"])), Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]))]
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(lambda reward: reward(inputs.images(48), ANY), made))
+    assert most == [1] and PreTrainedModel.tie_weights is tied
+
+
+def test_loading_leaves_the_global_random_state_alone(folders: dict[str, Path]) -> None:
+    before = torch.get_rng_state()
+    for reward in (HPSv2(str(folders["hpsv2"]), str(folders["hpsv2"])), ClipScore(str(folders["clip_score"]))):
+        reward(inputs.images(48), ANY)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -215,3 +215,36 @@ def test_a_limit_needs_noisy_steps_and_something_to_measure_with() -> None:
         given.algorithm.name = name
         with pytest.raises(ValueError, match=words):
             build_algorithm(given)
+
+
+class Immovable:
+    """An algorithm of somebody's own, which cannot say how far two predictions are apart."""
+
+    records, group_local = "transitions", True
+    needs_behaviour = needs_reference = vanishes_at_zero = False
+    advantages = select = predict = loss = None
+
+    def __init__(self, config: Any, *, correction: str) -> None:
+        self.name = "immovable"
+
+
+def test_a_limit_that_nothing_can_be_measured_with_is_refused() -> None:
+    given = config(1.0)
+    given.algorithm.name, given.algorithm.correction = f"{__name__}:Immovable", "none"
+    with pytest.raises(ValueError, match="moved"):
+        build_algorithm(given)
+    given.algorithm.max_kl_per_update = None
+    build_algorithm(given)
+    quiet = config(1.0)
+    quiet.algorithm.noise_level = 0.01
+    with pytest.raises(ValueError, match=r"would bound nothing.*noise_level"):
+        rig.trainer(quiet)
+
+
+def test_steps_are_weighed_where_they_are_noisy_and_once() -> None:
+    for name, sde_type, words in (("diffusion_nft", "sde", "no noisy steps"), ("flow_grpo", "cps", "already")):
+        given = config()
+        given.algorithm.name, given.algorithm.sde_type = name, sde_type
+        given.algorithm.step_weight = "variance"
+        with pytest.raises(ValueError, match=f"{words}.*step_weight=none"):
+            build_algorithm(given)

@@ -1,0 +1,130 @@
+"""Reward servers of a run: their ports, their workers' deaths, and who waits for them."""
+
+import asyncio
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from async_flowrl.config.schema import RewardTerm, ServeConfig
+from async_flowrl.controller.reward_servers import SERVERS, Replicas, RewardServers, ServerLost
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.rewards import server_worker
+from async_flowrl.rewards.server_worker import ServerFailed, ServerWorker
+from async_flowrl.run.job import last_resort
+from async_flowrl.run.stopping import StopRequest
+from separation.group import PoolSpec, WorkerDied, WorkerGroup
+from separation.supervise import supervised
+from tests.support.toy import toy_config, virtual
+
+
+def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their health path would answer for ours, and their scores would be trained on."""
+    monkeypatch.setattr(server_worker, "PORT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        serve = ServeConfig(command="sleep 600", port=taken.getsockname()[1])
+        worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+        with pytest.raises(ServerFailed, match=r"port \d+ is taken .*choose another port"):
+            worker.start()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("sh -c 'sleep 600' {port}", r"did not answer 200 within start_seconds=0\.5; its output is in"),
+        ("no-such-program {port}", "exit code 127; .*'no-such-program cannot be started: No such file"),
+        ("sh -c 'echo no memory; exit 3' {port}", "it ended with exit code 3; its output is in .* 'no memory'"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, command: str, message: str) -> None:
+    serve = ServeConfig(command=command, start_seconds=0.5 if "sleep" in command else 60.0)
+    worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+    with pytest.raises(ServerFailed, match=message):
+        worker.start()
+    worker.stop()
+    assert [path.name for path in (tmp_path / "server").iterdir()] == ["x-0.log"]
+
+
+@dataclass
+class Place:
+    """A worker whose server runs until its worker dies; `ended` is set then."""
+
+    name: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    told: list[Any] = field(default_factory=list)
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        if method == "wait":
+            await self.ended.wait()
+        if self.ended.is_set():
+            raise WorkerDied(self.name, "killed")
+        self.told += args
+        return f"http://127.0.0.1/{self.name}" if method == "start" else None
+
+
+@dataclass
+class Places:
+    """A pool of one, whose worker can be replaced."""
+
+    spec: PoolSpec
+    workers: list[Place]
+
+    async def replace(self, index: int) -> Place:
+        self.workers[index] = Place(f"{self.workers[index].name}.1")
+        return self.workers[index]
+
+
+def test_a_server_whose_worker_dies_gets_another_worker_and_the_rewards_hear_of_it() -> None:
+    async def dies(restarts: int) -> tuple[list[Any], str]:
+        pool = Places(PoolSpec("server/x", "m:f", 1, arguments={"token": "t"}), [Place("server/x-0")])
+        rewards = Places(PoolSpec("reward", "m:f", 1, arguments={SERVERS: {}}), [Place("reward-0")])
+        replicas = Replicas("x", ServeConfig(restarts=restarts), cast("WorkerGroup", pool))
+        servers = RewardServers([replicas], [cast("WorkerGroup", rewards)], download_seconds=10.0)
+        async with asyncio.timeout(60), supervised(servers.keep(replicas, 0)):
+            await servers._changed.until(lambda: replicas.started)
+            pool.workers[0].ended.set()
+            await servers._changed.until(lambda: len(rewards.workers[0].told) == 2)
+            await servers.up()
+        told = [each["x"].urls for each in rewards.workers[0].told]
+        return told, rewards.spec.arguments[SERVERS]["x"].urls[0]
+
+    told, kept = asyncio.run(dies(1))
+    assert told == [("http://127.0.0.1/server/x-0",), ("http://127.0.0.1/server/x-0.1",)] and kept == told[1][0]
+    with pytest.raises(ServerLost, match=r"died 1 times, which is more than serve\.restarts=0 allows"):
+        asyncio.run(dies(0))
+
+
+def test_held_out_terms_wait_for_a_server_that_is_started_again() -> None:
+    asked: list[str] = []
+
+    async def up() -> None:
+        asked.append("up")
+
+    async def disturb(ctx: Any, pools: Any) -> None:
+        object.__setattr__(ctx, "servers_up", up)
+
+    def seen(worker: str, method: str, count: int) -> None:
+        if method.startswith("score"):
+            asked.append(method)
+
+    config = toy_config(steps=2, evaluate__every=1)
+    config.evaluate.reward.terms = {"other": RewardTerm(name="sharpness")}
+    virtual(config, fault=seen, disturb=disturb)
+    held_out = asked.count("score_held_out")
+    assert held_out > 0 and asked.count("up") == asked.count("score") + held_out
+
+
+def test_a_run_that_was_asked_to_stop_and_lost_its_servers_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's SIGTERM may go to every process of the job, servers included."""
+    monkeypatch.setattr("async_flowrl.run.job.find_checkpoint", lambda folder: folder / "step_3")
+    directory, stop = RunDirectory(tmp_path), StopRequest()
+    assert last_resort(ServerLost("died 4 times"), stop, directory) is None
+    stop.ask("SIGTERM", 75)
+    assert last_resort(ServerLost("died 4 times"), stop, directory) == 3
