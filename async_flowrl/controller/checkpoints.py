@@ -42,6 +42,8 @@ class Checkpoints:
     device: str
     """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
     requests: RequestBuilder = field(kw_only=True)
+    base_digest: str = field(kw_only=True)
+    """Of the base weights that all workers have loaded."""
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
     """Versions whose checkpoints are kept besides the newest."""
     misses: int = 0
@@ -81,6 +83,7 @@ class Checkpoints:
             "config_hash": config_hash(self.config),
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
+            "base_digest": self.base_digest,
             "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
         }
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
@@ -181,6 +184,19 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
     if sentences and config.resume != "force":
         raise ConfigError(f"{'; and '.join(sentences)}. resume=force goes on all the same")
     return replace(resume, forced=tuple(sentences), notes=tuple(other_inputs(resume.controller["inputs"], now)))
+
+
+def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resume:
+    """Raises ConfigError where the loaded base weights are not the checkpoint's; resume=force notes that instead."""
+    if resume.path is None or resume.controller["base_digest"] == base_digest:
+        return resume
+    sentence = (
+        f"{resume.path} was made on other base weights than model.path={config.model.path} has now: "
+        f"{resume.controller['base_digest'][:12]} before, {base_digest[:12]} now"
+    )
+    if config.resume != "force":
+        raise ConfigError(f"{sentence}. resume=force goes on all the same")
+    return replace(resume, forced=(*resume.forced, sentence))
 
 
 def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:

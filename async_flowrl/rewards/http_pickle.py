@@ -143,7 +143,7 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self: Any) -> None:
         """Like that of the class above, but for arrays and dtypes alone: it would set a function's defaults as well."""
         _check(isinstance(self.stack[-2], _Array | _DType), "the pickle sets the state of something else than an array")
-        pickle._Unpickler.load_build(self)
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -68,10 +68,16 @@ def _token(value: object) -> str:
 
 
 def _logprob(value: object) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not value <= LOGPROB_ROUNDING or (isinstance(value, int) and not is_number(value)):
-        raise JudgeError(f"the reply has {value!r} where a log-probability was due")
-    return float(value)
+    if isinstance(value, int | float) and is_log_probability(value):
+        return float(value)
+    raise JudgeError(f"the reply has {value!r} where a log-probability was due")
+
+
+def is_log_probability(value: float) -> bool:
+    """At most 0 but for rounding, minus infinity among them; no truth value, and no integer that is beyond float's."""
+    if isinstance(value, int) and (isinstance(value, bool) or not is_number(value)):
+        return False
+    return value <= LOGPROB_ROUNDING
 
 
 def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:

@@ -14,7 +14,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
-from async_flowrl.controller.checkpoints import Resume, find_resume, warn_of_differences
+from async_flowrl.controller.checkpoints import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.inputs import inputs_of
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
@@ -142,6 +142,7 @@ async def train_until(
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
+            resume = check_base_weights(config, resume, info["base_digest"])
             warn_of_differences(config, resume, info["device"])
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])

@@ -195,7 +195,14 @@ def context_of(run: Run, resume: Resume) -> Context:
     saved = [resume.version] if own else []
     records = records_of(run)
     checkpoints = Checkpoints(
-        config, run.directory, run.trainers, run.device, requests=requests, saved=saved, spare=records.spare
+        config,
+        run.directory,
+        run.trainers,
+        run.device,
+        requests=requests,
+        base_digest=run.base_digest,
+        saved=saved,
+        spare=records.spare,
     )
     first_step = resume.version
     score_log = ScoreLog(run.directory.scores, first_step=first_step) if keeps_scores(config.reward) else None

@@ -1,11 +1,15 @@
 """A resume with edited prompts is refused, one with an edited reward warns, and `verify` says what was forced."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies.tiny.build import build_tiny
 from async_flowrl.run.job import run as run_config
 from async_flowrl.verify import verify
 from tests.integration.runs import LOCAL
@@ -77,3 +81,22 @@ def test_a_resume_sees_what_was_edited(
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto") == 0
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto", "lora.alpha=3") == 2
     assert "a configuration that leads to other weights" in capfd.readouterr().err
+
+
+def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(build_tiny(TinyConfig(layers=1)), model)
+
+    def run(*overrides: str) -> int:
+        small = ("rollout.num_inference_steps=3", f"model.path={model}", f"output_dir={tmp_path / 'run'}")
+        return run_config(compose_config("one_step_off", [*LOCAL, *small, *overrides]))
+
+    assert run("total_steps=1") == 0
+    (file,) = (model / "transformer").glob("*.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    capfd.readouterr()
+    assert run("total_steps=2", "resume=auto") == 2
+    assert "was made on other base weights than model.path=" in capfd.readouterr().err
+    assert run("total_steps=2", "resume=force") == 0
+    warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+    assert any("was made on other base weights" in sentence for sentence in warnings)
