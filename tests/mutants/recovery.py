@@ -195,6 +195,7 @@ ATTEMPT_FAULTS = (
         "a resume asks an optional term again that had failed",
         {f"{RUN_RECOVERY}:keeps_scores": lambda keeps: lambda config: False},
         "tests.unit.test_optional_terms:test_a_resume_trains_a_group_without_the_term_that_it_lacked",
+        arguments={"combine": "sum"},
     ),
     Mutant(
         "a term that a group lacks counts as 0 for it",

@@ -207,8 +207,8 @@ def test_the_dialects_of_other_trainers() -> None:
         assert pickle.loads(post(f"{url}/", unified).content)["outputs"] == [1.0, 2.0]
         geneval = pickle.dumps({"images": files, "meta_datas": [{"prompt": "a", "tag": "x"}] * 2, "only_strict": True})
         assert pickle.loads(post(f"{url}/", geneval).content)["scores"] == [1.0, 2.0]
-        refused = post(f"{url}/", pickle.dumps({"images": files, "prompts": [print]}))
-        assert refused.status_code == 400 and "builtins.print" in pickle.loads(refused.content)["error"]
+        refused = post(f"{url}/", pickle.dumps({"images": files, "prompts": [eval]}))
+        assert refused.status_code == 400 and "builtins.eval" in pickle.loads(refused.content)["error"]
 
 
 def test_any_reward_of_ours_is_served_with_its_terms() -> None:

@@ -1,0 +1,185 @@
+"""check-model against the stock pipelines of all families, and against families of one's own that are wrong."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.check_model.command import main
+from async_flowrl.check_model.compare import STEPS
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.job import run
+from tests.integration.runs import LOCAL
+from tests.support.families import NAMES
+
+SHORT = ["--max-sequence-length", "24", "--steps", "4"]
+SD3 = ["tiny", "--tiny-family", "sd3", *SHORT]
+SANA = ["tiny", "--tiny-family", "tests.support.sana:tiny_pipeline", "--steps", "3", "--max-sequence-length", "16"]
+HEAD = """
+from async_flowrl.policies.sd3 import SD3Family, SD3Policy
+
+
+class Own(SD3Policy):
+    pass
+{body}
+
+class Family(SD3Family):
+    policy = Own
+"""
+NOTHING = ""
+Write = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stamps of this session alone; the tiny models are built once."""
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path_factory.getbasetemp() / "checked_models"))
+
+
+@pytest.fixture
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a family of one's own with the lines given; returns its name. Each test has a module of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"own_{tmp_path.name}".replace("-", "_")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+    def write(body: str) -> str:
+        indented = "".join(f"    {line}\n" for line in body.splitlines())
+        (tmp_path / f"{module}.py").write_text(HEAD.format(body=indented))
+        return f"{module}:Family"
+
+    return write
+
+
+def verdicts(printed: str) -> dict[str, str]:
+    """yes or no by step, as the table has them."""
+    cells = [[cell.strip() for cell in line.split("│")] for line in printed.splitlines() if line.startswith("│")]
+    return {row[1]: row[2] for row in cells if row[1]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    padded = [] if name == "qwen_image" else SHORT
+    assert main(["tiny", "--tiny-family", name, *padded]) == 0
+    assert verdicts(capsys.readouterr().out) == dict.fromkeys(STEPS, "yes")
+
+
+@pytest.mark.parametrize(
+    ("body", "step", "said"),
+    [
+        (
+            "def _encode_one(self, text):\n    return super()._encode_one(text + '!')",
+            "prompt embeddings",
+            "encode_prompt with prompt='a red apple on a wooden table' where the family has 'a red apple on a wooden "
+            "table!'",
+        ),
+        (
+            "def sigmas(self, steps, resolution):\n    return super().sigmas(steps, resolution) ** 1.1",
+            "schedule",
+            "sigmas[2] is 0.5724, the stock pipeline's 0.6022",
+        ),
+        (
+            "def _network(self, *given):\n    return -super()._network(*given)",
+            "velocity",
+            "-1 times the stock pipeline's; velocity is eps - x0, does the network predict x0 - eps?",
+        ),
+        (
+            "def _network(self, latents, sigma, *rest):\n    return super()._network(latents, sigma / 1000, *rest)",
+            "velocity",
+            "the network is given timestep=1, by the stock pipeline 1000",
+        ),
+        (
+            "def _guide(self, conditional, unconditional, scale):\n    return conditional",
+            "velocity",
+            "_network or _guide is not what the stock pipeline does",
+        ),
+        (
+            "def _unpacked(self, pipeline, latents, resolution):\n    return latents.flip(-1)",
+            "decoded images",
+            "_decoded or _unpacked",
+        ),
+        ("lora_targets = ('norm1.linear_of_another',)", "LoRA round trip", "names no linear layer of the model"),
+        (
+            "def velocity(self, latents, sigma, *rest):\n"
+            "    return super().velocity(latents, sigma[:1].expand(len(sigma)), *rest)",
+            "replayed log-probs",
+            "rows at different noise levels",
+        ),
+        (
+            "def guidance_arguments(self, sampling):\n    return {'true_cfg_scale': 4.0}",
+            "stock call",
+            "are guidance_arguments those of StableDiffusion3Pipeline?",
+        ),
+    ],
+)
+def test_a_wrong_family_is_caught_at_the_step_that_differs(
+    family: Write, body: str, step: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SD3, "--family", family(body)]) == 1
+    printed = capsys.readouterr().out
+    assert next(name for name, verdict in verdicts(printed).items() if verdict == "no") == step
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"{step} is the first step that differs: ") and said in last
+
+
+def test_an_instruction_that_the_stock_pipeline_adds_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """SANA's does; a family that leaves it out trains happily, and its latents are others."""
+    assert main([*SANA, "--family", "tests.support.sana:SanaFamily"]) == 0
+    capsys.readouterr()
+    assert main([*SANA, "--family", "tests.support.sana:BareFamily"]) == 1
+    assert "prompt embeddings is the first step that differs: " in (printed := capsys.readouterr().out)
+    assert "encode_prompt with complex_human_instruction=['Given a user prompt" in printed.replace('"', "'")
+
+
+def test_a_run_warns_of_a_family_until_it_is_checked_as_it_is(
+    family: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = family(NOTHING)
+    model = [
+        "model.tiny.family=sd3",
+        f"model.family={name}",
+        "model.max_sequence_length=24",
+        f"output_dir={tmp_path}/run",
+    ]
+
+    def said(*overrides: str) -> str:
+        assert run(compose_config("one_step_off", [*LOCAL, *model, "total_steps=1", *overrides])) == 0
+        both = capsys.readouterr()
+        return both.out + both.err
+
+    warning = f"WARNING: model.family={name} was never compared with its stock pipeline"
+    before = said("dry_run=true")
+    assert warning in before
+    command = next(line for line in before.splitlines() if line.startswith(warning)).partition(
+        "async-flowrl check-model "
+    )
+    assert warning in said()
+    assert main([*command[2].split(), *SHORT]) == 0
+    capsys.readouterr()
+    assert "WARNING" not in said("dry_run=true", f"output_dir={tmp_path}/other")
+    family("lora_exclude = None")
+    assert warning in said("dry_run=true", f"output_dir={tmp_path}/other")
+
+
+def test_a_shipped_family_needs_no_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = "model.family=async_flowrl.policies.qwen_image:QwenImageFamily"
+    assert run(compose_config("one_step_off", [named, "dry_run=true", f"output_dir={tmp_path}/run"])) == 0
+    assert "WARNING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "--resolution", "40"], "resolution must be a multiple of 16, got 40, nearest: 32"),
+        (["tiny", "--family", "qwen_imag"], "did you mean 'qwen_image'?"),
+        (["/nowhere/at/all"], "model.path '/nowhere/at/all' was not found"),
+        (["tiny", "--steps", "1"], "--steps must be at least 2, got 1"),
+        (["tiny", "--family", "no_such_module:Family"], "model.family no_such_module:Family cannot be imported"),
+        (["tiny", "--tiny-family", "flux", "--guidance", "0"], "guidance_scale must be above 0 for FLUX.1"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("ERROR"):
+        assert main(arguments) == 2
+    assert message in caplog.text
