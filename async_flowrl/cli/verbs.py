@@ -15,6 +15,7 @@ VERBS = {
     "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
     "doctor": ("async_flowrl.doctor", "look at this machine; with --gpu, check its GPUs"),
     "evaluate": ("async_flowrl.evaluate", "score a LoRA against its base model"),
+    "check-model": ("async_flowrl.check_model", "compare a model family with its stock pipeline"),
     "generate": ("async_flowrl.generate", "make images with and without a LoRA"),
     "export": ("async_flowrl.export", "write a LoRA to publish: formats, merged weights, model card"),
     "serve-rewards": ("async_flowrl.serve_rewards", "serve rewards over HTTP, to any trainer"),

@@ -37,7 +37,7 @@ from async_flowrl.run.launch import (
     open_cluster,
     send_negatives,
 )
-from async_flowrl.run.prepare import Prepared, ends_before_its_epochs, prepare
+from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport
@@ -78,7 +78,7 @@ def run(
         return _fail(error, exit_codes.CONFIG)
     log_to(directory.logs / "controller.log")
     sys.stdout.write(describe_inputs(prepared))
-    if sentence := ends_before_its_epochs(prepared):
+    for sentence in doubts_of(prepared):
         logger.warning("%s", sentence)
     try:
         return asyncio.run(train(prepared, directory, resume, predict, check_devices))

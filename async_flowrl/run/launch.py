@@ -15,7 +15,7 @@ from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.run.prepare import Prepared, ends_before_its_epochs
+from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
@@ -115,7 +115,7 @@ def describe_run(prepared: Prepared) -> str:
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
         f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
-        *([sentence] if (sentence := ends_before_its_epochs(prepared)) else []),
+        *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from async_flowrl.data.sampler import steps_for
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.checked import unchecked
 from async_flowrl.policies.lora import targeted_modules
 from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load_policy, resolve_model, shapes_of
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
@@ -88,6 +89,14 @@ def with_limits(config: Config, prompts: int) -> Config:
         return config
     steps = steps_for(config.epochs, prompts, config.prompts_per_step)
     return replace(config, total_steps=min(config.total_steps, steps))
+
+
+def doubts_of(prepared: Prepared) -> list[str]:
+    """Warnings, a sentence each, of what a run can do but its user may not mean."""
+    model, resolution = prepared.model, prepared.config.rollout.resolution
+    never_checked = unchecked(model.family, model.path, model.revision, resolution=resolution)
+    sentences = ends_before_its_epochs(prepared), never_checked
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def ends_before_its_epochs(prepared: Prepared) -> str | None:

@@ -173,6 +173,7 @@ def test_a_shipped_family_needs_no_check(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["tiny", "--resolution", "40"], "resolution must be a multiple of 16, got 40, nearest: 32"),
         (["tiny", "--family", "qwen_imag"], "did you mean 'qwen_image'?"),
+        (["tiny", "--family", "sd3"], "sd3 cannot be put around a QwenImagePipeline: KeyError: 'block_out_channels'"),
         (["/nowhere/at/all"], "model.path '/nowhere/at/all' was not found"),
         (["tiny", "--steps", "1"], "--steps must be at least 2, got 1"),
         (["tiny", "--family", "no_such_module:Family"], "model.family no_such_module:Family cannot be imported"),

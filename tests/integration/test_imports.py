@@ -6,7 +6,19 @@ from pathlib import Path
 
 from tests.integration.runs import LIMIT, LOCAL, ROOT
 
-TOOLS = ("cli", "main", "doctor", "plan", "benchmark", "verify", "prove", "evaluate", "export", "generate")
+TOOLS = (
+    "cli",
+    "main",
+    "doctor",
+    "plan",
+    "benchmark",
+    "verify",
+    "prove",
+    "check_model",
+    "evaluate",
+    "export",
+    "generate",
+)
 RUN = """
 import sys
 from async_flowrl.config.compose import compose_config

@@ -1,0 +1,108 @@
+"""The command line of the comparison."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from async_flowrl.check_model.compare import STEPS, Job, compare, job_of
+from async_flowrl.check_model.rows import TOLERANCES, Row
+from async_flowrl.config import exit_codes
+from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.generate import Settings
+from async_flowrl.policies.checked import write_stamp
+from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.types import Sampling
+
+logger = logging.getLogger(__name__)
+_WIDTH = 120
+"""Characters of a table that no terminal shows."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: every step is that of the stock pipeline; 1: one differs; 2: there was nothing to compare."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
+    except (ValueError, OSError, ImportError) as error:
+        logger.error("%s", error)
+        return exit_codes.CONFIG
+    sys.stdout.write(f"{job.model.family} against diffusers' {job.pipeline_name}: {_how(job)}\n")
+    rows = compare(job)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table(rows))
+    differing = [row for row in rows if not row.holds]
+    if differing:
+        sys.stdout.write(f"{differing[0].step} is the first step that differs: {differing[0].said}\n")
+        return exit_codes.ERROR
+    try:
+        write_stamp(job.model.family, job.pipeline_name, _how(job))
+    except OSError as error:
+        logger.warning("runs will go on to warn, that it was compared cannot be kept: %s", error)
+    sys.stdout.write(f"{job.model.family} is {job.pipeline_name}: all {len(rows)} steps agree\n")
+    return exit_codes.OK
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """What the family's models are usually sampled with, unless the arguments say otherwise."""
+    model = ModelConfig(
+        path=given.model,
+        family=given.family,
+        dtype=given.dtype,
+        tiny=TinyConfig(family=given.tiny_family),
+        max_sequence_length=given.max_sequence_length,
+    )
+    cfg, embedded = load_family(resolve_model(model).family).usual_guidance
+    if given.guidance is not None:
+        cfg, embedded = (cfg, given.guidance) if embedded > 0 else (given.guidance, embedded)
+    resolution = given.resolution or (32 if given.model == "tiny" else 512)
+    sampling = Sampling(resolution, given.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
+    return Settings(model, sampling)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
+    drawn = Table()
+    drawn.add_column("step", no_wrap=True)
+    for name in ("equal", "max |difference|", "relative"):
+        drawn.add_column(name, justify="right", no_wrap=True)
+    drawn.add_column("")
+    first = next((row for row in rows if not row.holds), None)
+    for row in rows:
+        said = row.said if row.holds else "see below" if row is first else "may follow from the first"
+        numbers = ("" if value is None else f"{value:.2g}" for value in (row.difference, row.relative))
+        drawn.add_row(row.step, "yes" if row.holds else "no", *numbers, said)
+    for step in STEPS:
+        if step not in {row.step for row in rows}:
+            drawn.add_row(step, "", "", "", "not compared")
+    return drawn
+
+
+def _how(job: Job) -> str:
+    how = job.settings.sampling
+    scale = how.guidance_scale or how.true_cfg_scale
+    return (
+        f"{how.num_inference_steps} steps at {how.resolution} px, guidance {scale:g}, {job.model.dtype} on "
+        f"{job.device.type}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.check_model",
+        description="Compares a model family with diffusers' own pipeline and names the first step that differs.",
+    )
+    parser.add_argument("model", metavar="NAME_OR_PATH", help="model.path: tiny, a diffusers folder or a hub name")
+    parser.add_argument("--family", default="auto", help="model.family: a name, or pkg.module:attr (default: auto)")
+    parser.add_argument("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
+    parser.add_argument("--prompt", default="a red apple on a wooden table")
+    parser.add_argument("--steps", type=int, default=6, help="denoising steps (default 6)")
+    parser.add_argument("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
+    parser.add_argument("--resolution", type=int, help="pixels per side (default 512; of tiny 32)")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="default float32: no rounding")
+    parser.add_argument("--max-sequence-length", type=int, help="model.max_sequence_length")
+    return parser

@@ -1,0 +1,122 @@
+"""Schedule, velocity, latents and images, from the stock pipeline's own starting points."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.check_model.embeddings import Branches, compare_input, network_inputs
+from async_flowrl.check_model.rows import Gap, Row, Tolerance, gap
+from async_flowrl.check_model.stock import Stock, network_name
+from async_flowrl.policies.base import Policy
+from async_flowrl.types import Sampling
+
+SCHEDULE, VELOCITY, LATENTS, DECODE = "schedule", "velocity", "ODE latents", "decoded images"
+_EULER = "FlowMatchEulerDiscreteScheduler"
+
+
+def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, allowed: Tolerance) -> Row:
+    """The scheduler's sigmas in the stock call, and the family's."""
+    ours = policy.sigmas(sampling.num_inference_steps, sampling.resolution)
+    theirs = stock.sigmas
+    if ours.shape != theirs.shape or len(stock.velocities) != len(ours) - 1:
+        counts = f"the family has {len(ours) - 1} steps, the stock pipeline {len(stock.velocities)}"
+        return Row(SCHEDULE, False, said=f"{counts} over {len(theirs)} sigmas")
+    found = gap(ours, theirs)
+    if found.difference <= allowed.relative:
+        return Row(SCHEDULE, True, found.difference, found.relative)
+    at = int((ours - theirs).abs().argmax())
+    said = (
+        f"sigmas[{at}] is {float(ours[at]):.4g}, the stock pipeline's {float(theirs[at]):.4g}: _set_schedule spaces or "
+        "shifts otherwise than its __call__ does"
+    )
+    return Row(SCHEDULE, False, found.difference, found.relative, said)
+
+
+def compare_velocity(policy: Policy, branches: Branches, stock: Stock, sampling: Sampling, allowed: Tolerance) -> Row:
+    """At every step, of the stock pipeline's own latents and noise level; guidance is part of it."""
+    layout = policy.latent_shape(sampling.resolution)
+    if (theirs := tuple(stock.before[0].shape[1:])) != tuple(layout):
+        return Row(
+            VELOCITY, False, said=f"the family's latents are {list(layout)}, the stock pipeline's {list(theirs)}"
+        )
+    worst, where, ours = Gap(0.0, 0.0), 0, Tensor()
+    for step, (x, target) in enumerate(zip(stock.before, stock.velocities, strict=True)):
+        sigma = stock.sigmas[step].to(x.device).expand(len(x))
+        velocity = policy.velocity(x, sigma, branches.positive, branches.negative, sampling)
+        if velocity.shape != target.shape:
+            shapes = f"{list(velocity.shape)}, the stock pipeline's scheduler gets {list(target.shape)}"
+            return Row(VELOCITY, False, said=f"the family's has the shape {shapes}")
+        found = gap(velocity, target)
+        if step == 0 or found.relative > worst.relative:
+            worst, where, ours = found, step, velocity
+    if worst.relative <= allowed.relative:
+        return Row(VELOCITY, True, worst.difference, worst.relative)
+    cause = _factor(ours, stock.velocities[where], allowed) or _time(policy, branches.positive, stock, sampling)
+    guided = " or _guide" if branches.negative is not None else ""
+    said = f"at step {where}: {cause or f'_network{guided} is not what the stock pipeline does with its network'}"
+    return Row(VELOCITY, False, worst.difference, worst.relative, said)
+
+
+def _factor(ours: Tensor, theirs: Tensor, allowed: Tolerance) -> str | None:
+    """Where the one is a multiple of the other."""
+    one, other = ours.double().flatten(), theirs.double().flatten()
+    factor = float(one @ other / (other @ other).clamp_min(1e-30))
+    if abs(factor) < 1e-3 or gap(one, factor * other).relative > allowed.relative:
+        return None
+    advice = "; velocity is eps - x0, does the network predict x0 - eps?" if abs(factor + 1) < 1e-3 else ""
+    return f"the family's is {factor:.4g} times the stock pipeline's{advice}"
+
+
+def _time(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, sampling: Sampling) -> str | None:
+    """Where the network is told another time than by the stock pipeline."""
+    ours = network_inputs(policy, branch, stock, replace(sampling, true_cfg_scale=1.0))
+    for name, value in ours.items():
+        theirs = [call.get(name) for call in stock.network]
+        found = compare_input(value, theirs) if network_name(name) == "time" else Gap(0.0, 0.0)
+        if isinstance(found, Gap) and found.difference > 1e-3 and isinstance(value, Tensor):
+            other = next(float(each.flatten()[0]) for each in theirs if isinstance(each, Tensor))
+            return f"the network is given {name}={float(value.flatten()[0]):.4g}, by the stock pipeline {other:.4g}"
+    return None
+
+
+def denoised(policy: Policy, branches: Branches, start: Tensor, sampling: Sampling) -> list[Tensor]:
+    """The latents after every step without noise, by the family's own schedule."""
+    sigmas = policy.sigmas(sampling.num_inference_steps, sampling.resolution).to(start.device)
+    x, found = start, []
+    for sigma, after in pairwise(sigmas):
+        now = sigma.expand(len(x))
+        velocity = policy.velocity(x, now, branches.positive, branches.negative, sampling)
+        x = sde.ode_step(x, velocity, now, after.expand(len(x)))
+        found.append(x)
+    return found
+
+
+def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed: Tolerance) -> Row:
+    """After every step, and so the final ones."""
+    found = [gap(ours, theirs) for ours, theirs in zip(latents, stock.after, strict=True)]
+    worst = max(found, key=lambda each: each.relative)
+    if worst.relative <= allowed.relative:
+        return Row(LATENTS, True, worst.difference, worst.relative)
+    first = next(step for step, each in enumerate(found) if each.relative > allowed.relative)
+    kind = type(scheduler).__name__
+    cause = "" if kind == _EULER else f": the stock pipeline steps with {kind}, a run steps as {_EULER} does"
+    said = f"from step {first} on, the final ones by {found[-1].difference:.2g}{cause}"
+    return Row(LATENTS, False, worst.difference, worst.relative, said)
+
+
+def compare_images(policy: Policy, stock: Stock, resolution: int, allowed: Tolerance) -> Row:
+    """Of the stock pipeline's final latents, in levels of 255."""
+    ours = policy.decode(stock.after[-1], resolution).cpu()
+    theirs = torch.from_numpy(stock.images)
+    if ours.shape != theirs.shape or ours.dtype != torch.uint8:
+        shapes = f"{list(ours.shape)} {ours.dtype}, the stock pipeline's {list(theirs.shape)} torch.uint8"
+        return Row(DECODE, False, said=f"the family's images are {shapes}")
+    found = gap(ours, theirs)
+    holds = found.difference <= allowed.levels
+    said = "" if holds else "_decoded or _unpacked scales, shifts or unpacks the latents otherwise than its __call__"
+    return Row(DECODE, holds, found.difference, found.relative, said)

@@ -1,0 +1,131 @@
+"""The first step: what the network is fed of a prompt, by the family and by the stock pipeline."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_flowrl.check_model.rows import Gap, Row, Tolerance, gap
+from async_flowrl.check_model.stock import Inputs, Stock, network_name, watched, watched_encoding
+from async_flowrl.policies.base import Policy
+from async_flowrl.types import Sampling
+
+_NO_MATTER = ("self", "device", "dtype", "num_images_per_prompt", "do_classifier_free_guidance", "lora_scale")
+"""Arguments of `encode_prompt` that say nothing of the text."""
+STEP = "prompt embeddings"
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The conditioning of both prompts on the device, `negative` None without guidance; `calls` are the arguments with
+    which the family called the pipeline's `encode_prompt`."""
+
+    positive: Mapping[str, Tensor]
+    negative: Mapping[str, Tensor] | None
+    calls: list[Inputs]
+
+
+def encode(policy: Policy, pipeline: Any, prompt: str, sampling: Sampling, device: torch.device) -> Branches:
+    texts = [prompt, sampling.negative_prompt] if sampling.true_cfg_scale > 1 else [prompt]
+    with watched_encoding(pipeline) as calls:
+        encoded = policy.encode(texts)
+    branches = [{name: torch.as_tensor(value).to(device) for name, value in each.items()} for each in encoded]
+    return Branches(branches[0], branches[1] if len(branches) > 1 else None, list(calls))
+
+
+def compare_embeddings(policy: Policy, branches: Branches, stock: Stock, unguided: Sampling, allowed: Tolerance) -> Row:
+    """Everything but the latents and the noise level that the network is fed for each of the prompts."""
+    worst, faults = Gap(0.0, 0.0), []
+    for which, branch in (("", branches.positive), (" of the negative prompt", branches.negative)):
+        ours = {} if branch is None else network_inputs(policy, branch, stock, unguided)
+        names = {*ours, *(name for call in stock.network for name in call)} if branch is not None else set()
+        for name in sorted(name for name in names if network_name(name) == "other"):
+            found = compare_input(ours.get(name), [call.get(name) for call in stock.network])
+            if isinstance(found, str):
+                faults.append((float("inf"), f"{name}{which}: {found}"))
+            elif found.relative > allowed.relative:
+                faults.append((found.difference, f"{name}{which} differs by {found.difference:.2g}"))
+            if isinstance(found, Gap) and found.difference > worst.difference:
+                worst = found
+    if not faults:
+        return Row(STEP, True, worst.difference, worst.relative)
+    said = f"{max(faults)[1]}; {_encoding(branches.calls, stock.encoded)}"
+    measured = worst.difference > 0
+    return Row(STEP, False, worst.difference if measured else None, worst.relative if measured else None, said)
+
+
+def network_inputs(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, unguided: Sampling) -> Inputs:
+    """The arguments of the network's first call when the family asks for the velocity of one image at the first step.
+
+    Without guidance, so that no prompt is padded to the other's length.
+    """
+    x = stock.before[0][:1]
+    with watched(policy.transformer) as calls:
+        policy.velocity(x, stock.sigmas[:1].to(x.device), branch, None, unguided)
+    if not calls:
+        raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
+    return calls[0]
+
+
+def compare_input(ours: Any, theirs: Sequence[Any]) -> Gap | str:
+    """The nearest of the stock pipeline's rows; a sentence where none has the shape, or where one side feeds nothing.
+
+    A mask of ones is the same as none.
+    """
+    mine, others = list(_tensors(ours)), [tensor for value in theirs for tensor in _tensors(value)]
+    if not mine or not others:
+        fed = [tensor for tensor in (*mine, *others) if not bool((tensor == 1).all())]
+        if not fed:
+            return Gap(0.0, 0.0)
+        shape = list(fed[0].shape)
+        return f"only the {'family' if mine else 'stock pipeline'} feeds it, {shape}"
+    pairs = [pair for other in others for pair in _pairs(mine[0], other)]
+    if not pairs:
+        return f"the family feeds {list(mine[0].shape)}, the stock pipeline {list(others[0].shape)}"
+    return min((gap(one, other) for one, other in pairs), key=lambda found: found.difference)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value.detach().float() if not value.is_complex() else torch.view_as_real(value.detach())
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _pairs(ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if ours.shape == theirs.shape:
+        yield ours, theirs
+    elif ours.dim() == theirs.dim() > 0 and ours.shape[1:] == theirs.shape[1:]:
+        for row in theirs:
+            yield ours[0], row
+
+
+def _encoding(ours: Sequence[Inputs], theirs: Sequence[Inputs]) -> str:
+    """How the two call `encode_prompt`, where that differs; otherwise what it may be."""
+    if ours and theirs:
+        one, other = ours[0], theirs[0]
+        names = [name for name in other if name not in _NO_MATTER and "negative" not in name and "embeds" not in name]
+        texts = [name for name in names if _plain(one.get(name)) != _plain(other[name]) and not _is_tensor(other[name])]
+        if texts:
+            said = ", ".join(
+                f"{name}={_short(other[name])} where the family has {_short(one.get(name))}" for name in texts
+            )
+            return f"the stock pipeline calls encode_prompt with {said}"
+    return "the stock pipeline may add an instruction or a template, pad to another length, or pass a mask on"
+
+
+def _plain(value: Any) -> Any:
+    """One prompt is the same as a list of that prompt."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,140 @@
+"""What happens inside a call of the stock pipeline: what it feeds its network, and what its scheduler is given."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.generate import Settings, run_pipeline
+from async_flowrl.types import ByteArray
+
+IMAGES = 2
+"""Per comparison: one alone would hide rows that are mixed up."""
+Inputs = dict[str, Any]
+"""A network's arguments by name."""
+
+
+@dataclass(frozen=True)
+class Stock:
+    """One call of the stock pipeline.
+
+    `sigmas` are the scheduler's [T+1]; `before`, `velocities` and `after` what each of its steps was given and gave,
+    [n, ...] float32; `network` the arguments of every network call before the first step; `encoded` those of its
+    `encode_prompt`; `images` uint8 [n, H, W, 3].
+    """
+
+    sigmas: Tensor
+    before: list[Tensor]
+    velocities: list[Tensor]
+    after: list[Tensor]
+    network: list[Inputs]
+    encoded: list[Inputs]
+    images: ByteArray
+
+
+@dataclass
+class _Steps:
+    sigmas: list[Tensor] = field(default_factory=list)
+    before: list[Tensor] = field(default_factory=list)
+    velocities: list[Tensor] = field(default_factory=list)
+    after: list[Tensor] = field(default_factory=list)
+    calls: int = 0
+
+
+def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
+    """Calls the pipeline from `latents` [n, ...] on, and keeps what is seen on the way.
+
+    Raises ValueError where its sampling is not a scheduler's steps over sigmas.
+    """
+    found = _Steps()
+    with (
+        watched(pipeline.transformer) as network,
+        replaced(pipeline.scheduler, "step", lambda step: _watched_step(step, pipeline.scheduler, found, network)),
+        watched_encoding(pipeline) as encoded,
+    ):
+        images = run_pipeline(pipeline, settings, prompt, latents=latents, num_images_per_prompt=len(latents))
+    if not found.sigmas:
+        raise ValueError(f"{type(pipeline).__name__} does not sample by the steps of a scheduler with sigmas")
+    return Stock(
+        found.sigmas[0], found.before, found.velocities, found.after, network[: found.calls], list(encoded), images
+    )
+
+
+def _watched_step(step: Callable[..., Any], scheduler: Any, found: _Steps, network: list[Inputs]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def watching(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
+        given = model_output, timestep, sample
+        if not found.before:
+            found.calls = len(network)
+            sigmas = getattr(scheduler, "sigmas", None)
+            found.sigmas += [] if sigmas is None else [torch.as_tensor(sigmas).to("cpu", torch.float32).clone()]
+        found.before.append(sample.detach().float().clone())
+        found.velocities.append(model_output.detach().float().clone())
+        result = step(*given, *rest, **options)
+        after = result[0] if isinstance(result, tuple) else result.prev_sample
+        found.after.append(after.detach().float().clone())
+        return result
+
+    return watching
+
+
+@contextmanager
+def watched(network: nn.Module) -> Iterator[list[Inputs]]:
+    """Inside, every call of the network adds its arguments to the list."""
+    calls: list[Inputs] = []
+    signature = inspect.signature(cast("Any", network).forward)
+
+    def note(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append(dict(signature.bind_partial(*positional, **named).arguments))
+
+    handle = network.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def watched_encoding(pipeline: Any) -> Iterator[list[Inputs]]:
+    """Inside, every call of the pipeline's `encode_prompt` adds its arguments, defaults included, to the list."""
+    calls: list[Inputs] = []
+    if not hasattr(pipeline, "encode_prompt"):
+        yield calls
+        return
+
+    def watching(encode: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(encode)
+
+        @functools.wraps(encode)
+        def note(*positional: Any, **named: Any) -> Any:
+            given = signature.bind_partial(*positional, **named)
+            given.apply_defaults()
+            calls.append(dict(given.arguments))
+            return encode(*positional, **named)
+
+        return note
+
+    with replaced(pipeline, "encode_prompt", watching):
+        yield calls
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a method of this one object is what `wrap` makes of it."""
+    object.__setattr__(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name)
+
+
+def network_name(name: str) -> str:
+    """`latents`, `time` or `other`: what an argument of a diffusers transformer is, by its name."""
+    if name in ("hidden_states", "x", "sample", "latents"):
+        return "latents"
+    return "time" if "timestep" in name or name in ("t", "sigma", "sigmas") else "other"
