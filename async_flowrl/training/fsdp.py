@@ -47,6 +47,16 @@ class World:
         return by_rank
 
 
+def let_go(network: nn.Module) -> None:
+    """Frees what was gathered for a forward pass that no backward pass followed; nothing where nothing is sharded.
+
+    FSDP2 keeps the outermost group of parameters from a forward pass to its backward pass.
+    """
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
     """Whether ranks that joined a process group hold a share of the base each, by `trainer.shard`.
 

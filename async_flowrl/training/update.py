@@ -12,6 +12,7 @@ import torch
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
+from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
@@ -116,6 +117,7 @@ class Update:
         if self._region.measures:
             with measured.span("probe"):
                 metrics |= self._region.bound(before)
+                let_go(inputs.policy.transformer)
         return UpdateStats(step, plan.update, False, metrics, measured.kept(), measured.stats(), tuple(measured.spans))
 
     def _groups(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> Iterable[Group]:
