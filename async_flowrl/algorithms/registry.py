@@ -1,6 +1,5 @@
 """Registry of algorithms, and the checks between their fields: what would not do what it says is refused."""
 
-import importlib
 from typing import Any, cast
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
 from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
+from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import Config
 
 BUILT_IN: dict[str, type] = {
@@ -72,16 +72,7 @@ def _factory(name: str) -> Any:
         return BUILT_IN[name]
     if ":" not in name:
         raise ValueError(unknown_name("algorithm.name", name, BUILT_IN) + " (or pkg.module:attr for one of your own)")
-    module_name, attribute = name.split(":", 1)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is read
-        raise ValueError(f"algorithm.name {name!r} cannot be imported: {in_one_line(error)}") from error
-    if not hasattr(module, attribute):
-        raise ValueError(
-            unknown_name(f"algorithm.name: {module_name}", attribute, [n for n in vars(module) if n[0] != "_"])
-        )
-    return getattr(module, attribute)
+    return import_named("algorithm.name", name)
 
 
 def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:

@@ -1,4 +1,4 @@
-"""What happens inside a call of the stock pipeline: what it feeds its network, and what its scheduler is given."""
+"""A record of a call of the stock pipeline: what it feeds its network, and what its scheduler is given."""
 
 import functools
 import inspect

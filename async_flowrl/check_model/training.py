@@ -1,4 +1,4 @@
-"""What training adds: an adapter that whoever downloads it gets back, and log-probs that the trainer finds again."""
+"""Training in a check: an adapter that comes back from its file, and log-probs that the trainer finds again."""
 
 import tempfile
 from dataclasses import replace

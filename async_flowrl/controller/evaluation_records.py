@@ -1,4 +1,4 @@
-"""What is made of an evaluation that is complete: its record, its metrics, its picture, and what they warn of."""
+"""Records of complete evaluations: each has its line, its metrics, its picture, and what they warn of."""
 
 import hashlib
 import json

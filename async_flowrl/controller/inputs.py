@@ -1,4 +1,4 @@
-"""What a run reads besides its configuration: prompts and the sources of rewards of one's own, by their digests.
+"""Inputs of a run besides its configuration: prompts and the sources of rewards of one's own, by their digests.
 
 A checkpoint holds them, so that a resume with an edited file is told from one with the same.
 """

@@ -1,4 +1,4 @@
-"""What happened to the calls of each term of the reward, by training step: retries and failures."""
+"""Counts of calls of each term of the reward, by training step: retries and failures."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

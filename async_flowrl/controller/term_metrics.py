@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of each term of the reward, from the scores of a step's groups."""
+"""Metrics of each term of the reward, from the scores of a step's groups."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

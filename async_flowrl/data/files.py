@@ -1,4 +1,4 @@
-"""Which file of a folder holds the prompts of a split: flow_grpo's, verl's and Hugging Face's ways to lay one out."""
+"""Folders of prompts: the file that holds a split, by flow_grpo's, verl's and Hugging Face's layouts."""
 
 import json
 from pathlib import Path

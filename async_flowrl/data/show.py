@@ -1,4 +1,4 @@
-"""What a run would understand of a prompt file, as a page of text."""
+"""A page of text on a prompt file: what a run would understand of it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is evaluated: a LoRA, prompts, rewards and noises, from a run's configuration or from the command line."""
+"""An evaluation job: LoRA, prompts, rewards and noises, from a run's configuration or from the command line."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence

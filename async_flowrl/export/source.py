@@ -1,4 +1,4 @@
-"""What is exported: the LoRA of a checkpoint, of a run, or of a file of any format, and what is known of it."""
+"""The source of an export: the LoRA of a checkpoint, of a run, or of a file of any format, and what is known of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

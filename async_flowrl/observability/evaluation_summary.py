@@ -1,4 +1,4 @@
-"""What summary.json and the report say of a run's evaluations."""
+"""The evaluations of a run, as summary.json and the report tell them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What rewards say of single images, as pictures show and keep it."""
+"""Extras of rewards for single images, as pictures show and keep them."""
 
 from collections.abc import Sequence
 from typing import Any

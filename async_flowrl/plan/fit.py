@@ -1,4 +1,4 @@
-"""Which shipped recipes fit which hardware, and what to type: `python -m async_flowrl.plan --fit [EXPERIMENT ...]`.
+"""Table of recipes, the hardware they fit, and what to type: `python -m async_flowrl.plan --fit [EXPERIMENT ...]`.
 
 Desk figures: every row is a memory plan of the configuration that it names. Nothing is started or downloaded.
 """

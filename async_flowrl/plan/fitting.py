@@ -1,4 +1,4 @@
-"""What would make a process fit whose passing tensors, not its weights, are too much: settings that were tried."""
+"""Settings that would make a process fit whose passing tensors, not its weights, are too much; each was tried."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Which families of one's own were compared with their stock pipeline: a stamp per source, diffusers and pipeline.
+"""Stamps of families that were compared with their stock pipeline: one per source, diffusers version and pipeline.
 
 A family that changes, or meets another diffusers or another pipeline, has to be compared again.
 """

@@ -1,4 +1,4 @@
-"""What reward servers are asked and answer, in each dialect: ours, flow_grpo's pickles and Flow-Factory's JSON."""
+"""Dialects of reward servers, requests and replies: ours, flow_grpo's pickles and Flow-Factory's JSON."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence

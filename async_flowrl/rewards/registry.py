@@ -1,7 +1,6 @@
 """Registry of rewards: the built-in ones by name, and your own as `pkg.module:attr`."""
 
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Attempts
@@ -130,7 +130,7 @@ def _default_name(key: str, term: RewardTerm) -> str:
     """The key; `http` for a term with a server, unless the key names a reward that asks a server in its own way."""
     if term.serve is None:
         return key
-    return key if key in REWARDS and hasattr(_import(key, REWARDS[key]), "connect") else HTTP_NAME
+    return key if key in REWARDS and hasattr(import_named(key, REWARDS[key]), "connect") else HTTP_NAME
 
 
 def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")
-    attribute = _import(where, REWARDS.get(name, name))
+    attribute = import_named(where, REWARDS.get(name, name))
     if not callable(attribute):
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
     _check_options(where, attribute, term.options)
@@ -165,16 +165,3 @@ def _check_options(where: str, attribute: Callable[..., Any], options: Mapping[s
         if option not in known:
             allowed = unknown_name("an option", option, known) if known else f"it takes none, got {option!r}"
             raise ValueError(f"{where}.options: {allowed}")
-
-
-def _import(where: str, path: str) -> object:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(f"{where}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, attribute):
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise ValueError(f"{where}: {unknown_name(f'the name after the colon of {path}', attribute, public)}")
-    named: object = getattr(module, attribute)
-    return named

@@ -1,4 +1,4 @@
-"""What a reward may return: numbers, or per image a mapping with `score` and whatever else it has to say."""
+"""Results of a reward: numbers, or per image a mapping with `score` and whatever else it has to say."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a judge's chat completion says: a number in a range, a transcription, or probabilities of listed answers.
+"""The reply of a judge, a chat completion: a number in a range, a transcription, or probabilities of listed answers.
 
 A reply that does not say it is a JudgeError, never a score of 0: a broken judge must not look like a bad image.
 """

@@ -1,4 +1,4 @@
-"""What a judge is asked: the template filled in, images as PNG, and what makes the reply readable by a program."""
+"""The request to a judge: the template filled in, images as PNG, and what makes the reply readable by a program."""
 
 import base64
 import hashlib

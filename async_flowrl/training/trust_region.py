@@ -1,4 +1,4 @@
-"""How far an optimizer step moved the policy, measured after it, and the step cut where that is too far.
+"""Trust region: the distance an optimizer step moved the policy, measured after it; a step that is too long is cut.
 
 With one optimizer step per batch every ratio is 1, so no clip binds, and Adam's step hardly depends on how large or how
 consistent the gradient is. What bounds the distance between consecutive policies has to look at the step itself. Here

@@ -1,0 +1,19 @@
+"""Import of what a configuration names as `pkg.module:attr`: code of the user's own, or of this package."""
+
+import importlib
+from typing import Any
+
+from async_flowrl.config.messages import in_one_line, unknown_name
+
+
+def import_named(key: str, path: str) -> Any:
+    """What `path` names. Raises ValueError, one sentence that begins with `key`, whatever the module raises."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module does when it is read
+        raise ValueError(f"{key}: {path} cannot be imported: {in_one_line(error)}") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ValueError(f"{key}: {unknown_name(f'the name after the colon of {path}', attribute, public)}")
+    return getattr(module, attribute)
