@@ -138,7 +138,7 @@ def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")
-    attribute = import_named(where, REWARDS.get(name, name))
+    attribute: Callable[..., Any] = import_named(where, REWARDS.get(name, name))
     if not callable(attribute):
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
     _check_options(where, attribute, term.options)
