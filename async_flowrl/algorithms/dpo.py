@@ -82,7 +82,7 @@ def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
     losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])
     if [steps[row] for row in winners] != [steps[row] for row in losers]:
         raise ValueError(
-            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2 and "
-            f"trainer.num_workers 1, got {len(winners)} winner and {len(losers)} loser rows"
+            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be at least "
+            f"2, got {len(winners)} winner and {len(losers)} loser rows"
         )
     return winners, losers

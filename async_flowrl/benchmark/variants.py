@@ -81,11 +81,8 @@ def colocated(machine: Machine, config: Config) -> list[Variant]:
         threads = (f"rollout.threads={machine.devices}", f"trainer.threads={machine.devices}")
         name = f"sync colocated 1 x {machine.devices} threads"
         ways.append(Variant(name, "sync", ("placement=colocated", *_workers(1, 1), *threads)))
-    share = config.group_size // machine.devices
-    if config.group_size % machine.devices == 0:
-        batch = min(config.trainer.micro_batch_size, share)
-        overrides = (*_workers(machine.devices, machine.devices), f"trainer.micro_batch_size={batch}")
-        ways.append(Variant(f"sync colocated {machine.devices} x 1", "sync", ("placement=colocated", *overrides)))
+    overrides = ("placement=colocated", *_workers(machine.devices, machine.devices))
+    ways.append(Variant(f"sync colocated {machine.devices} x 1", "sync", overrides))
     return ways
 
 

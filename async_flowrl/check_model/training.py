@@ -87,7 +87,7 @@ def compare_replay(policy: Policy, branches: Branches, sampling: Sampling, promp
         raise ValueError("the rollout recorded no trajectory")
     group = Group(_meta(noisy), [trajectory], device=device)
     algorithm, steps = _algorithm(noisy), len(trajectory.train_steps)
-    (batch,) = group.micro_batches(algorithm.records, rank=0, world=1, samples=IMAGES, steps=steps)
+    (batch,) = group.micro_batches(algorithm.records, 0, samples=IMAGES, steps=steps)
 
     def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
         return policy.velocity(latents, sigma, group.conditioning, branches.negative, noisy)

@@ -216,20 +216,24 @@ class DataConfig:
 class TrainerConfig:
     """The pool that trains."""
 
-    num_workers: int = setting(1, at_least=1, changes=ROUNDING)
-    """Trainer ranks; the frozen base is sharded over them, and every group is split among them."""
+    num_workers: int = setting(1, at_least=1, changes=NOTHING)
+    """Trainer ranks, any number: they share the groups of a step, and the weights do not depend on it."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per rank, where the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
     """Torch threads per rank."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_DEBUG: WARN, PYTORCH_CUDA_ALLOC_CONF: …}."""
-    shard: str = setting("auto", choices=("auto", "none", "full"), changes=NOTHING)
+    shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base: full (FSDP2: a share each, gathered block by block), none (each all of
-    it, nothing to gather), or auto: none where it takes at most 60 % of a GPU's memory (twice where placement=colocated
-    has a rollout worker hold it there, too), full elsewhere and on CPUs."""
+    it, nothing to gather), hybrid (every shard_size ranks hold it once between them), or auto: none where it takes at
+    most 60 % of a GPU's memory (twice where placement=colocated has a rollout worker hold it there, too), full
+    elsewhere and on CPUs."""
+    shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Ranks that hold the base once between them with shard=hybrid, those of a node for example; must divide
+    num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
-    """Samples per forward pass and rank; must divide group_size / num_workers."""
+    """Samples of a group per forward pass; must divide group_size. Ranks share groups in parts of so many."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
     """Trained denoising steps batched into one forward pass; must divide their number; null = all of them."""
     updates_per_batch: int = setting(1, at_least=1)

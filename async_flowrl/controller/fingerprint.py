@@ -64,7 +64,7 @@ def numerics(config: Config, device: str) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One phrase per entry that changed, e.g. `trainer.num_workers was 1 and is 2`."""
+    """One phrase per entry that changed, e.g. `trainer.threads was 1 and is 2`."""
     return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)]  # fmt: skip
 

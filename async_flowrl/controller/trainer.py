@@ -1,10 +1,12 @@
 """The trainer ranks as the controller sees them: one call goes to all of them, in the same order.
 
-Hands groups over in ticket order, computes advantages once (float64, on the controller) and cuts a batch into optimizer
-steps. Batch and stream hand-over make the same calls with the same arguments; only the waiting differs.
+Hands groups over in ticket order, says which rank trains which part of them, computes advantages once (float64, on the
+controller) and cuts a batch into optimizer steps. Batch and stream hand-over make the same calls with the same
+arguments; only the waiting differs.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +19,19 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.controller.group_advantages import group_advantages
+from async_flowrl.controller.owners import Owners
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket, describe
+from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.parts import cut
 from async_flowrl.types import Scores
 from separation.group import RefLost, Worker, WorkerGroup
 from separation.supervise import deadline, together
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUPS_PER_CALL = 8
 """Groups that go to the ranks in one call where so many are ready: between two calls they wait for milliseconds."""
@@ -47,6 +54,11 @@ class TrainerGroup:
         self.workers, self.algorithm = workers, algorithm
         self._batch: list[HandedGroup] = []
         self._waited = 0.0
+        self._owners = Owners(len(workers.workers))
+
+    def laid_out(self, ranks_per_replica: int) -> None:
+        """How many ranks hold one copy of the base between them, as they said when they loaded it."""
+        self._owners = Owners(len(self.workers.workers), ranks_per_replica)
 
     @property
     def first(self) -> Worker:
@@ -63,19 +75,24 @@ class TrainerGroup:
         clock = asyncio.get_running_loop().time
         began, self._waited = clock(), 0.0
         per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
-        index, spread = 0, list[bool | None]()
+        index, spread, calls = 0, list[bool | None](), list[list[HandedGroup]]()
         async for groups in self._handed(ctx, step, per_update):
             if index == 0 and ctx.config.trainer.updates_per_batch > 1:
                 await self._proximal(ctx, step, per_update)
-            begins = self._plan(ctx, groups[0], index // per_update, per_update) if index % per_update == 0 else None
+            if index % per_update == 0:
+                plan, calls = self._plan(ctx, groups[0], index // per_update, per_update), []
+            calls.append(groups)
             index += len(groups)
-            results = await self._train(ctx, step, groups, begins=begins, finishes=index % per_update == 0)
+            begins, finishes = plan if len(calls) == 1 else None, index % per_update == 0
+            results = await self._train(ctx, step, groups, begins=begins, finishes=finishes)
+            while results and results[0].overflow is not None:
+                results = await self._again(ctx, step, calls, plan, results)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
             if results:
                 self._book(ctx, results)
-                statistics.add_update(results[0])
+                statistics.add_update(merged(results))
         timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
@@ -138,20 +155,25 @@ class TrainerGroup:
     def _handed_group(
         self, ctx: Context, tickets: list[Ticket], scores: Scores | None, advantages: tuple[float, ...]
     ) -> HandedGroup:
+        per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
+        if tickets[0].group % per_update == 0:
+            self._owners.begin(per_update)
         if scores is None or (self.algorithm.vanishes_at_zero and not any(advantages)):
             return HandedGroup(tickets, scores, advantages, None)
         first, config = tickets[0], ctx.config
         prompt = ctx.requests.prompt(first)
+        selected = tuple(self.algorithm.select(np.asarray(advantages)))
         meta = GroupMeta(
             group=first.group,
             tickets=len(tickets),
             version=first.version,
             age=first.step - first.version,
             advantages=advantages,
-            selected=tuple(self.algorithm.select(np.asarray(advantages))),
+            selected=selected,
             seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
             negative=prompt.negative_wording(config.rollout.negative_prompt),
             sampling=sampling(config),
+            owners=self._owners.of(len(cut(selected, config.trainer.micro_batch_size))),
         )
         return HandedGroup(tickets, scores, advantages, meta)
 
@@ -173,6 +195,23 @@ class TrainerGroup:
             async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
                 results = await self.all("train", request)
         return results if finishes else []
+
+    async def _again(
+        self, ctx: Context, step: int, calls: list[list[HandedGroup]], plan: StepPlan, overflowed: list[UpdateStats]
+    ) -> list[UpdateStats]:
+        """The whole optimizer step once more: the sum of its gradients could have left its range."""
+        self._book(ctx, overflowed)
+        logger.warning(
+            "step %d: the sum of its gradients could exceed the range of multiples of 2^%s; the optimizer step is "
+            "computed again with larger ones, which later steps keep",
+            step,
+            overflowed[0].overflow,
+        )
+        results: list[UpdateStats] = []
+        for index, groups in enumerate(calls):
+            begins, finishes = plan if index == 0 else None, index == len(calls) - 1
+            results = await self._train(ctx, step, groups, begins=begins, finishes=finishes)
+        return results
 
     async def _with_trajectories(
         self, ctx: Context, groups: Sequence[HandedGroup], method: str, request: TrainRequest

@@ -94,7 +94,7 @@ def verdict(run_dir: Path, workers: Sequence[Track], history: Sequence[Event]) -
         return sentence
     config: Any = OmegaConf.create(settings) if settings else {}
     separate = config.get("placement") == "separate"
-    split = better_split(workers, window, int(config.get("group_size", 1))) if separate else None
+    split = better_split(workers, window) if separate else None
     return bottleneck(_step_pools(workers, window), split)
 
 
@@ -137,10 +137,10 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
     return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
 
 
-def better_split(workers: Sequence[Track], window: Interval, group_size: int) -> str | None:
+def better_split(workers: Sequence[Track], window: Interval) -> str | None:
     """ "5:3" if so many rollout and trainer devices would do the same work in less time than the ones there were.
 
-    Trainer ranks must divide a group. Work is what each pool was busy with; colocated pools have nothing to split.
+    Work is what each pool was busy with; colocated pools have nothing to split.
     """
     work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
     for track in workers:
@@ -152,10 +152,9 @@ def better_split(workers: Sequence[Track], window: Interval, group_size: int) ->
     def seconds(rollout: int) -> float:
         return max(work["rollout"] / rollout, work["trainer"] / (total - rollout))
 
-    possible = [rollout for rollout in range(1, total) if group_size % (total - rollout) == 0]
-    if not possible or min(devices.values()) == 0:
+    if min(devices.values()) == 0:
         return None
-    best = min(possible, key=seconds)
+    best = min(range(1, total), key=seconds)
     return f"{best}:{total - best}" if seconds(best) < MAX_SPLIT_SHARE * seconds(devices["rollout"]) else None
 
 

@@ -160,15 +160,12 @@ def layouts(experiment: str, config: Config, devices: int, seated: float) -> Ite
         yield [*colocated, *left]
         return
     for trainer in sorted(range(1, devices), key=lambda count: (abs(devices - 2 * count), count)):
-        if config.group_size % trainer:
-            continue
-        rollout, share = devices - trainer, config.group_size // trainer
+        rollout = devices - trainer
         words = ["--config-name one_step_off", f"experiment={experiment}"]
         given = {
             "rollout.num_workers": (rollout, config.rollout.num_workers),
             "trainer.num_workers": (trainer, config.trainer.num_workers),
             "reward.num_workers": (rollout, config.reward.num_workers),
-            "trainer.micro_batch_size": (min(share, config.trainer.micro_batch_size), config.trainer.micro_batch_size),
         }
         yield [*words, *(f"{key}={value}" for key, (value, usual) in given.items() if value != usual)]
 

@@ -17,9 +17,10 @@ from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica
 
 FLOAT32_BYTES = 4
+INT64_BYTES = 8
 MARGIN_SHARE = 0.10
 """Added for what the allocator cannot use (fragments between blocks); measured on no GPU yet."""
 RUNTIME_BYTES = 1_500_000_000
@@ -106,7 +107,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
 
 
 def _share(config: Config, model: MetaModel) -> int:
-    return -(-model.base_bytes // config.trainer.num_workers)
+    return -(-model.base_bytes // ranks_per_replica(config, sharded=True))
 
 
 def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:
@@ -123,8 +124,9 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
-        # Two moments, and a vector that holds the gradient up to the last group, then the weights before the step.
-        "optimizer": 3 * vector,
+        "optimizer": 2 * vector,
+        # int64; once it was used, it holds the weights before the step.
+        "sum of the gradients": model.adapter_parameters * INT64_BYTES,
         "versions of the adapter": versions * model.version_bytes + masters * vector,
         "activations": activations,
     }

@@ -32,20 +32,18 @@ def trained_steps(config: Config) -> int:
 def check_batching(config: Config) -> None:
     """Raises ValueError, in one sentence with the nearest valid values, for counts that do not divide."""
     trainer, size = config.trainer, config.group_size
-    _divides("group_size", size, "trainer.num_workers", trainer.num_workers)
-    share = size // trainer.num_workers
+    if trainer.shard == "hybrid":
+        if trainer.shard_size is None:
+            raise ValueError("trainer.shard=hybrid needs trainer.shard_size, the ranks that hold the base once")
+        _divides("trainer.num_workers", trainer.num_workers, "trainer.shard_size", trainer.shard_size)
     if config.algorithm.name == "dpo":
-        if trainer.num_workers > 1:
-            raise ValueError(
-                f"dpo keeps both images of a pair on one rank: trainer.num_workers must be 1, got {trainer.num_workers}"
-            )
         if trainer.micro_batch_size < 2:
             raise ValueError(
                 "dpo keeps both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2, "
                 f"got {trainer.micro_batch_size}"
             )
     else:
-        _divides("group_size / trainer.num_workers", share, "trainer.micro_batch_size", trainer.micro_batch_size)
+        _divides("group_size", size, "trainer.micro_batch_size", trainer.micro_batch_size)
     _divides("prompts_per_step", config.prompts_per_step, "trainer.updates_per_batch", trainer.updates_per_batch)
     steps = trained_steps(config)
     together = trainer.timesteps_per_forward or steps

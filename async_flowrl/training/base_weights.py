@@ -67,9 +67,10 @@ def _place(target: Tensor, whole: Tensor, world: World) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    chunks = torch.chunk(whole, world.size, dim=0)
-    if world.rank < len(chunks):
-        target.to_local().copy_(chunks[world.rank])
+    chunks = torch.chunk(whole, world.per_replica, dim=0)
+    place = world.rank % world.per_replica
+    if place < len(chunks):
+        target.to_local().copy_(chunks[place])
 
 
 def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 _NAME = re.compile(r"step_(\d+)")
 _WORK = ".unfinished-"

@@ -25,6 +25,7 @@ from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import StepPlan
 from async_flowrl.training.micro_batches import Group, to_device
 from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.parts import Part
 from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.types import Conditioning, Wording
 
@@ -53,7 +54,7 @@ class UpdateInputs:
 
 @dataclass(frozen=True)
 class FrozenPredictions:
-    """A group's predictions without gradient, one per micro-batch; None where there are none."""
+    """A part's predictions without gradient, one per micro-batch; None where there are none."""
 
     proximal: list[Prediction] | None
     behaviour: list[Prediction] | None
@@ -68,54 +69,60 @@ class ForwardPasses:
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
-        self._proximal: dict[int, list[Prediction]] = {}
+        self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
 
-    def batches(self, group: Group) -> list[MicroBatch]:
-        """This rank's micro-batches of the group, in the order they are trained."""
+    def batches(self, group: Group, part: Part) -> list[MicroBatch]:
+        """The micro-batches of a part of the group, in the order they are trained."""
         inputs, trainer = self._inputs, self._inputs.config.trainer
         return list(
             group.micro_batches(
                 inputs.algorithm.records,
-                rank=inputs.world.rank,
-                world=inputs.world.size,
+                part.part,
                 samples=trainer.micro_batch_size,
                 steps=trainer.timesteps_per_forward or len(group.train_steps),
             )
         )
 
-    def remember_proximal(self, group: Group, measured: UpdateMetrics) -> None:
+    def remember_proximal(self, group: Group, part: Part, measured: UpdateMetrics) -> None:
         """Predicts under the live weights, for a later optimizer step of this batch."""
         with measured.span("proximal"):
-            self._proximal[group.meta.group] = self.predict(group, self.batches(group))
+            self._proximal[group.meta.group, part.part] = self.predict(group, self.batches(group, part))
 
     def forget_proximal(self) -> None:
         self._proximal.clear()
 
     def predict_frozen(
-        self, group: Group, batches: Sequence[MicroBatch], plan: StepPlan, measured: UpdateMetrics
+        self,
+        group: Group,
+        part: Part,
+        batches: Sequence[MicroBatch],
+        plan: StepPlan,
+        measured: UpdateMetrics,
+        *,
+        probing: bool,
     ) -> FrozenPredictions:
-        """Every prediction of the group but the trained one. Raises ValueError where a needed one cannot be had."""
+        """Every prediction of the part but the trained one. Raises ValueError where a needed one cannot be had.
+
+        `probing`: a few rows are predicted under the sampling weights even where the loss needs none.
+        """
         inputs, meta = self._inputs, group.meta
-        proximal = None
-        if plan.update > 0:
-            if meta.group not in self._proximal:
-                raise ValueError(
-                    f"group {meta.group} has no proximal predictions for update {plan.update} of the batch"
-                )
-            proximal = self._proximal.pop(meta.group)
+        proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
+        lacking = plan.update > 0 and proximal is None
+        if lacking and part.counts:
+            raise ValueError(f"group {meta.group} has no proximal predictions for update {plan.update} of the batch")
         fresh = meta.age == 0 and not inputs.averaged
         behaviour = proximal if fresh else None
-        if not fresh and (wanted := self._behaviour_batches(batches, plan, measured)):
+        if not fresh and (wanted := self._behaviour_batches(batches, probing=probing)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
                 behaviour = self.predict(group, wanted)
         reference = None
         if inputs.algorithm.needs_reference:
             with measured.span("reference"), self._reference():
                 reference = self.predict(group, batches)
-        return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and plan.update == 0)
+        return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacking))
 
     def train(
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
@@ -146,18 +153,11 @@ class ForwardPasses:
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
-    def probing(self, plan: StepPlan, measured: UpdateMetrics) -> bool:
-        """One micro-batch per batch is compared with the rollout's log-probs."""
-        first = plan.update == 0 and not measured.groups
-        return plan.probe and first and self._inputs.algorithm.records == "transitions"
-
-    def _behaviour_batches(
-        self, batches: Sequence[MicroBatch], plan: StepPlan, measured: UpdateMetrics
-    ) -> list[MicroBatch]:
+    def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
         """What is predicted under the sampling weights: all that the loss needs, else a few rows to probe."""
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
-        return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if self.probing(plan, measured) else []
+        return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
 
     def _reference(self) -> AbstractContextManager[None]:
         inputs = self._inputs

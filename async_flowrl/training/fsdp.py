@@ -25,6 +25,8 @@ class World:
     rank: int = 0
     size: int = 1
     joined: bool = False
+    per_replica: int = 1
+    """Ranks that hold one copy of the base between them; they gather its blocks together."""
 
     @classmethod
     def current(cls) -> "World":
@@ -38,8 +40,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
 
+    @property
+    def replica(self) -> range:
+        """The ranks of this rank's replica."""
+        start = self.rank - self.rank % self.per_replica
+        return range(start, start + self.per_replica)
+
     def gather(self, values: Tensor) -> list[Tensor]:
-        """`values` of every rank, in rank order, so that sums over them are taken in one order everywhere."""
+        """`values` of every rank, in rank order."""
         if self.size == 1:
             return [values]
         by_rank = [torch.empty_like(values) for _ in range(self.size)]
@@ -63,13 +71,21 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
     `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU.
     """
     trainer = config.trainer
-    if trainer.cpu_offload or trainer.shard == "full":
+    if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":
         return False
     # A rollout worker on the same device holds the base, too.
     copies = 2 if config.placement == "colocated" else 1
     return memory is None or copies * base_bytes > WHOLE_SHARE * memory
+
+
+def ranks_per_replica(config: Config, *, sharded: bool) -> int:
+    """How many ranks hold one copy of the base between them."""
+    if not sharded:
+        return 1
+    trainer = config.trainer
+    return (trainer.shard_size or trainer.num_workers) if trainer.shard == "hybrid" else trainer.num_workers
 
 
 def smallest_memory(world: World, device: torch.device) -> int | None:
@@ -101,11 +117,18 @@ def shard(
         return f"whole on each of {world.size}"
     # True of a block's output, but nothing in the networks writes to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("dp",))
+    replicas = world.size // world.per_replica
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    else:
+        # The base is frozen, so replicas have nothing to say to each other: each rank needs its own replica's ranks.
+        shape, names = (replicas, world.per_replica), ("replica", "shard")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["shard"]
     policy_offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for module in [*policy.blocks, transformer]:
         fully_shard(module, mesh=mesh, ignored_params=adapter, offload_policy=policy_offload)
-    return f"fsdp2 over {world.size}" + (", base offloaded" if offload else "")
+    copies = f", {replicas} times" if replicas > 1 else ""
+    return f"fsdp2 over {world.per_replica}{copies}" + (", base offloaded" if offload else "")
 
 
 def prefetch(policy: Policy, ahead: int) -> None:

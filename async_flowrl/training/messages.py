@@ -40,6 +40,8 @@ class GroupMeta:
     """Its negative prompt, a key of what `set_negatives` was given; unused without guidance."""
     sampling: Sampling
     """How it was sampled: guidance and resolution must be the trainer's too."""
+    owners: tuple[int, ...] = ()
+    """The rank that trains each of its parts (see `parts.py`), in order; empty: whoever is asked trains all of them."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,24 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class PartStats:
+    """One part of a group, from the rank that trained it."""
+
+    group: int
+    part: int
+    version: int
+    age: int
+    window_start: int
+    rows: int
+    sums: Mapping[str, float]
+    """Sums over its rows of what the algorithm's loss reported."""
+    squared: float
+    """Squared L2 norm of its gradient, before the division by the rows of the step."""
+
+
+@dataclass(frozen=True)
 class UpdateStats:
-    """What one optimizer step did; equal on all ranks but for `spans`."""
+    """What one optimizer step did; of a rank, equal on all but for `parts` and `spans`, until they are merged."""
 
     step: int
     update: int
@@ -89,6 +107,11 @@ class UpdateStats:
     """Per age: rows with a nonzero advantage whose gradient survived clip and mask, and all rows with one."""
     groups: tuple[GroupStats, ...] = ()
     spans: tuple[Span, ...] = ()
+    parts: tuple[PartStats, ...] = ()
+    rows: int = 0
+    """The plan's."""
+    overflow: int | None = None
+    """The sum could have left its range with this exponent: nothing was changed, and the step is to be begun again."""
 
 
 def arrived(*payloads: object) -> None:

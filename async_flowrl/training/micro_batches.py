@@ -10,12 +10,13 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.seeds import derive
 from async_flowrl.training.messages import GroupMeta
+from async_flowrl.training.parts import cut
 from async_flowrl.transfers import upload
 from async_flowrl.types import Conditioning, Trajectory
 
 
 class Group:
-    """One group as a rank trains on it: its share of the selected samples, as tensors on the rank's device.
+    """One group as a rank trains on it: parts of its selected samples, as tensors on the rank's device.
 
     The host makes them and waits for none of their copies.
     """
@@ -39,28 +40,18 @@ class Group:
         self._sigmas = upload(self._levels, device)
         self._points = {point: position for position, point in enumerate(first.points)}
 
-    def micro_batches(self, records: str, *, rank: int, world: int, samples: int, steps: int) -> Iterator[MicroBatch]:
-        """This rank's rows, `samples` x `steps` at a time: samples outside, steps inside, a step's rows adjacent."""
-        selected = self.meta.selected
-        if len(selected) % world:
+    def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
+        """Part `part` of those of `samples` samples, `steps` denoising steps at a time; a step's rows are adjacent."""
+        if len(self.train_steps) % steps:
             raise ValueError(
-                f"group {self.meta.group} trains {len(selected)} samples, which {world} ranks cannot share"
+                f"group {self.meta.group} trains {len(self.train_steps)} steps, which micro-batches of {steps} do not "
+                "divide"
             )
-        share = len(selected) // world
-        mine = selected[rank * share : (rank + 1) * share]
-        # Algorithms that select a few samples of each group have fewer than a micro-batch.
-        size = min(samples, share)
-        if (share and share % size) or len(self.train_steps) % steps:
-            raise ValueError(
-                f"group {self.meta.group} trains {share} samples x {len(self.train_steps)} steps on a rank, which "
-                f"micro-batches of {samples} x {steps} do not divide"
-            )
-        for start in range(0, share, size or 1):
-            chosen = mine[start : start + size]
-            latents, log_probs = self._rows(chosen)
-            for first in range(0, len(self.train_steps), steps):
-                columns = range(first, first + steps)
-                yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
+        chosen = cut(self.meta.selected, samples)[part]
+        latents, log_probs = self._rows(chosen)
+        for first in range(0, len(self.train_steps), steps):
+            columns = range(first, first + steps)
+            yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
 
     def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Latents [m, P, ...] and log-probs [m, W] of the chosen images; only they go to the device."""

@@ -19,7 +19,6 @@ from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, first_rows
-from async_flowrl.training.fsdp import World
 from async_flowrl.training.micro_batches import Group
 
 ByStep = dict[int, float]
@@ -47,9 +46,9 @@ class Probe:
 
 
 class TrustRegion:
-    """Measures and bounds each optimizer step; every rank does the same, and its own rows are measured.
+    """Measures and bounds each optimizer step; every rank measures the same rows, so all find the same numbers.
 
-    A rank's first `algorithm.kl_probe_images` images (a micro-batch at most) of the first trained group are measured at
+    The first `algorithm.kl_probe_images` images (a micro-batch at most) of the first trained group are measured at
     every denoising step but the last: those of the window at the recorded latents, the others as if they had noise,
     too, at latents noised anew from the clean image that the last trained step predicts. The steps share their weights,
     so an update that moves the trained ones little can ruin the rest.
@@ -66,7 +65,7 @@ class TrustRegion:
         self._kept, self._probes = None, []
 
     def remember(self, group: Group, batches: list[MicroBatch]) -> None:
-        """Keeps the first images of the first group that was trained, where this step is measured."""
+        """Keeps the first images of the first group that is trained, where this step is measured."""
         due = self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY == 0
         if due and batches and self._images and self._kept is None:
             by_step = [batch for whole in batches for batch in _by_step(whole, self._images)]
@@ -115,14 +114,13 @@ class TrustRegion:
         return {**_named(found), "trust_region/raw_kl": raw, "trust_region/scale": scale}
 
     def _measure(self) -> ByStep:
-        """Nats per image by denoising step, means over the probed images of all ranks; the same numbers on each."""
+        """Nats per image by denoising step, means over the probed images."""
         assert isinstance(self._inputs.algorithm, Diverges)
         means = {}
         for probe in sorted(self._probes, key=lambda probe: probe.step):
             (after,) = self._passes.predict(probe.group, [probe.batch])
             means[probe.step] = self._inputs.algorithm.moved(probe.batch, probe.before, after).mean()
-        total = _over_ranks(self._inputs.world, torch.stack(list(means.values())))
-        return dict(zip(means, (total / self._inputs.world.size).tolist(), strict=True))
+        return dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
 
 
 def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
@@ -163,42 +161,6 @@ def shorten(
         return found, scale
     values.copy_(before)
     return measure(), 0.0
-
-
-class GradientPieces:
-    """The gradient of each group and rank by itself, from which the signal in their sum can be told from noise."""
-
-    def __init__(self) -> None:
-        self._squares: list[Tensor] = []
-
-    def begin(self, scratch: Tensor) -> None:
-        scratch.zero_()
-        self._squares = []
-
-    def add(self, gradients: Tensor, scratch: Tensor) -> None:
-        """After a group: `gradients` accumulated so far; `scratch` holds them as of the group before."""
-        scratch.sub_(gradients)
-        self._squares.append(torch.linalg.vector_norm(scratch, dtype=torch.float64).square())
-        scratch.copy_(gradients)
-
-    def signal_to_noise(self, world: World, norm: float) -> dict[str, float]:
-        """`gradient_snr` of the summed gradient with that `norm`; nothing where there was only one piece.
-
-        n pieces with the same mean m and noise of variance v: E|sum|² = n² m² + n v and E sum|piece|² = n m² + n v.
-        Returned is n² m² ÷ n v, about 0 (and often below) where groups agree no more than chance, n where they are one.
-        """
-        pieces = len(self._squares) * world.size
-        if pieces < 2:
-            return {}
-        squares = float(_over_ranks(world, torch.stack(self._squares).sum().reshape(1)))
-        noise = (squares - norm * norm / pieces) * pieces / (pieces - 1)
-        return {"gradient_snr": norm * norm / noise - 1.0} if noise > 0.0 else {}
-
-
-def _over_ranks(world: World, values: Tensor) -> Tensor:
-    """Sums in rank order, so that every rank gets the same bits."""
-    parts = world.gather(values)
-    return sum(parts[1:], parts[0])
 
 
 def _named(by_step: ByStep) -> dict[str, float]:

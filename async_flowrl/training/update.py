@@ -1,24 +1,32 @@
-"""One optimizer step of one rank: begin … accumulate (group by group, in ticket order) … finish.
+"""One optimizer step of one rank: begin … accumulate (parts of groups) … finish.
 
-A batch and a stream hand-over call the same functions in the same order, so they give the same bits.
+Each part's gradient starts from zero, is added exactly (see `exact.py`), and the sum of all ranks is divided by the
+rows of the step. So neither the order of groups, nor which rank trained what, changes a bit.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 
 import torch
+from torch import Tensor
 
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
+from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import GroupMeta, PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.trust_region import GradientPieces, TrustRegion
-from async_flowrl.training.update_metrics import GroupMetrics, RowSums, UpdateMetrics
+from async_flowrl.training.parts import Part, cut, parts_of
+from async_flowrl.training.trust_region import TrustRegion
+from async_flowrl.training.update_metrics import PartSums, UpdateMetrics, on_host
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
+
+SQUARED, GRADIENT = "gradient, squared", "gradient"
+"""Numbers of a part beside what its loss reported: its gradient's squared norm, and its largest magnitude."""
 
 
 class NonFiniteError(RuntimeError):
@@ -32,15 +40,27 @@ class Update:
         self._inputs = inputs
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
-        self._pieces = GradientPieces()
-        self._scratch = torch.zeros_like(inputs.parameters.gradients)
-        """While gradients accumulate, their sum before the last group; then the weights before the optimizer step."""
+        self._sum = ExactSum(len(inputs.parameters.gradients), inputs.device)
+        self._planned = Account()
+        """What all ranks together are to add."""
+        self._first: int | None = None
+        """The first group of the step: on it, every rank measures how far the step goes."""
+        self._probing = False
         self._step: int | None = None
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
         self._meter = Meter(inputs.policy.transformer)
         self._profiler = StepProfiler(inputs.config, f"trainer-{inputs.world.rank}")
+
+    @property
+    def exponent(self) -> int:
+        """Of the multiples that gradients are added in; it only rises, and goes with the checkpoints."""
+        return self._sum.exponent
+
+    @exponent.setter
+    def exponent(self, value: int) -> None:
+        self._sum.exponent = value
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
@@ -49,8 +69,9 @@ class Update:
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
         measured = UpdateMetrics()
-        for group in self._groups(request.metas, trajectories):
-            self._passes.remember_proximal(group, measured)
+        for group, parts in self._mine(request.metas, trajectories):
+            for part in parts:
+                self._passes.remember_proximal(group, part, measured)
         self._before.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
@@ -63,11 +84,13 @@ class Update:
         if plan.update == 0:
             self._profiler.start(step)
         self._inputs.parameters.gradients.zero_()
-        self._pieces.begin(self._scratch)
+        self._sum.begin()
+        self._planned, self._first = Account(), None
+        self._probing = plan.probe and plan.update == 0 and self._inputs.algorithm.records == "transitions"
         self._region.begin()
 
     def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
-        """Adds the gradient of groups, in order; each group's tickets stand together in `trajectories`.
+        """Adds the gradients of this rank's parts of the groups; each group's tickets stand together in `trajectories`.
 
         Raises NonFiniteError naming step and group, and ValueError where a group does not fit the run.
         """
@@ -75,83 +98,138 @@ class Update:
             raise RuntimeError("accumulate was called before begin")
         if self._plan.rows <= 0:
             raise ValueError(f"step {self._step} has groups to train on, but its plan counts {self._plan.rows} rows")
-        for group in self._groups(metas, trajectories):
-            self._train(group, self._step)
+        for group, parts in self._mine(metas, trajectories):
+            self._train(group, parts, self._step)
+        for meta in metas:
+            for part in range(len(cut(meta.selected, self._inputs.config.trainer.micro_batch_size))):
+                self._planned = self._planned.plus(mark_of(self._step, self._plan.update, meta.group, part))
 
     def finish(self) -> UpdateStats:
         """Sums gradients over the ranks, clips and steps; without a group to train on the weights stay as they are.
 
-        (Adam's momentum would move them.) Raises NonFiniteError, before anything changed.
+        (Adam's momentum would move them.) Nor do they change where the sum could have left its range; then the step is
+        to be begun again. Raises NonFiniteError, before anything changed.
         """
         if self._step is None:
             raise RuntimeError("finish was called before begin")
         step, self._step = self._step, None
-        last = self._plan.update == self._inputs.config.trainer.updates_per_batch - 1
-        if last:
-            self._passes.forget_proximal()
         stats = self._optimize(step)
-        if last:
+        if stats.overflow is None and self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
+            self._passes.forget_proximal()
             self._profiler.stop()
         return stats
 
     def _optimize(self, step: int) -> UpdateStats:
         inputs, plan, measured = self._inputs, self._plan, self._measured
         rate = learning_rate(inputs.config.trainer, step, inputs.config.total_steps)
-        if not measured.groups:
-            return UpdateStats(step, plan.update, True, {"lr": rate}, spans=tuple(measured.spans))
+        stats = UpdateStats(step, plan.update, self._planned.count == 0, {"lr": rate}, rows=plan.rows)
+        if stats.skipped:
+            return replace(stats, spans=tuple(measured.spans))
         if self._region.measures:
             with measured.span("probe"):
                 self._region.prepare()
         with measured.span("optimizer"):
-            inputs.world.sum(inputs.parameters.gradients)
-            norm = inputs.optimizer.gradient_norm()
-            if not math.isfinite(norm):
-                groups = ", ".join(str(group.meta.group) for group in measured.groups)
-                raise NonFiniteError(f"step {step}: the summed gradient of groups {groups} is not finite")
-            signal = self._pieces.signal_to_noise(inputs.world, norm)
-            before = self._scratch.copy_(inputs.parameters.values.data)
-            taken = inputs.optimizer.step(rate, norm)
-            taken["optimizer/step_over_lr"] = step_over_lr(before, inputs.parameters, rate)
-            measured.reduce(inputs.world, inputs.device)
-        metrics = {**measured.metrics(plan.rows), **taken, **signal}
+            if (overflow := self._add_up(step)) is not None:
+                return replace(stats, spans=tuple(measured.spans), overflow=overflow)
+            before = self._sum.scratch()
+            taken = self._step_from(before, rate, step)
         if self._region.measures:
             with measured.span("probe"):
-                metrics |= self._region.bound(before)
+                taken |= self._region.bound(before)
                 let_go(inputs.policy.transformer)
-        return UpdateStats(step, plan.update, False, metrics, measured.kept(), measured.stats(), tuple(measured.spans))
+        return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
-    def _groups(self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]) -> Iterable[Group]:
+    def _add_up(self, step: int) -> int | None:
+        """The mean gradient of all ranks into `gradients`, or the exponent in which their sum could overflow."""
+        inputs, total = self._inputs, self._sum
+        found = total.reduce(inputs.world)
+        if (found.count, found.marks) != (self._planned.count, self._planned.marks):
+            raise RuntimeError(
+                f"step {step}: the ranks added {found.count} parts of groups, and of {self._planned.count} that were "
+                "planned not each was added once"
+            )
+        if not found.fits(total.exponent):
+            overflowed, total.exponent = total.exponent, fitting_exponent(found, total.exponent)
+            return overflowed
+        total.mean(inputs.parameters.gradients, self._plan.rows)
+        return None
+
+    def _step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:
+        """One step of the optimizer; leaves the weights as they were in `before`."""
+        inputs = self._inputs
+        norm = inputs.optimizer.gradient_norm()
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"step {step}: the norm of the summed gradient is {norm}")
+        before.copy_(inputs.parameters.values.data)
+        taken = inputs.optimizer.step(rate, norm)
+        return {**taken, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
+
+    def _mine(
+        self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]
+    ) -> Iterator[tuple[Group, list[Part]]]:
+        """This rank's parts by group; the first group of a step is probed on every rank."""
         expected = sum(meta.tickets for meta in metas)
         if expected != len(trajectories):
             raise ValueError(f"{len(metas)} groups have {expected} tickets, got {len(trajectories)} trajectories")
-        start = 0
-        for meta in metas:
-            yield Group(meta, trajectories[start : start + meta.tickets], device=self._inputs.device)
-            start += meta.tickets
+        parts = parts_of(metas, self._inputs.world, self._inputs.config.trainer.micro_batch_size)
+        starts = list(accumulate((meta.tickets for meta in metas), initial=0))
 
-    def _train(self, group: Group, step: int) -> None:
-        passes, plan, measured = self._passes, self._plan, self._measured
-        batches = passes.batches(group)
-        frozen = passes.predict_frozen(group, batches, plan, measured)
-        sums = RowSums()
+        def group_at(place: int) -> Group:
+            tickets = trajectories[starts[place] : starts[place + 1]]
+            return Group(metas[place], tickets, device=self._inputs.device)
+
+        trained = [place for place, meta in enumerate(metas) if meta.selected]
+        if trained and self._step is not None and self._first is None:
+            first = group_at(trained[0])
+            self._first = first.meta.group
+            self._region.remember(first, self._passes.batches(first, Part(trained[0], 0)))
+        for place, of_group in groupby(parts, key=lambda part: part.group):
+            yield group_at(place), list(of_group)
+
+    def _train(self, group: Group, parts: Sequence[Part], step: int) -> None:
+        """Computes parts of one group and adds the gradient of those that count; one wait for the device."""
+        sums = [self._contribution(group, part) for part in parts]
+        found = on_host([of_part for of_part in sums if of_part is not None])
+        counted = [part for part in parts if part.counts]
+        for part, of_part, values in zip(counted, [of_part for of_part in sums if of_part], found, strict=True):
+            # Here and not only on the summed gradient, so that the message can name the group.
+            for what in ("loss", GRADIENT):
+                if not math.isfinite(values[what]):
+                    raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
+            self._book(group, part, values, of_part.rows, step)
+
+    def _contribution(self, group: Group, part: Part) -> PartSums | None:
+        """Adds the gradient of one part to the sum; None, and nothing added, where the part does not count."""
+        inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
+        batches = passes.batches(group, part)
+        probing, self._probing = self._probing, False
+        frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
+        sums, gap = PartSums(), None
         for index, batch in enumerate(batches):
             shape = len(batch.sigma), tuple(value.shape for value in group.conditioning.values())
             with self._meter.measure(shape):
                 with measured.span("forward"):
                     output, behaviour = passes.train(group, index, batch, frozen)
                 with measured.span("backward"):
-                    (output.loss.sum() / plan.rows).backward()  # type: ignore[no-untyped-call]
+                    output.loss.sum().backward()  # type: ignore[no-untyped-call]
             measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
             sums.add(output)
-            if index == 0 and behaviour is not None and passes.probing(plan, measured):
-                sums.set_mean("behaviour_gap", passes.behaviour_gap(batch, behaviour))
-        if sums.rows == 0:
-            return
-        # Here and not only on the summed gradient, so that the message can name the group.
-        totals, gradient = sums.totals(self._inputs.parameters.gradients.sum(dtype=torch.float64))
-        for what, value in (("loss", totals["loss"]), ("gradient", gradient)):
-            if not math.isfinite(value):
-                raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {value}")
-        self._region.remember(group, batches)
-        self._pieces.add(self._inputs.parameters.gradients, self._scratch)
-        measured.groups.append(GroupMetrics(group.meta, min(group.train_steps), totals, sums.rows))
+            if probing and index == 0 and behaviour is not None:
+                gap = passes.behaviour_gap(batch, behaviour)
+        gradients = inputs.parameters.gradients
+        if not part.counts:
+            gradients.zero_()
+            return None
+        if group.meta.group == self._first and part.part == 0:
+            sums.set_mean("behaviour_gap", gap)
+        sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
+        sums.set(GRADIENT, self._sum.add(gradients))
+        return sums
+
+    def _book(self, group: Group, part: Part, values: dict[str, float], rows: int, step: int) -> None:
+        meta, squared, largest = group.meta, values.pop(SQUARED), values.pop(GRADIENT)
+        self._sum.book(mark_of(step, self._plan.update, meta.group, part.part), largest)
+        start = min(group.train_steps)
+        self._measured.parts.append(
+            PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
+        )

@@ -26,7 +26,15 @@ from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
-from async_flowrl.training.fsdp import World, checkpoint_blocks, is_sharded, prefetch, shard, smallest_memory
+from async_flowrl.training.fsdp import (
+    World,
+    checkpoint_blocks,
+    is_sharded,
+    prefetch,
+    ranks_per_replica,
+    shard,
+    smallest_memory,
+)
 from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
@@ -52,7 +60,7 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same adapter, bit for bit; the base is sharded where there are several."""
+    """Ranks hold the same adapter, bit for bit; of the base each holds all or a share."""
 
     def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
         self.config, self.model, self.index, self.name = config, model, index, name
@@ -114,6 +122,7 @@ class TrainerWorker:
         return {
             "base_digest": digest,
             "layout": layout,
+            "ranks_per_replica": self.world.per_replica,
             "base_parameters": count,
             "trainable_parameters": self.parameters.numel,
             "trainable_tensors": len(adapter),
@@ -122,9 +131,10 @@ class TrainerWorker:
 
     def _place(self, policy: Policy, adapter: set[torch.nn.Parameter], base_bytes: int) -> str:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
-        config, world, device = self.config, self.world, self.device
+        config, device = self.config, self.device
         offload = config.trainer.cpu_offload
-        sharded = world.joined and is_sharded(config, base_bytes, smallest_memory(world, device))
+        sharded = self.world.joined and is_sharded(config, base_bytes, smallest_memory(self.world, device))
+        world = self.world = replace(self.world, per_replica=ranks_per_replica(config, sharded=sharded))
         layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
         if world.joined:
             stream_base(policy.transformer, self.model, world, device=device, offload=offload)
@@ -158,6 +168,8 @@ class TrainerWorker:
 
     def _finish(self) -> UpdateStats:
         stats = self.update.finish()
+        if stats.overflow is not None:
+            return stats
         debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
@@ -211,6 +223,7 @@ class TrainerWorker:
         trainer = {
             "version": self.versions.newest,
             "optimizer_steps": self.optimizer.steps,
+            "sum_exponent": self.update.exponent,
             "lora": {"rank": lora.rank, "alpha": lora.alpha},
             "model": {"path": self.config.model.path, "revision": self.model.revision},
             "weights_digest": weights_digest(parts["weights"]),
@@ -236,6 +249,7 @@ class TrainerWorker:
         check_revision(checkpoint.trainer, self.model, path)
         self.parameters.load(self.parameters.pack(checkpoint.tensors["weights"], where="weights"))
         self.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
+        self.update.exponent = int(checkpoint.trainer["sum_exponent"])
         self.versions.load(checkpoint.tensors)
         if isinstance(self.algorithm, Stateful):
             self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])

@@ -182,7 +182,7 @@ class ToyTrainer:
         """(step, group, version) of every group trained, in order."""
 
     def load(self) -> dict[str, Any]:
-        return {"base_digest": "toy", "device": "cpu"}
+        return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         self.anchors.append(request.metas[0].group)

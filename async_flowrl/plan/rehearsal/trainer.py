@@ -1,5 +1,6 @@
 """One trainer rank's own code on fake tensors: loading, one update with all its passes, the staging of a version."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from async_flowrl.plan.rehearsal.process import rehearsed_process
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
+from async_flowrl.training.parts import cut
 from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
@@ -68,7 +70,8 @@ def rehearse_trainer(config: Config, model: FakeModel, roofline: Roofline) -> Ra
             worker.train(request, trajectory)
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
-        rows = len(request.metas[0].selected) // world * (config.trainer.timesteps_per_forward or trained_steps(config))
+        samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
+        rows = samples * (config.trainer.timesteps_per_forward or trained_steps(config))
         return RankRehearsal(
             phases=ledger.phases,
             layout=str(info["layout"]),
@@ -111,7 +114,7 @@ def settle(worker: TrainerWorker, config: Config) -> None:
 
 
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
-    """One group with a micro-batch of samples for every rank."""
+    """One group with a micro-batch of samples for every rank, as far as it has as many."""
     size, steps = config.group_size, config.rollout.num_inference_steps
     drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
     points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
@@ -124,16 +127,18 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sigmas=np.linspace(1.0, 0.0, steps + 1, dtype=np.float32),
         conditioning=conditioning(policy),
     )
+    selected = tuple(_selected(worker, config))
     meta = GroupMeta(
         group=0,
         tickets=1,
         version=worker.versions.newest - config.max_staleness,
         age=config.max_staleness,
         advantages=tuple(_advantages(config).tolist()),
-        selected=tuple(_selected(worker, config)),
+        selected=selected,
         seeds=tuple(range(size)),
         negative=NEGATIVE,
         sampling=sampling(config),
+        owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
     )
     return TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True), trajectory
 
@@ -152,16 +157,17 @@ def _advantages(config: Config) -> npt.NDArray[np.float64]:
 def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     """Of one training step; proximal passes are those of all optimizer steps but the first."""
     trainer, algorithm = config.trainer, worker.algorithm
-    selected = len(algorithm.select(_advantages(config))) // trainer.num_workers
+    selected = len(algorithm.select(_advantages(config)))
     columns = trained_steps(config) // (trainer.timesteps_per_forward or trained_steps(config))
-    of_group = -(-selected // trainer.micro_batch_size) * columns
+    # Of all ranks; the one with most decides how long a step takes.
+    of_group = -(-selected // trainer.micro_batch_size) * columns / trainer.num_workers
     groups, updates = config.prompts_per_step, trainer.updates_per_batch
     later = groups - groups // updates
     stale = config.max_staleness > 0 or worker.versions.sampling is not None
     behaviour = groups if algorithm.needs_behaviour and stale else 0
     reference = groups if algorithm.needs_reference else 0
     return {
-        "micro_batches": groups * of_group,
-        "frozen_passes": (later + behaviour + reference) * of_group,
+        "micro_batches": math.ceil(groups * of_group),
+        "frozen_passes": math.ceil((later + behaviour + reference) * of_group),
         "optimizer_steps": updates,
     }

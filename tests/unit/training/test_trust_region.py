@@ -12,8 +12,8 @@ from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.training.fsdp import World
-from async_flowrl.training.trust_region import GradientPieces, shorten
+from async_flowrl.training.merged_stats import signal_to_noise
+from async_flowrl.training.trust_region import shorten
 from async_flowrl.training.worker import TrainerWorker
 
 
@@ -160,12 +160,8 @@ def test_every_step_of_a_batch_is_bounded(handed: list[list[rig.Handed]]) -> Non
 
 def test_signal_to_noise_tells_agreement_from_chance() -> None:
     def measured(pieces: Tensor) -> float:
-        found, scratch, total = GradientPieces(), torch.empty(1000), torch.zeros(1000)
-        found.begin(scratch)
-        for piece in pieces:
-            total += piece
-            found.add(total, scratch)
-        return found.signal_to_noise(World(), float(total.norm()))["gradient_snr"]
+        squares = [float(piece.double().square().sum()) for piece in pieces]
+        return signal_to_noise(squares, float(pieces.sum(0).norm()))["gradient_snr"]
 
     noise = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
     mean = torch.ones(1000)

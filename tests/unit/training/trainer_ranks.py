@@ -1,6 +1,8 @@
 """What each trainer process does in the tests of several ranks; a module of its own, so that it can be spawned."""
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +13,80 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.owners import Owners
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.messages import TrainRequest
+from async_flowrl.training import update
+from async_flowrl.training.exact import Account, ExactSum
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.merged_stats import merged
+from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.training.parts import cut
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
 from tests.support.ports import free_port
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
-SAMPLED = ("behaviour_gap", "kl_per_update", "gradient_snr", "trust_region/")
 
 
-def run_ranks(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
-    """Does each job with `world` processes and a fresh trainer; outcomes by job and rank."""
+class FloatSum(ExactSum):
+    """The mutant: gradients are added as floats, as everybody does."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        super().__init__(numel, device)
+        self._floats = torch.zeros(numel)
+
+    def begin(self) -> None:
+        super().begin()
+        self._floats.zero_()
+
+    def add(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._floats.add_(gradient)
+        return super().add(gradient)
+
+    def reduce(self, world: World) -> Account:
+        world.sum(self._floats)
+        return super().reduce(world)
+
+    def mean(self, out: torch.Tensor, rows: int) -> None:
+        torch.div(self._floats, rows, out=out)
+
+
+def run_ranks(world: int, jobs: list[Job], folder: Path, *, mutants: Sequence[int] = ()) -> list[list[Outcome]]:
+    """Does each job with `world` processes and a fresh trainer; outcomes by job and rank.
+
+    `mutants`: the jobs whose gradients are added as floats.
+    """
     for config, _ in jobs:
         resolve_model(config.model)
     port = free_port()
-    (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
+    (folder / "jobs.pkl").write_bytes(pickle.dumps((jobs, mutants)))
     processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
-    return [[outcomes[job] for outcomes in by_rank] for job in range(len(jobs))]
+    return [_measured([outcomes[job] for outcomes in by_rank]) for job in range(len(jobs))]
 
 
 def run_alone(job: Job) -> Outcome:
     """The same job in this process, without a process group."""
     torch.set_num_threads(1)
-    return _train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)
+    (found,) = _measured([_train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)])
+    return found
+
+
+def _measured(by_rank: list[Outcome]) -> list[Outcome]:
+    """Adds what the controller makes of the ranks' statistics, to each of them."""
+    stats = [merged(of_update) for of_update in zip(*(outcome.pop("stats") for outcome in by_rank), strict=True)]
+    whole = {"metrics": [s.metrics for s in stats], "kept": [s.kept for s in stats], "groups": [s.groups for s in stats]}
+    return [outcome | whole for outcome in by_rank]
 
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     environment = rank_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
     outcomes: list[Outcome] = []
-    for job in pickle.loads((Path(folder) / "jobs.pkl").read_bytes()):
+    jobs, mutants = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
+    for index, job in enumerate(jobs):
+        update.ExactSum = FloatSum if index in mutants else ExactSum
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
             join(environment)
@@ -54,26 +97,50 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
 
 def _train(worker: TrainerWorker, job: Job) -> Outcome:
     config, batches = job
-    info, stats = worker.load(), []
+    info, stats, counted = worker.load(), [], []
+    owners = Owners(worker.world.size, info["ranks_per_replica"])
     updates = config.trainer.updates_per_batch
+    if config.rollout.true_cfg_scale > 1:
+        worker.update.set_negatives(rig.Sampler(config).negatives())
     for step, batch in enumerate(batches):
         size = len(batch) // updates
-        for meta, tickets in batch[size:]:
-            worker.update.proximal(TrainRequest(step, (meta,)), *tickets)
-        for index in range(updates):
-            part = batch[index * size : (index + 1) * size]
-            stats.append(rig.update(worker, step, part, plan=rig.StepPlan(rows=rig.rows(part), update=index)))
+        parts = [_owned(owners, batch[start : start + size], config) for start in range(0, len(batch), size)]
+        for handed in parts[1:]:
+            for meta, tickets in handed:
+                worker.update.proximal(TrainRequest(step, (meta,)), *tickets)
+        for index, handed in enumerate(parts):
+            plan = rig.StepPlan(rows=rig.rows(handed), update=index)
+            stats.append(_step(worker, step, handed, plan))
+            counted.append(len(stats[-1].parts))
     return {
         "info": info,
         "digest": worker.weights_digest(),
         "tensors": worker.tensors(),
-        # Of the ranks' own first rows, or of smaller pieces of the gradient: samples, not means over all rows.
-        "metrics": [{k: v for k, v in s.metrics.items() if not k.startswith(SAMPLED)} for s in stats],
-        "sampled": [{k: v for k, v in s.metrics.items() if k.startswith(SAMPLED)} for s in stats],
-        "kept": [s.kept for s in stats],
+        "stats": stats,
+        "parts": counted,
+        "exponent": worker.update.exponent,
         "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
     }
+
+
+def _owned(owners: Owners, batch: list[rig.Handed], config: Config) -> list[rig.Handed]:
+    """One optimizer step's groups with the owners that the controller would give them."""
+    owners.begin(len(batch))
+    counts = [len(cut(meta.selected, config.trainer.micro_batch_size)) for meta, _ in batch]
+    return [(replace(meta, owners=owners.of(n)), t) for (meta, t), n in zip(batch, counts, strict=True)]
+
+
+def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.StepPlan) -> UpdateStats:
+    """As the controller does: a few groups a call, and once more where the sum does not fit."""
+    while True:
+        for first in range(0, len(handed), 3):
+            call, last = handed[first : first + 3], first + 3 >= len(handed)
+            metas, tickets = tuple(meta for meta, _ in call), [t for _, own in call for t in own]
+            stats = worker.train(TrainRequest(step, metas, plan if first == 0 else None, last), *tickets)
+        assert stats is not None
+        if stats.overflow is None:
+            return stats
 
 
 def _ahead(block: nn.Module) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
+from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
@@ -151,7 +152,14 @@ def finish(worker: TrainerWorker) -> UpdateStats:
     """The optimizer step of what was accumulated."""
     stats = worker.train(TrainRequest(0, (), finishes=True))
     assert stats is not None
-    return stats
+    return merged([stats])
+
+
+def gradient(worker: TrainerWorker) -> torch.Tensor:
+    """The mean gradient of what was accumulated, [numel] float32; the step is not finished."""
+    out = torch.empty_like(worker.parameters.gradients)
+    worker.update._sum.mean(out, worker.update._plan.rows)
+    return out
 
 
 def weights(worker: TrainerWorker) -> dict[str, np.ndarray]:

@@ -1,0 +1,76 @@
+"""Statistics of one optimizer step from those of its parts, whichever ranks computed them.
+
+Sums are taken in the order of groups and parts, so the numbers are the same for any number of ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from async_flowrl.training.messages import GroupStats, PartStats, UpdateStats
+
+_NAMES = {"ratio": "ratio/mean"}
+"""Names in metrics.jsonl that differ from those of the algorithms."""
+_COUNTS = ("kept", "nonzero")
+
+
+def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
+    """The optimizer step as a whole, with the first rank's spans."""
+    first = ranks[0]
+    parts = sorted((part for stats in ranks for part in stats.parts), key=lambda part: (part.group, part.part))
+    if not parts:
+        return first
+    metrics = {**_means(parts, first.rows), **first.metrics}
+    metrics |= signal_to_noise([part.squared / first.rows**2 for part in parts], metrics["grad_norm"])
+    return replace(first, metrics=metrics, kept=_kept(parts), groups=_groups(parts), parts=tuple(parts))
+
+
+def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:
+    """`gradient_snr` of a gradient with that `norm`, from the squared norms of its parts; nothing for a single part.
+
+    n parts with the same mean m and noise of variance v: E|sum|² = n² m² + n v and E sum|part|² = n m² + n v.
+    Returned is n² m² ÷ n v, about 0 (and often below) where parts agree no more than chance, n where they are one.
+    """
+    pieces = len(squares)
+    if pieces < 2:
+        return {}
+    noise = (math.fsum(squares) - norm * norm / pieces) * pieces / (pieces - 1)
+    return {"gradient_snr": norm * norm / noise - 1.0} if noise > 0.0 else {}
+
+
+def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
+    """Means over all trained rows; `loss` is the one exception: its sum over `denominator`, as it was trained."""
+    means = {}
+    for name in sorted({name for part in parts for name in part.sums}):
+        having = [part for part in parts if name in part.sums]
+        total = sum(part.sums[name] for part in having)
+        if name == "loss":
+            means["loss"] = total / denominator
+        elif name not in _COUNTS:
+            means[_NAMES.get(name, name)] = total / sum(part.rows for part in having)
+    return means
+
+
+def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
+    """Per age: rows whose gradient survived, rows with a nonzero advantage."""
+    by_age: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        kept, nonzero = by_age.get(part.age, (0, 0))
+        by_age[part.age] = kept + round(part.sums.get("kept", 0.0)), nonzero + round(part.sums.get("nonzero", 0.0))
+    return by_age
+
+
+def _groups(parts: Sequence[PartStats]) -> tuple[GroupStats, ...]:
+    found = []
+    for group, of_group in groupby(parts, key=lambda part: part.group):
+        its = list(of_group)
+        names = sorted({name for part in its for name in part.sums})
+        means = {
+            _NAMES.get(name, name): sum(part.sums.get(name, 0.0) for part in its)
+            / sum(part.rows for part in its if name in part.sums)
+            for name in names
+        }
+        rows = sum(part.rows for part in its)
+        found.append(GroupStats(group, its[0].version, its[0].age, its[0].window_start, rows, means))
+    return tuple(found)
