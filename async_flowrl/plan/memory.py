@@ -107,7 +107,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
 
 
 def _share(config: Config, model: MetaModel) -> int:
-    return -(-model.base_bytes // ranks_per_replica(config, sharded=True))
+    return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
 
 
 def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:

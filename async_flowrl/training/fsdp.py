@@ -80,12 +80,11 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
     return memory is None or copies * base_bytes > WHOLE_SHARE * memory
 
 
-def ranks_per_replica(config: Config, *, sharded: bool) -> int:
-    """How many ranks hold one copy of the base between them."""
+def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
+    """How many of the ranks hold one copy of the base between them."""
     if not sharded:
         return 1
-    trainer = config.trainer
-    return (trainer.shard_size or trainer.num_workers) if trainer.shard == "hybrid" else trainer.num_workers
+    return (config.trainer.shard_size or ranks) if config.trainer.shard == "hybrid" else ranks
 
 
 def smallest_memory(world: World, device: torch.device) -> int | None:

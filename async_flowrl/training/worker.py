@@ -134,7 +134,9 @@ class TrainerWorker:
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
         sharded = self.world.joined and is_sharded(config, base_bytes, smallest_memory(self.world, device))
-        world = self.world = replace(self.world, per_replica=ranks_per_replica(config, sharded=sharded))
+        world = self.world = replace(
+            self.world, per_replica=ranks_per_replica(config, self.world.size, sharded=sharded)
+        )
         layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
         if world.joined:
             stream_base(policy.transformer, self.model, world, device=device, offload=offload)

@@ -21,10 +21,10 @@ def test_the_small_configuration_is_sound() -> None:
 @pytest.mark.parametrize(
     ("trainer", "sentence"),
     [
-        ({"num_workers": 3}, "trainer.num_workers=3 must divide group_size=4; nearest: 2 or 4"),
+        ({"shard": "hybrid", "num_workers": 4}, "trainer.shard=hybrid needs trainer.shard_size"),
         (
-            {"num_workers": 2},
-            "trainer.micro_batch_size=4 must divide group_size / trainer.num_workers=2; nearest: 1 or 2",
+            {"shard": "hybrid", "num_workers": 4, "shard_size": 3},
+            "trainer.shard_size=3 must divide trainer.num_workers=4; nearest: 2 or 4",
         ),
         ({"micro_batch_size": 3}, "trainer.micro_batch_size=3 must divide .*=4; nearest: 2 or 4"),
         ({"timesteps_per_forward": 2}, "trainer.timesteps_per_forward=2 must divide the number of trained steps=3"),
@@ -44,10 +44,18 @@ def test_streaming_makes_one_optimizer_step_per_batch() -> None:
         check_batching(config)
 
 
-def test_a_pair_stays_on_one_rank() -> None:
-    config = rig.tiny_config(num_workers=2)
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "dpo"])
+def test_any_number_of_ranks_trains_any_group(algorithm: str) -> None:
+    for ranks in (2, 3, 5, 64):
+        config = rig.tiny_config(num_workers=ranks)
+        config.algorithm.name = algorithm
+        check_batching(config)
+
+
+def test_a_pair_stays_in_one_micro_batch() -> None:
+    config = rig.tiny_config(micro_batch_size=1)
     config.algorithm.name = "dpo"
-    with pytest.raises(ValueError, match=r"trainer\.num_workers must be 1, got 2"):
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_size must be at least 2, got 1"):
         check_batching(config)
 
 

@@ -258,9 +258,15 @@ def test_with_a_falling_learning_rate_the_number_of_steps_counts() -> None:
 
 
 def test_what_decides_the_last_bits_is_listed_apart() -> None:
-    now = numerics(change(rig.tiny_config(), "trainer.num_workers", 2), "cpu")
-    assert differences(numerics(rig.tiny_config(), "cpu"), now) == ["trainer.num_workers was 1 and is 2"]
+    now = numerics(change(rig.tiny_config(), "trainer.threads", 2), "cpu")
+    assert differences(numerics(rig.tiny_config(), "cpu"), now) == ["trainer.threads was 1 and is 2"]
     assert json.loads(json.dumps(now)) == now and now["torch"]
+
+
+def test_no_number_of_ranks_and_no_layout_of_the_base_decides_a_bit() -> None:
+    before = numerics(rig.tiny_config(), "cpu")
+    for key, value in {"num_workers": 3, "shard": "none", "shard_size": 2}.items():
+        assert differences(before, numerics(change(rig.tiny_config(), f"trainer.{key}", value), "cpu")) == []
 
 
 def test_devices_per_worker_count_where_the_engine_spreads_its_network_over_them() -> None:

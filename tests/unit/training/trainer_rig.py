@@ -106,7 +106,7 @@ class Sampler:
             step=step,
             group=group,
             version=step,
-            prompt=Prompt(group, TEXTS[group]),
+            prompt=Prompt(group, TEXTS[group % len(TEXTS)]),
             images=tuple(images),
             initial_seeds=tuple(derive(config.seed, "initial", step, group, i) for i in images),
             noise_seeds=tuple(derive(config.seed, "noise", step, group, i) for i in images),

@@ -1,0 +1,65 @@
+"""How the parts of a step's groups are spread over ranks."""
+
+from collections import Counter
+
+import pytest
+
+from async_flowrl.controller.owners import Owners
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.messages import GroupMeta
+from async_flowrl.training.parts import Part, parts_of
+from async_flowrl.types import Sampling
+
+SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
+
+
+def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tuple[int, ...]]:
+    owners = Owners(ranks, per_replica)
+    owners.begin(groups)
+    return [owners.of(parts) for _ in range(groups)]
+
+
+def test_whole_groups_where_every_replica_gets_two() -> None:
+    found = spread(3, 7, 2)
+    assert all(len(set(of_group)) == 1 for of_group in found)
+    assert sorted(Counter(owner for of_group in found for owner in of_group).values()) == [4, 4, 6]
+
+
+def test_groups_are_split_where_there_are_few() -> None:
+    assert spread(4, 1, 8) == [(0, 1, 2, 3, 0, 1, 2, 3)]
+    counts = Counter(owner for of_group in spread(3, 5, 2) for owner in of_group)
+    assert sorted(counts.values()) == [3, 3, 4]
+
+
+def test_ranks_of_a_replica_share_its_groups() -> None:
+    found = spread(4, 4, 2, per_replica=2)
+    assert found == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert spread(4, 2, 2, per_replica=4) == [(0, 1), (2, 3)]
+
+
+def test_ranks_that_make_no_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 trainer ranks cannot form replicas of 3"):
+        Owners(4, 3)
+
+
+def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
+    images = tuple(range(2 * len(owners)))
+    return GroupMeta(group, 1, 0, 0, tuple(1.0 for _ in images), images, images, " ", SAMPLING, owners)
+
+
+@pytest.mark.parametrize("per_replica", [1, 2, 4])
+def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> None:
+    owners = Owners(4, per_replica)
+    owners.begin(7)
+    metas = [meta(group, owners.of(2)) for group in range(7)]
+    by_rank = [parts_of(metas, World(rank, 4, True, per_replica), 2) for rank in range(4)]
+    counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
+    assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
+    for rank, parts in enumerate(by_rank):
+        assert len(parts) == max(len(by_rank[other]) for other in World(rank, 4, True, per_replica).replica)
+        assert per_replica > 1 or all(part.counts for part in parts)
+
+
+def test_without_owners_whoever_is_asked_trains_everything() -> None:
+    one = GroupMeta(0, 1, 0, 0, (1.0,) * 3, (0, 1, 2), (0, 1, 2), " ", SAMPLING)
+    assert parts_of([one], World(), 2) == [Part(0, 0), Part(0, 1)]

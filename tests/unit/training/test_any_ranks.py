@@ -1,0 +1,100 @@
+"""The same bits on any number of ranks, however they hold the base; and that adding floats would not give them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trainer_rig as rig
+from trainer_ranks import Job, Outcome, run_alone, run_ranks
+
+from async_flowrl.config.schema import Config
+
+GLYPHS = Path(__file__).parents[3] / "examples" / "glyphs" / "weights"
+GROUPS, STEPS = 7, 3
+
+
+def demanding(shard: str = "none", **trainer: int) -> Config:
+    """Everything at once: samples two versions old with a mask, KL, guidance, bfloat16, two parts in each group."""
+    config = rig.tiny_config(micro_batch_size=2, shard=shard, **trainer)
+    config.prompts_per_step, config.max_staleness, config.model.dtype = GROUPS, 2, "bfloat16"
+    config.algorithm.kl_coef, config.algorithm.correction = 0.04, "mask"
+    config.rollout.true_cfg_scale = 2.0
+    return config
+
+
+def glyphs(shard: str = "none", **trainer: int) -> Config:
+    """The shipped model that writes: wide enough that its gradients round differently with more threads."""
+    config = rig.tiny_config(micro_batch_size=2, shard=shard, **trainer)
+    config.prompts_per_step, config.model.path, config.model.dtype = GROUPS, str(GLYPHS), "float32"
+    config.lora.rank, config.lora.alpha = 16, 32.0
+    return config
+
+
+@pytest.fixture(scope="module")
+def batches() -> dict[str, list[list[rig.Handed]]]:
+    made = {}
+    for name, config in {"demanding": demanding(), "glyphs": glyphs()}.items():
+        config = configuration()
+        sampler, oldest = rig.Sampler(config), config.max_staleness
+        made[name] = [
+            [
+                sampler.group(step, group, version=max(0, step - oldest), age=min(step, oldest))
+                for group in range(GROUPS)
+            ]
+            for step in range(STEPS if name == "demanding" else 2)
+        ]
+    return made
+
+
+def jobs(batches: dict[str, list[list[rig.Handed]]], **trainer: int) -> dict[str, Job]:
+    layouts = ["none", "full"] + (["hybrid"] if "shard_size" in trainer else [])
+    shared = {f"demanding, {shard}": (demanding(shard, **trainer), batches["demanding"]) for shard in layouts}
+    return {**shared, "glyphs": (glyphs(**trainer), batches["glyphs"]), "floats": (demanding(), batches["demanding"])}
+
+
+@pytest.fixture(scope="module")
+def alone(batches: dict[str, list[list[rig.Handed]]]) -> dict[str, Outcome]:
+    return {
+        name: run_alone((config(), batches[name])) for name, config in (("demanding", demanding), ("glyphs", glyphs))
+    }
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_ranks_makes_the_weights_of_one(
+    world: int, batches: dict[str, list[list[rig.Handed]]], alone: dict[str, Outcome], tmp_path: Path
+) -> None:
+    trainer = {"num_workers": 4, "shard_size": 2} if world == 4 else {"num_workers": world}
+    given = jobs(batches, **trainer)
+    floats = list(given).index("floats")
+    found = dict(zip(given, run_ranks(world, list(given.values()), tmp_path, mutants=[floats]), strict=True))
+    layouts = {"none": f"whole on each of {world}", "full": f"fsdp2 over {world}", "hybrid": "fsdp2 over 2, 2 times"}
+    for name, ranks in found.items():
+        expected = alone[name.split(",")[0]] if name != "floats" else alone["demanding"]
+        assert len({rank["digest"] for rank in ranks}) == 1
+        counts = np.sum([rank["parts"] for rank in ranks], axis=0)
+        assert counts.tolist() == expected["parts"] and all(min(rank["parts"]) > 0 for rank in ranks)
+        assert (ranks[0]["digest"] == expected["digest"]) is (name != "floats"), name
+        if name != "floats":
+            assert ranks[0]["metrics"] == expected["metrics"] and ranks[0]["groups"] == expected["groups"]
+        if ", " in name:
+            assert ranks[0]["info"]["layout"] == layouts[name.split(", ")[1]]
+
+
+def test_what_was_trained_was_demanding(alone: dict[str, Outcome]) -> None:
+    last = alone["demanding"]["metrics"][-1]
+    assert last["kl"] > 0 and last["behaviour_divergence"] > 0 and alone["demanding"]["parts"] == [14] * STEPS
+
+
+def test_threads_decide_the_last_bits_of_these_gradients(batches: dict[str, list[list[rig.Handed]]]) -> None:
+    """So equal digests say something about the sum: the gradients themselves are not robust to another order."""
+    found = []
+    for threads in (1, 2):
+        worker = rig.trainer(glyphs())
+        torch.set_num_threads(threads)
+        try:
+            rig.update(worker, 0, batches["glyphs"][0][:1])
+            found.append(worker.weights_digest())
+        finally:
+            torch.set_num_threads(1)
+    assert found[0] != found[1]

@@ -1,0 +1,204 @@
+"""The exact sum against Python's integers and fractions, its limits, and what a step does when it meets them."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+import trainer_rig as rig
+from trainer_ranks import _step
+
+from async_flowrl.training.exact import (
+    _CHUNK,
+    FIRST_EXPONENT,
+    HEADROOM_BITS,
+    Account,
+    ExactSum,
+    _read,
+    _written,
+    fitting_exponent,
+    magnitude,
+    mark_of,
+)
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.update import NonFiniteError
+
+CPU = torch.device("cpu")
+
+
+def referee(contributions: list[torch.Tensor], exponent: int, rows: int) -> list[float]:
+    """Each value rounded to a multiple, half to even; integers added; one division; no floats until then."""
+    totals = [0] * len(contributions[0])
+    for contribution in contributions:
+        for place, value in enumerate(contribution.tolist()):
+            totals[place] += round(Fraction(value) / Fraction(2) ** exponent)
+    # float() of a Fraction is correctly rounded to float64; so is the trainer's division of an integer it can hold.
+    return [float(np.float32(float(Fraction(total) * Fraction(2) ** exponent / rows))) for total in totals]
+
+
+def added(contributions: list[torch.Tensor], rows: int, exponent: int = FIRST_EXPONENT) -> torch.Tensor:
+    total, out = ExactSum(len(contributions[0]), CPU), torch.empty(len(contributions[0]))
+    total.exponent = exponent
+    total.begin()
+    for index, contribution in enumerate(contributions):
+        total.book(index, float(total.add(contribution.clone())))
+    assert total.reduce(World()).count == len(contributions)
+    total.mean(out, rows)
+    return out
+
+
+def drawn(seed: int, count: int, size: int, scale: float) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(size, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-9, 3e-15])
+def test_python_integers_give_the_same_sum(scale: float) -> None:
+    given = drawn(0, 9, 300, scale)
+    assert added(given, 96).tolist() == referee(given, FIRST_EXPONENT, 96)
+    assert added(given, 96, -20).tolist() == referee(given, -20, 96)
+
+
+def test_no_order_changes_a_bit_and_floats_would() -> None:
+    given = drawn(1, 20, 4000, 1e-3)
+    order = random.Random(0).sample(given, len(given))
+    assert torch.equal(added(given, 7), added(order, 7))
+    assert not torch.equal(sum(given[1:], given[0]), sum(order[1:], order[0]))
+
+
+def test_chunks_do_not_show() -> None:
+    given = drawn(2, 3, 2 * _CHUNK["cpu"] + 5, 1e-2)
+    ends = [torch.cat([part[:40], part[-40:]]) for part in given]
+    found = added(given, 5)
+    assert torch.cat([found[:40], found[-40:]]).tolist() == referee(ends, FIRST_EXPONENT, 5)
+
+
+def test_a_contribution_leaves_zeros_behind() -> None:
+    total, given = ExactSum(100, CPU), drawn(3, 1, 100, 1.0)[0]
+    largest = float(given.abs().max())
+    assert float(total.add(given)) == largest and not given.any()
+
+
+def test_the_account_is_exact_whoever_holds_its_parts() -> None:
+    largest = [3.4e38, 1e-45, 1.5, 0.1, 0.0, 2.0**-149]
+    values = [float(np.float32(value)) for value in largest]
+    whole = Account()
+    for place, value in enumerate(values):
+        whole = whole.plus(mark_of(3, 0, place, 1), value)
+    assert whole.magnitude == sum(int(Fraction(value) * 2**149) for value in values)
+    halves = [Account(), Account()]
+    for place, value in enumerate(values):
+        halves[place % 2] = halves[place % 2].plus(mark_of(3, 0, place, 1), value)
+    digits = [sum(pair) for pair in zip(*(_written(half) for half in halves), strict=True)]
+    assert _read(digits) == whole and max(digits) < 2**32
+    assert len({mark_of(s, u, g, p) for s in range(9) for u in range(3) for g in range(9) for p in range(3)}) == 729
+
+
+def test_the_range_ends_where_a_sum_could() -> None:
+    exponent = FIRST_EXPONENT
+    most = Fraction(2) ** 62 * Fraction(2) ** exponent
+    below = Account(1, 0, int((most - Fraction(2) ** exponent) * 2**149))
+    assert below.fits(exponent) and not Account(1, 0, int(most * 2**149)).fits(exponent)
+    assert not replace(below, count=3).fits(exponent), "every contribution may be rounded up by half a multiple"
+    assert magnitude(float(np.float32(1e-45))) == 1
+
+
+@pytest.mark.parametrize("largest", [5000.0, 3e8, 3e38])
+def test_the_next_exponent_fits_with_room(largest: float) -> None:
+    account = Account().plus(1, largest).plus(2, largest)
+    assert not account.fits(FIRST_EXPONENT)
+    found = fitting_exponent(account, FIRST_EXPONENT)
+    assert account.fits(found - HEADROOM_BITS) and not account.fits(found - HEADROOM_BITS - 1)
+
+
+@pytest.fixture(scope="module")
+def handed() -> list[list[rig.Handed]]:
+    sampler = rig.Sampler(rig.tiny_config())
+    return [[sampler.group(step, group) for group in (0, 1)] for step in range(2)]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    add: Callable[[ExactSum, torch.Tensor], torch.Tensor] = ExactSum.add
+
+    def recording(self: ExactSum, gradient: torch.Tensor) -> torch.Tensor:
+        found.append(gradient.clone())
+        return add(self, gradient)
+
+    monkeypatch.setattr(ExactSum, "add", recording)
+    return found
+
+
+def test_a_referee_finds_the_gradient_of_a_real_step(
+    handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contributions = recorded(monkeypatch)
+    worker = rig.trainer(rig.tiny_config(micro_batch_size=2, max_grad_norm=math.inf))
+    rig.update(worker, 0, handed[0])
+    assert len(contributions) == 4
+    rows = rig.rows(handed[0])
+    places = torch.arange(0, len(contributions[0]), 7)
+    some = [contribution[places] for contribution in contributions]
+    assert worker.parameters.gradients[places].tolist() == referee(some, FIRST_EXPONENT, rows)
+    exact = sum(c.double() for c in contributions) / rows
+    error = torch.linalg.vector_norm(worker.parameters.gradients.double() - exact.float().double())
+    assert error <= 1e-7 * torch.linalg.vector_norm(exact)
+
+
+def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Handed]]) -> None:
+    """Multiples of 2^-80 are too small for these gradients: the same weights as a run that knew that."""
+    plan = rig.StepPlan(rows=rig.rows(handed[0]))
+    narrow, knowing, usual = (rig.trainer(rig.tiny_config()) for _ in range(3))
+    narrow.update.exponent = -80
+    stats = _step(narrow, 0, handed[0], plan)
+    assert stats.overflow is None and narrow.update.exponent > -80
+    knowing.update.exponent = narrow.update.exponent
+    assert _step(knowing, 0, handed[0], plan).metrics == stats.metrics
+    assert narrow.weights_digest() == knowing.weights_digest() and narrow.optimizer.steps == 1
+    before = usual.weights_digest()
+    usual.update.exponent = -80
+    for group in handed[0]:
+        refused = usual.train(rig.TrainRequest(0, (group[0],), plan if group is handed[0][0] else None), *group[1])
+    refused = usual.train(rig.TrainRequest(0, (), None, True))
+    assert refused is not None and refused.overflow == -80
+    assert usual.weights_digest() == before and usual.versions.newest == 0, "nothing was changed"
+
+
+def test_the_exponent_goes_with_the_checkpoint(handed: list[list[rig.Handed]], tmp_path: object) -> None:
+    worker, other = (rig.trainer(rig.tiny_config()) for _ in range(2))
+    worker.update.exponent = -33
+    rig.update(worker, 0, handed[0])
+    worker.snapshot()
+    other.restore(worker.save(str(tmp_path), {"version": 1}))
+    assert other.update.exponent == -33
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_named(
+    handed: list[list[rig.Handed]], value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    before, add = worker.weights_digest(), ExactSum.add
+
+    def spoiled(self: ExactSum, gradient: torch.Tensor) -> torch.Tensor:
+        gradient[3] = value
+        return add(self, gradient)
+
+    monkeypatch.setattr(ExactSum, "add", spoiled)
+    with pytest.raises(NonFiniteError, match=rf"step 0, group 0: the gradient is {value}"):
+        rig.update(worker, 0, handed[0])
+    assert worker.weights_digest() == before
+
+
+def test_a_part_that_is_missing_or_added_twice_ends_the_step(handed: list[list[rig.Handed]]) -> None:
+    worker = rig.trainer(rig.tiny_config())
+    worker.update.begin(0, rig.StepPlan(rows=24))
+    for meta, tickets in handed[0]:
+        worker.update.accumulate([meta], *tickets)
+    worker.update._sum.book(mark_of(0, 0, 0, 0), 0.0)
+    with pytest.raises(RuntimeError, match="step 0: the ranks added 3 parts of groups, and of 2 that were planned"):
+        worker.update.finish()
