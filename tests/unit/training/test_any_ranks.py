@@ -10,6 +10,7 @@ from trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 from async_flowrl.config.schema import Config
 
+pytestmark = pytest.mark.slow
 GLYPHS = Path(__file__).parents[3] / "examples" / "glyphs" / "weights"
 GROUPS, STEPS = 7, 3
 
@@ -28,13 +29,17 @@ def glyphs(shard: str = "none", **trainer: int) -> Config:
     config = rig.tiny_config(micro_batch_size=2, shard=shard, **trainer)
     config.prompts_per_step, config.model.path, config.model.dtype = GROUPS, str(GLYPHS), "float32"
     config.lora.rank, config.lora.alpha = 16, 32.0
+    config.rollout.resolution, config.trainer.timesteps_per_forward = 64, None
     return config
+
+
+CONFIGURATIONS = {"demanding": demanding, "glyphs": glyphs}
 
 
 @pytest.fixture(scope="module")
 def batches() -> dict[str, list[list[rig.Handed]]]:
     made = {}
-    for name, config in {"demanding": demanding(), "glyphs": glyphs()}.items():
+    for name, configuration in CONFIGURATIONS.items():
         config = configuration()
         sampler, oldest = rig.Sampler(config), config.max_staleness
         made[name] = [
@@ -55,12 +60,10 @@ def jobs(batches: dict[str, list[list[rig.Handed]]], **trainer: int) -> dict[str
 
 @pytest.fixture(scope="module")
 def alone(batches: dict[str, list[list[rig.Handed]]]) -> dict[str, Outcome]:
-    return {
-        name: run_alone((config(), batches[name])) for name, config in (("demanding", demanding), ("glyphs", glyphs))
-    }
+    return {name: run_alone((config(), batches[name])) for name, config in CONFIGURATIONS.items()}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_number_of_ranks_makes_the_weights_of_one(
     world: int, batches: dict[str, list[list[rig.Handed]]], alone: dict[str, Outcome], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks, each a process, over gloo: FSDP2 for the base, one all-reduce for the adapter, the bits of one rank."""
+"""Several ranks, each a process, over gloo: FSDP2 for the base, one all-reduce, the bits of one rank."""
 
 import copy
 from dataclasses import replace
