@@ -49,6 +49,10 @@ class Account:
         marks = (self.marks + mark) % (1 << _DIGIT_BITS * _MARK_DIGITS)
         return Account(self.count + 1, marks, self.magnitude + magnitude(largest))
 
+    def holds(self, planned: "Account") -> bool:
+        """Whether exactly the planned contributions are in it, each once."""
+        return (self.count, self.marks) == (planned.count, planned.marks)
+
     def fits(self, exponent: int) -> bool:
         """Whether no sum of these contributions, rounded to multiples of 2^exponent, can reach 2^62 of them."""
         # Each contribution is rounded by at most half a multiple.

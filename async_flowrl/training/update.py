@@ -143,7 +143,7 @@ class Update:
         """The mean gradient of all ranks into `gradients`, or the exponent in which their sum could overflow."""
         inputs, total = self._inputs, self._sum
         found = total.reduce(inputs.world)
-        if (found.count, found.marks) != (self._planned.count, self._planned.marks):
+        if not found.holds(self._planned):
             raise RuntimeError(
                 f"step {step}: the ranks added {found.count} parts of groups, and of {self._planned.count} that were "
                 "planned not each was added once"

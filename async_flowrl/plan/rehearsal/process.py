@@ -25,7 +25,7 @@ from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.rollout import registry as rollout_loading
-from async_flowrl.training import base_weights, fsdp
+from async_flowrl.training import base_weights, exact, fsdp
 from async_flowrl.training import worker as training
 
 
@@ -74,6 +74,8 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (base_weights, "_same_names", lambda *_: None),
         (rollout_loading, "load_policy", load_policy),
         (rollout_loading, "base_digest", lambda _: ""),
+        (exact, "_read", lambda _: exact.Account()),
+        (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
     ]
 

@@ -114,19 +114,18 @@ def test_the_bottleneck_is_named(trainer: dict[str, float], rollout: dict[str, f
     ("busy", "split"), [((8.0, 4.0), "5:3"), ((8.0, 8.0), None), ((2.0, 8.0), "2:6"), ((0.5, 8.0), "1:7")]
 )
 def test_another_split_is_tried_where_it_would_be_faster(busy: tuple[float, float], split: str | None) -> None:
-    """Eight devices, four each; a group of 840 images can be shared by any number of ranks."""
+    """Eight devices, four each; any number of ranks can share a group."""
     events = [
         {"time": 10.0, "event": "span", "worker": f"{pool}-{index}", "name": "work", "start": 0.0, "end": seconds}
         for pool, seconds in zip(("rollout", "trainer"), busy, strict=True)
         for index in range(4)
     ]
     found = tracks(events)
-    assert better_split(found, (0.0, 10.0), 840) == split
-    assert better_split(found, (0.0, 10.0), 1) in (None, "7:1")
+    assert better_split(found, (0.0, 10.0)) == split
     if split:
         pools = {"trainer": {"busy": 60, "wait_data": 40}, "rollout": {"busy": 98, "idle": 2}}
         assert bottleneck(pools, split).endswith(f"; try {split} devices.")
-    assert better_split(tracks(events[:4]), (0.0, 10.0), 840) is None, "no trainer was seen"
+    assert better_split(tracks(events[:4]), (0.0, 10.0)) is None, "no trainer was seen"
 
 
 def test_the_report_is_one_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
