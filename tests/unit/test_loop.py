@@ -9,7 +9,9 @@ import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
+from async_flowrl.training.messages import UpdateStats
 from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_models import ToyTrainer
 from tests.support.toy_pool import Timing, ToyPool
 
 MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
@@ -123,6 +125,26 @@ def test_the_number_of_trainer_ranks_is_told_the_same() -> None:
     first, second = (worker.target for worker in found.groups["trainer"].workers)
     assert first.trained == second.trained
     assert found.digest == second.weights_digest() == run().digest
+
+
+@pytest.mark.parametrize(("hand_over", "updates"), [("batch", 1), ("batch", 2), ("stream", 1)])
+def test_an_optimizer_step_whose_sum_overflows_is_made_again(
+    hand_over: str, updates: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = toy_config(1, hand_over=hand_over, trainer__updates_per_batch=updates)
+    calm, finish, refused = virtual(config, SHAKEN), ToyTrainer.finish, []
+
+    def overflowing(trainer: ToyTrainer) -> UpdateStats:
+        if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
+            refused.append(trainer.count)
+            return UpdateStats(trainer.step, trainer.plan.update, False, {}, overflow=-50)
+        return finish(trainer)
+
+    monkeypatch.setattr(ToyTrainer, "finish", overflowing)
+    found = virtual(config, SHAKEN)
+    assert refused == [4 // updates] * 2 and found.digest == calm.digest
+    assert len(found.trained) == len(calm.trained) + sum(refused)
+    assert "step 2: the sum of its gradients could exceed the range of multiples of 2^-50" in caplog.text
 
 
 @MODE
