@@ -61,8 +61,8 @@ class AlgorithmConfig:
     """Nats per image, summed over the denoising steps, by which one optimizer step may move the policy: its trust
     region (exact Gaussian KL, measured after it). A longer one is scaled down. null = measured at every tenth only."""
     kl_probe_images: int = setting(2, at_least=0)
-    """Images per rank, of the first trained group and a micro-batch at most, on which that KL is measured: two forward
-    passes at every denoising step; 0 = none."""
+    """Images of the first trained group, a micro-batch at most, on which that KL is measured: two forward passes at
+    every denoising step; 0 = none."""
     kl_coef: float = setting(0.0, at_least=0)
     """Coefficient of the KL penalty; 0 = none. Above 0 each batch costs a forward pass of the reference model."""
     kl_form: str = setting("code", choices=("code", "exact", "proximal"))

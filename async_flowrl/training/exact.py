@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.training.fsdp import World
+from async_flowrl.transfers import upload
 
 FIRST_EXPONENT = -50
 """Of the first step; fixed, so that nothing but the contributions themselves can change it."""
@@ -114,7 +115,7 @@ class ExactSum:
     def reduce(self, world: World) -> Account:
         """Adds up the ranks, in place; returns the account of the whole, the same on every rank."""
         tail = self._values[self._numel :]
-        tail.copy_(torch.tensor(_written(self._account), device=tail.device))
+        tail.copy_(upload(torch.tensor(_written(self._account)), tail.device))
         world.sum(self._values)
         return _read(tail.tolist())
 
