@@ -5,6 +5,16 @@ of the weights; it decides only how evenly the work is spread.
 """
 
 
+def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
+    """A sentence where an optimizer step of so many groups has fewer parts than there are ranks."""
+    if groups * parts >= ranks:
+        return None
+    return (
+        f"{ranks - groups * parts} of {ranks} trainer ranks have nothing to train: an optimizer step has {groups} "
+        f"groups of {parts} parts; a smaller trainer.micro_batch_size makes more"
+    )
+
+
 class Owners:
     """Spreads the groups of one optimizer step, in the order they come, over replicas and the ranks in them."""
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.controller.group_advantages import group_advantages
-from async_flowrl.controller.owners import Owners
+from async_flowrl.controller.owners import Owners, idle_ranks
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
@@ -56,9 +57,16 @@ class TrainerGroup:
         self._waited = 0.0
         self._owners = Owners(len(workers.workers))
 
-    def laid_out(self, ranks_per_replica: int) -> None:
+    def laid_out(self, config: Config, ranks_per_replica: int) -> None:
         """How many ranks hold one copy of the base between them, as they said when they loaded it."""
-        self._owners = Owners(len(self.workers.workers), ranks_per_replica)
+        ranks, groups = len(self.workers.workers), config.prompts_per_step // config.trainer.updates_per_batch
+        self._owners = Owners(ranks, ranks_per_replica)
+        if said := idle_ranks(ranks, groups, len(cut(self._most_selected(config), config.trainer.micro_batch_size))):
+            logger.warning("%s", said)
+
+    def _most_selected(self, config: Config) -> list[int]:
+        """What the algorithm trains of a group whose images all differ."""
+        return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     @property
     def first(self) -> Worker:
@@ -247,7 +255,7 @@ class TrainerGroup:
 
     def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
         request = ctx.requests.request(first.tickets[0])
-        per_group = len(self.algorithm.select(np.arange(ctx.config.group_size, dtype=np.float64)))
+        per_group = len(self._most_selected(ctx.config))
         return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
 
     def _book(self, ctx: Context, results: list[UpdateStats]) -> None:

@@ -189,7 +189,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
         if len(group.workers) > 1 or config.trainer.cpu_offload:
             await join_process_group(group, timeout=config.deadlines.update)
         infos: list[dict[str, Any]] = await trainers.all("load")
-    trainers.laid_out(infos[0]["ranks_per_replica"])
+    trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from async_flowrl.controller.owners import Owners
+from async_flowrl.controller.owners import Owners, idle_ranks
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.parts import Part, parts_of
@@ -29,6 +29,12 @@ def test_groups_are_split_where_there_are_few() -> None:
     assert spread(4, 1, 8) == [(0, 1, 2, 3, 0, 1, 2, 3)]
     counts = Counter(owner for of_group in spread(3, 5, 2) for owner in of_group)
     assert sorted(counts.values()) == [3, 3, 4]
+
+
+def test_ranks_with_nothing_to_do_are_told_of() -> None:
+    assert idle_ranks(4, 2, 2) is None
+    said = idle_ranks(4, 1, 3)
+    assert said is not None and said.startswith("1 of 4 trainer ranks have nothing to train")
 
 
 def test_ranks_of_a_replica_share_its_groups() -> None:
