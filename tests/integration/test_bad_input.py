@@ -84,7 +84,10 @@ ONE_LINE = {
         ["algorithm.timestep_fraction must be above 0 and at most 1"],
     ),
     "no end of weights": (["reward.terms.color.weight=inf"], ["reward.terms.color.weight must be a finite number"]),
-    "three ranks for sixteen images": (["trainer.num_workers=3"], ["must divide group_size=16", "2 or 4"]),
+    "replicas of three among four ranks": (
+        ["trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=3"],
+        ["trainer.shard_size=3 must divide trainer.num_workers=4", "2 or 4"],
+    ),
     "micro-batches that do not divide": (["trainer.micro_batch_size=3"], ["must divide", "2 or 4"]),
     "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),
     "steps that do not divide": (["trainer.timesteps_per_forward=2"], ["must divide the number of trained steps=5"]),

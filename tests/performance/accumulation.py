@@ -27,12 +27,8 @@ def milliseconds(work: Callable[[], object]) -> float:
 def compare(numel: int, rounds: int) -> list[float]:
     """Medians: floats and what exact costs more, per part and per step."""
     gradient = 1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    given, floats, out, exact = (
-        gradient.clone(),
-        torch.zeros(numel),
-        torch.empty(numel),
-        ExactSum(numel, gradient.device),
-    )
+    given, floats, out = gradient.clone(), torch.zeros(numel), torch.empty(numel)
+    exact = ExactSum(numel, gradient.device)
 
     def add_floats() -> Tensor:
         floats.add_(given)
