@@ -74,11 +74,15 @@ def transition(
     belong on the device of x: another one's are copied, and the host waits for that.
     sde: Flow-GRPO (arXiv 2505.05470, eq. 9 and sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
     same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: Euler.
+    ValueError for an unknown sde_type, and for cps where noise_level is a number outside 0 to 1, at which its angle
+    turns back. A tensor's values are not looked at: the host would wait for them.
     """
     x, velocity = x.float(), velocity.float()
     s, s_next = sigma.float(), sigma_next.float()
     level = _filled(noise_level, s)
     if sde_type == "cps":
+        if not isinstance(noise_level, Tensor) and not 0 <= noise_level <= 1:
+            raise ValueError(f"noise_level of cps steps must be 0 to 1, got {noise_level}")
         mean, std = _cps(x, velocity, s, s_next, level)
     elif sde_type == "ode":
         mean, std = ode_step(x, velocity, s, s_next), torch.zeros_like(s)

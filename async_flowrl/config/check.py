@@ -60,6 +60,8 @@ def _check_mode(config: Config) -> None:
 def _check_sizes(config: Config) -> None:
     if config.group_size % config.images_per_ticket:
         raise ConfigError(f"ticket_size={config.ticket_size} must divide group_size={config.group_size}")
+    if 0 < (scale := config.rollout.true_cfg_scale) < 1:
+        raise ConfigError(f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {scale}")
 
 
 def _check_placement(config: Config) -> None:

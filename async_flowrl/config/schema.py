@@ -92,7 +92,7 @@ class RolloutConfig:
     num_inference_steps: int = setting(6, at_least=2)
     """Denoising steps of an image that is trained on."""
     true_cfg_scale: float = setting(1.0, at_least=0)
-    """Scale of classifier-free guidance with a negative prompt; 1 = off (half the cost)."""
+    """Scale of classifier-free guidance with a negative prompt, above 1; 1 = off (half the cost), and so is 0."""
     guidance_scale: float = setting(0.0, at_least=0)
     """Scale of the embedded guidance of distilled models (FLUX); 0 = none."""
     negative_prompt: str = " "

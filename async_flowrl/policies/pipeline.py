@@ -184,7 +184,12 @@ class PipelinePolicy(ABC):
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError where embedded guidance is asked for and the network takes none, or the other way round."""
+        """Raises ValueError where embedded guidance is asked for and the network takes none, or the other way round,
+        and for a true_cfg_scale that would weaken the prompt."""
+        if 0 < sampling.true_cfg_scale < 1:
+            raise ValueError(
+                f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {sampling.true_cfg_scale}"
+            )
         if sampling.guidance_scale > 0 and not self.embeds_guidance:
             raise ValueError(
                 f"rollout.guidance_scale must be 0 for {self.title}, got {sampling.guidance_scale}; use true_cfg_scale"

@@ -68,9 +68,13 @@ class QwenImagePolicy(PipelinePolicy):
         return self._tokens(resolution) ** 2, int(self._config.in_channels)
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c."""
+        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c.
+
+        A token that is all zeros after guidance has no direction to scale: it stays zero, where the pipeline has NaN.
+        """
         combined = super()._guide(conditional, unconditional, scale)
-        rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+        norm: Tensor = combined.norm(dim=-1, keepdim=True)
+        rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
         return combined * rescale
 
     def _network(

@@ -284,3 +284,9 @@ def test_unknown_step_type_is_refused() -> None:
             torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.zeros(1),
             sigma_after_first=0.5, sde_type="cp", noise_level=0.5,
         )  # fmt: skip
+
+
+def test_noise_of_a_cps_step_beyond_a_right_angle_is_refused() -> None:
+    x, now, after = torch.zeros(1, 2), torch.tensor([0.9]), torch.tensor([0.5])
+    with pytest.raises(ValueError, match=r"noise_level of cps steps must be 0 to 1, got 1\.2"):
+        sde.transition(x, x, now, after, sigma_after_first=0.9, sde_type="cps", noise_level=1.2)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin
@@ -139,6 +140,14 @@ def test_a_pair_is_two_numbers() -> None:
         check(put(full(), "trainer.betas", (0.9, 0.99, 0.999)))
     with pytest.raises(ConfigError, match=r"^algorithm\.sde_window_range must be two numbers"):
         check(put(full(), "algorithm.sde_window_range", [3]))
+
+
+@pytest.mark.parametrize(("scale", "allowed"), [(0.0, True), (0.5, False), (1.0, True), (4.0, True)])
+def test_guidance_that_would_weaken_the_prompt_is_refused(scale: float, allowed: bool) -> None:
+    config = Config()
+    config.rollout.true_cfg_scale = scale
+    with nullcontext() if allowed else pytest.raises(ConfigError, match=r"true_cfg_scale must be above 1, or 0 or 1 "):
+        check(config)
 
 
 def test_a_rule_that_does_not_exist_is_refused_where_it_is_written() -> None:

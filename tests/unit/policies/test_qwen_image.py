@@ -182,6 +182,20 @@ def test_guidance_in_one_batch_is_two_forwards_combined_and_rescaled(policy: Qwe
         policy.velocity(x, sigma, positive, None, replace(off, guidance_scale=3.5))
 
 
+def test_a_guided_token_of_zeros_stays_zero_with_a_finite_gradient(policy: QwenImagePolicy) -> None:
+    conditional = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]], requires_grad=True)
+    guided = policy._guide(conditional, torch.zeros(1, 2, 2), 2.0)
+    assert guided.tolist() == [[[0.0, 0.0], [3.0, 4.0]]]
+    guided.sum().backward()
+    assert conditional.grad is not None and bool(conditional.grad.isfinite().all())
+
+
+def test_guidance_that_would_weaken_the_prompt_is_refused(policy: QwenImagePolicy) -> None:
+    positive, negative = conditioning(policy)
+    with pytest.raises(ValueError, match=r"true_cfg_scale must be above 1, or 0 or 1 for no guidance, got 0\.5"):
+        policy.velocity(latents(1), torch.tensor([0.9]), positive, negative, sampling(cfg=0.5))
+
+
 def test_each_row_has_its_own_noise_level(policy: QwenImagePolicy) -> None:
     positive, _ = conditioning(policy)
     x, sigma = latents(3), torch.tensor([1.0, 0.5, 0.02])
