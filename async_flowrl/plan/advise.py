@@ -65,7 +65,7 @@ def advise(work: Work, limits: Limits) -> Advice:
     colocated = predict_colocated(work, limits) if limits.colocate else None
     candidates = splits(work, limits)
     if not candidates:
-        return Advice((), (), None, colocated, (no_split(work, limits),))
+        return Advice((), (), None, colocated, (no_split(limits),))
     tried = [_simulate(work, layout, limits) for layout in candidates]
     best = min(tried, key=lambda prediction: prediction.step_seconds)
     depths = search_staleness(work, best.layout, limits)
@@ -81,11 +81,9 @@ def advise(work: Work, limits: Limits) -> Advice:
 
 
 def splits(work: Work, limits: Limits) -> list[Layout]:
-    """The layouts worth simulating, best bound first. Trainer ranks must divide a group."""
-    if limits.split is not None:
-        pairs = [limits.split]
-    else:
-        pairs = [(n, limits.devices - n) for n in range(1, limits.devices) if work.allows(limits.devices - n)]
+    """The layouts worth simulating, best bound first."""
+    every = [(n, limits.devices - n) for n in range(1, limits.devices)]
+    pairs = every if limits.split is None else [limits.split]
     common: dict[str, Any] = {"reward": limits.reward, "slow": limits.slow, "own_rewards": limits.own_rewards}
     layouts = [Layout(rollout, trainer, **common) for rollout, trainer in pairs]
     return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:MAX_SPLITS]
@@ -120,10 +118,8 @@ def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
     return min(good, key=lambda p: (p.layout.max_staleness, p.step_seconds))
 
 
-def predict_colocated(work: Work, limits: Limits) -> Prediction | None:
-    """Every device generates, then every device trains; None where no number of ranks divides a group."""
-    if not work.allows(limits.devices):
-        return None
+def predict_colocated(work: Work, limits: Limits) -> Prediction:
+    """Every device generates, then every device trains."""
     layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow, limits.own_rewards)
     # Handing the device over costs the switch once per step, where the trainer stages.
     return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
@@ -226,12 +222,8 @@ def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     return sentences
 
 
-def no_split(work: Work, limits: Limits) -> str:
-    if limits.devices < 2:
-        return (
-            f"Don't use async here: separate pools need at least 2 devices, got {limits.devices}; use sync colocated."
-        )
-    return f"No number of trainer ranks below {limits.devices} divides a group of {work.group_size} images."
+def no_split(limits: Limits) -> str:
+    return f"Don't use async here: separate pools need at least 2 devices, got {limits.devices}; use sync colocated."
 
 
 def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "--slow-worker", type=factor, default=1.0, metavar="X", help="the first rollout worker takes X times as long"
     )
     option("--prompts", type=count, default=16, help="prompts per step (default 16)")
-    option("--group-size", type=count, default=16, help="images per prompt; trainer ranks must divide it (default 16)")
+    option("--group-size", type=count, default=16, help="images per prompt (default 16)")
     option("--ticket-size", type=count, help="images per ticket (default: a whole group)")
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")

@@ -50,14 +50,12 @@ class Prediction:
 
 
 def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> Prediction:
-    """`steps` training steps. Raises ValueError for too few of them, or for ranks that cannot share a group."""
+    """`steps` training steps. Raises ValueError for too few of them."""
     min_steps = WARM_UP_STEPS + layout.max_staleness + 2
     if steps < min_steps:
         raise ValueError(
             f"max_staleness={layout.max_staleness} needs at least {min_steps} steps to simulate, got {steps}"
         )
-    if not work.allows(layout.trainer):
-        raise ValueError(f"{layout.trainer} trainer ranks cannot share groups of {work.group_size} images")
     return run_virtual(_simulate(work, layout, steps, seed), horizon=math.inf)
 
 

@@ -23,7 +23,7 @@ class Work:
     """Forward and backward of one group on a single trainer rank."""
     tickets_per_group: int = 1
     group_size: int = 0
-    """Images per group: trainer ranks must divide it; 0 = any number of ranks."""
+    """Images per group, where they are known."""
     finish: Law = field(default_factory=lambda: Law(0.0))
     """End of an update, after its last group."""
     score: Law = field(default_factory=lambda: Law(0.0))
@@ -54,9 +54,6 @@ class Work:
     def score_in(self, pool: str) -> Law:
         """Rewards of one group on one worker of a reward pool."""
         return self.score if pool == SHARED else self.own_scores[pool]
-
-    def allows(self, ranks: int) -> bool:
-        return self.group_size == 0 or self.group_size % ranks == 0
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) 
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
-def test_ranks_divide_the_group() -> None:
+def test_any_number_of_ranks_is_recommended() -> None:
     advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
     assert advice.chosen is not None
-    assert advice.chosen.layout.trainer == 4
+    assert advice.chosen.layout.trainer == 6
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
@@ -163,12 +163,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--update 8", "--generate and --update"),
         ("--generate 8 --update 8 --ticket-size 5", "--ticket-size 5 must divide --group-size 16"),
-        ("--generate 8 --update 8 --split 5:3", "5 trainer"),
     ],
 )
 def test_what_the_command_refuses(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "5:3" in arguments:
-        complaint = "3 trainer ranks cannot share groups of 16"
     assert plan.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err
 
