@@ -103,7 +103,7 @@ def test_variants_use_the_same_devices() -> None:
                 assert rollout * int(given.get("rollout.threads", 1)) == processes
             else:
                 assert rollout + trainer == processes
-    assert not colocated(Machine(3, 1, gpu=True), config)
+    assert [variant.name for variant in colocated(Machine(3, 1, gpu=True), config)] == ["sync colocated 3 x 1"]
     names = [variant.name for variant in chosen(MACHINE, config, ["stream", "sync colocated"])]
     assert names == ["sync colocated 1 x 2 threads", "sync colocated 2 x 1", "stream"]
     assert chosen(MACHINE, config, []) == variants(MACHINE, config)
