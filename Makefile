@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs lint prove e2e clean
+.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs docs-serve docs-release lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -82,7 +82,19 @@ $(VLLM_OMNI_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt tests/vll
 DOCS_VENV ?= .venv-docs
 
 docs: $(DOCS_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
+
+# The site of this version beside those of earlier ones, on the branch gh-pages of this repository; nothing is pushed.
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+MIKE := NO_MKDOCS_2_WARNING=1 DOCS_VERSIONS=mike PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" mike
+
+docs-release: docs
+	$(MIKE) deploy --update-aliases $(DOCS_VERSION) latest
+	$(MIKE) set-default latest
 
 $(DOCS_VENV)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)

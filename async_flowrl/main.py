@@ -31,6 +31,7 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
+from separation.imports import without_collections
 
 
 class GuardError(RuntimeError):
@@ -57,10 +58,31 @@ def main() -> int:
 
 
 def train(config: Config, hydra_record: Mapping[str, str]) -> int:
-    """One run; when it has ended, the planner says what the run's first half predicts of its second."""
-    from async_flowrl.run.job import run
+    """One run; when it has ended, the planner says what the run's first half predicts of its second.
 
-    return run(config, hydra_record, predict=predict, check_devices=check_devices)
+    Raises ConfigError for what can be told without torch; the run itself says the rest.
+    """
+    from async_flowrl.run.early import refuse_early
+
+    refuse_early(config)
+    with without_collections():
+        from async_flowrl.run.job import run
+        from async_flowrl.run.tools import Tools
+    return run(config, hydra_record, Tools(predict, check_devices, foretell_steps, foretell_memory, report))
+
+
+def foretell_steps(config: Config, run_directory: Path) -> str:
+    """The planner is loaded here where a run has earlier steps, and is no part of it."""
+    from async_flowrl.plan import foretell
+
+    return foretell.step_time(config, run_directory)
+
+
+def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
+    """The planner is loaded here where a run has found GPUs, and is no part of it."""
+    from async_flowrl.plan import foretell
+
+    return foretell.device_memory(config, memory)
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
@@ -74,7 +96,27 @@ def predict(run_directory: Path) -> str | None:
     """The planner is loaded here, after the run, and is no part of it."""
     from async_flowrl.plan.prediction import add_prediction
 
-    return add_prediction(run_directory)
+    sentence = add_prediction(run_directory)
+    if sentence is not None and (run_directory / "report.html").exists():
+        report(run_directory)
+    return sentence
+
+
+def report(run_directory: Path) -> Path:
+    """The report is written by a tool of its own, which is loaded here when a run has ended."""
+    from async_flowrl.report.write import write_report
+
+    return write_report(run_directory)
+
+
+def report_over(folders: Sequence[Path]) -> None:
+    """One report over the runs of a sweep that wrote theirs, in the folder that holds them all."""
+    from async_flowrl.report.write import write_page
+
+    runs = [folder for folder in folders if (folder / "report.html").exists()]
+    if len(runs) > 1:
+        path = Path(os.path.commonpath(runs)) / "report.html"
+        sys.stdout.write(f"{'report':8} {write_page(runs, path)}: all {len(runs)} runs\n")
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
@@ -96,13 +138,14 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
     but its exit code is the sweep's. A job that is interrupted or stopped ends the sweep.
     """
     check_words(given.config_name, given.overrides, given.config_dir)
-    codes = [exit_codes.OK]
+    codes, folders = [exit_codes.OK], list[Path]()
 
     def job(values: DictConfig) -> None:
         try:
             config, own = typed(values), cast("DictConfig", HydraConfig.get())
             if own.mode == RunMode.MULTIRUN:
                 config = replace(config, output_dir=own.runtime.output_dir)
+                folders.append(Path(config.output_dir))
             codes.append(train(config, record(values, own, config.output_dir)))
         except ConfigError as error:
             sys.stderr.write(f"async_flowrl: {error}\n")
@@ -116,6 +159,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
+        report_over(folders)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)

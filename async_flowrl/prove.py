@@ -19,7 +19,7 @@ SHORT_RUN = (
     "save.every=3",
     "evaluate.before_training=false",
     "evaluate.images_per_prompt=2",
-    "monitor.progress=false",
+    "console=quiet",
     "monitor.report=false",
 )
 MAX_RUN_SECONDS = 300.0

@@ -4,8 +4,10 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _global_rng = threading.Lock()
 
@@ -16,8 +18,10 @@ def derive(seed: int, *names: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed: int) -> "torch.Generator":
     """A CPU generator: draws are the same whatever device the model runs on."""
+    import torch
+
     return torch.Generator("cpu").manual_seed(seed)
 
 
@@ -27,6 +31,8 @@ def untouched_rng(seed: int = 0) -> Iterator[None]:
 
     `torch.manual_seed` would also reseed CUDA. One thread at a time.
     """
+    import torch
+
     with _global_rng:
         state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)

@@ -157,3 +157,5 @@ class Scores:
     failed: Mapping[str, Failure] = field(default_factory=dict)
     retries: Mapping[str, int] = field(default_factory=dict)
     """By term, calls that were made again."""
+    served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """By term whose servers the run has started: URL → whether it answered anything, or let attempts time out only."""

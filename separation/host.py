@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from separation.group import VISIBLE_DEVICES
+from separation.imports import without_collections
 from separation.processes import identity
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -59,7 +60,8 @@ class Host:
         """Imports the factory and calls it."""
         try:
             limit_threads(self.threads)
-            make = resolve(factory)
+            with without_collections():
+                make = resolve(factory)
             limit_threads(self.threads)
             self._target = make(**arguments)
         except Exception as error:

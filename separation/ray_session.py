@@ -41,6 +41,7 @@ from separation.placement import (
 )
 from separation.processes import alive, descendants, kill, kill_remaining
 from separation.ray_group import Place, RayGroup
+from separation.ray_head import only_what_runs
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
@@ -129,15 +130,14 @@ class RaySession:
             options["_system_config"] = dict(_UNWATCHED)
             # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
             os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(
-            **options,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            job_config=JobConfig(_py_driver_sys_path=import_path()),
-        )
+        with only_what_runs():
+            ray.init(
+                **options,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                job_config=JobConfig(_py_driver_sys_path=import_path()),
+            )
         _log_raylet_messages()
-        if address is None:
-            _end_log_monitor()
 
     def _processes(self) -> list[psutil.Process]:
         """Processes of this machine that must be gone at the end: our own daemons, the workers, and their children."""
@@ -249,12 +249,6 @@ def _log_raylet_messages() -> None:
     """Logs the raylet's remarks on dead workers, which Ray would print over whatever this process displays."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
-
-
-def _end_log_monitor() -> None:
-    """It reads the workers' logs to print them here, which is switched off; there is no option to start without it."""
-    if (node := ray_worker._global_node) is not None:
-        node.kill_log_monitor()
 
 
 def import_path() -> list[str]:

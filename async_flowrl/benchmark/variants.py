@@ -14,7 +14,7 @@ NOTHING_BUT_TRAINING = (
     "evaluate.every=0",
     "evaluate.images_per_prompt=1",
     "evaluate.max_prompts=1",
-    "monitor.progress=false",
+    "console=quiet",
     "monitor.report=false",
 )
 """Overrides that switch evaluations and reports off: they cost every mode the same."""

@@ -6,26 +6,25 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from async_flowrl.check_model.arguments import parser
 from async_flowrl.check_model.compare import STEPS, Job, compare, job_of
-from async_flowrl.check_model.rows import TOLERANCES, Row
+from async_flowrl.check_model.rows import Row
 from async_flowrl.config import exit_codes
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.generate import Settings
+from async_flowrl.observability.terminal import print_table
 from async_flowrl.policies.checked import write_stamp
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.types import Sampling
 
 logger = logging.getLogger(__name__)
-_WIDTH = 120
-"""Characters of a table that no terminal shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: every step is that of the stock pipeline; 1: one differs; 2: there was nothing to compare."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_codes.CONFIG
     sys.stdout.write(f"{job.model.family} against diffusers' {job.pipeline_name}: {_how(job)}\n")
     rows = compare(job)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table(rows))
+    print_table(table(rows))
     differing = [row for row in rows if not row.holds]
     if differing:
         sys.stdout.write(f"{differing[0].step} is the first step that differs: {differing[0].said}\n")
@@ -89,20 +88,3 @@ def _how(job: Job) -> str:
         f"{how.num_inference_steps} steps at {how.resolution} px, guidance {scale:g}, {job.model.dtype} on "
         f"{job.device.type}"
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.check_model",
-        description="Compares a model family with diffusers' own pipeline and names the first step that differs.",
-    )
-    parser.add_argument("model", metavar="NAME_OR_PATH", help="model.path: tiny, a diffusers folder or a hub name")
-    parser.add_argument("--family", default="auto", help="model.family: a name, or pkg.module:attr (default: auto)")
-    parser.add_argument("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
-    parser.add_argument("--prompt", default="a red apple on a wooden table")
-    parser.add_argument("--steps", type=int, default=6, help="denoising steps (default 6)")
-    parser.add_argument("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
-    parser.add_argument("--resolution", type=int, help="pixels per side (default 512; of tiny 32)")
-    parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="default float32: no rounding")
-    parser.add_argument("--max-sequence-length", type=int, help="model.max_sequence_length")
-    return parser

@@ -1,6 +1,7 @@
 """Command line → typed configuration, with every refusal as one sentence before anything is started."""
 
 import copy
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -12,13 +13,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.term_overrides import replacing_terms
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "one_step_off"
 VERSION_BASE = "1.3"
@@ -102,12 +105,33 @@ def without_hydra(values: DictConfig) -> DictConfig:
 
 
 def read_config(path: Path) -> Config:
-    """A run's config.yaml. Raises ValueError where it is not one."""
+    """A run's config.yaml. Raises ValueError where it is not one.
+
+    Another version may have written it: settings that this one does not have are left out, and a warning names them.
+    """
+    unknown: list[str] = []
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        merged = _known(cast("DictConfig", OmegaConf.load(path)), unknown)
     except (OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
+    if unknown:
+        logger.warning("%s has settings that this version does not know: %s", path, ", ".join(unknown))
     return cast("Config", OmegaConf.to_object(merged))
+
+
+def _known(written: DictConfig, unknown: list[str]) -> Any:
+    """The configuration without what the schema does not have, which is appended to `unknown`."""
+    while True:
+        try:
+            return OmegaConf.merge(OmegaConf.structured(Config), written)
+        except ConfigKeyError as error:
+            key = str(error.full_key)
+            section, _, name = key.rpartition(".")
+            owner = OmegaConf.select(written, section) if section else written
+            if len(written) == 1 and not section:  # nothing of it is known
+                raise
+            del owner[name]
+            unknown.append(key)
 
 
 def check_words(name: str, overrides: Sequence[str], folder: Path | None = None) -> None:

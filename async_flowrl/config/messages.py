@@ -23,9 +23,12 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def check_options(where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str]) -> None:
-    """Raises ValueError for an option that `factory` does not take; `beside` names what it gets in any case."""
-    parameters = inspect.signature(factory).parameters.values()
+def check_options(
+    where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str] = (), first: int = 0
+) -> None:
+    """Raises ValueError for an option that `factory` does not take; `beside` names what it gets in any case, `first` is
+    the number of arguments that it gets before them."""
+    parameters = list(inspect.signature(factory).parameters.values())[first:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -119,7 +119,14 @@ class ServeConfig:
     start_seconds: float = setting(900.0, above=0, changes=NOTHING)
     """Seconds from its start until the server must be healthy; making its environment does not count."""
     restarts: int = setting(3, at_least=0, changes=NOTHING)
-    """Restarts of each replica that has died; one death more ends the run."""
+    """Restarts of each replica that has died or hung. One more loses it: that ends the run, or, for a term with
+    required: false and a held-out one, leaves the term to its other replicas, and without scores after the last."""
+    hung_seconds: float = setting(120.0, above=0, infinite=True, changes=NOTHING)
+    """Seconds for which a server that was up may leave its health path without a 200 before it counts as hung and is
+    started again. One that cannot answer it while it scores needs more than its longest request takes, or .inf."""
+    hung_calls: int = setting(2, at_least=0, changes=NOTHING)
+    """Calls of reward workers in a row that a server may let time out without any answer before it counts as hung,
+    whatever its health path says; 0 = never."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the server; {token} in them stands for the token that this run asks it with."""
 
@@ -337,10 +344,8 @@ class EvaluateConfig:
 
 @dataclass
 class MonitorConfig:
-    """Where a run shows itself, besides the files of its directory."""
+    """Where a run shows itself, besides its console and the files of its directory."""
 
-    progress: bool = True
-    """A progress line on the terminal; in a log, a line from time to time."""
     tensorboard: bool = False
     """TensorBoard's files in the run directory."""
     wandb: bool = False
@@ -355,6 +360,12 @@ class MonitorConfig:
     """verl_omni: trackers get metrics by verl-omni's names, too, where it has the same ones; metrics.jsonl stays."""
     report: bool = True
     """report.html at the end of the run."""
+    report_mib: float = setting(16.0, at_least=0)
+    """MiB of images in report.html; what does not fit is left out, and the page says so."""
+    kept_images: int = setting(4, at_least=0)
+    """Images of each evaluated prompt kept as files of their own in images/step_N/, for the report; 0 = none."""
+    kept_side: int = setting(512, at_least=16)
+    """Longest side of these files, pixels; larger images are reduced."""
 
 
 @dataclass
@@ -474,6 +485,9 @@ class Config:
     """Start although weights, optimizer and versions alone are larger than the device found."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose, check, print the plan, and stop."""
+    console: str = setting("auto", choices=("auto", "panel", "lines", "quiet"), changes=NOTHING)
+    """What stdout shows of the run: a live panel, one plain line per step, or quiet: nothing but warnings, errors and
+    why a run ended early; auto = panel on a terminal, lines elsewhere."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

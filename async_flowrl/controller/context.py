@@ -1,7 +1,7 @@
 """The state that the controller's coroutines share: one dataclass, made by controller/build.py and passed in."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,8 +125,33 @@ class Steps(Protocol):
         ...
 
 
-async def _at_once() -> None:
-    """Nothing to wait for."""
+class Servers(Protocol):
+    """The reward servers that the run has started (reward_servers.py)."""
+
+    async def up(self, terms: Collection[str]) -> None:
+        """Waits while one of the terms has no server that could be asked, and may have one again."""
+        ...
+
+    def lost(self) -> Mapping[str, str]:
+        """Terms that will have no server any more, and why."""
+        ...
+
+    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
+        """Takes note of which servers answered a call, by term and URL."""
+        ...
+
+
+class NoServers:
+    """Of a run that has started none."""
+
+    async def up(self, terms: Collection[str]) -> None:
+        """Nothing to wait for."""
+
+    def lost(self) -> Mapping[str, str]:
+        return {}
+
+    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
+        """Nothing to take note of."""
 
 
 @dataclass
@@ -149,8 +174,7 @@ class Context:
     """Retries and failures by term, until their step's line of metrics is written."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
-    servers_up: Callable[[], Awaitable[None]] = _at_once
-    """Waits while a term has no reward server that could be asked."""
+    servers: Servers = field(default_factory=NoServers)
     work: Signal = field(default_factory=Signal)
     """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

@@ -12,6 +12,7 @@ from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.evaluation import EvaluationResult
+from async_flowrl.controller.inputs import reward_sources
 from async_flowrl.observability.evaluations import (
     DIVERSITY,
     HELD_OUT,
@@ -23,7 +24,7 @@ from async_flowrl.observability.evaluations import (
 )
 from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
-from async_flowrl.observability.images import write_grid
+from async_flowrl.observability.images import write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
@@ -54,6 +55,8 @@ class EvaluationRecords:
         records = self.log.records
         for position, record in enumerate(records):
             self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
+        terms = {**self.config.reward.terms, **self.config.evaluate.reward.terms}
+        self._sources = reward_sources(terms)  # now: a file that is edited later is not what the workers have loaded
         self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
 
     def known(self, version: int) -> bool:
@@ -81,7 +84,7 @@ class EvaluationRecords:
         """Called in a thread when an evaluation is complete."""
         what = f"evaluation of {result.title}"
         self._name_failures(what, result)
-        record = record_of(self.config, result)
+        record = record_of(self.config, result, self._sources)
         if not record.curves:
             return
         earlier = self.log.records
@@ -146,6 +149,10 @@ class EvaluationRecords:
     def _picture(self, result: EvaluationResult) -> Path:
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
+        kept, details = self.config.monitor, picture_data(result.prompts, result.scores)
+        if kept.kept_images > 0:
+            by_place = dict(zip(result.places, result.images, strict=True))
+            write_images(path.with_suffix(""), by_place, details, most=kept.kept_images, side=kept.kept_side)
         mean = result.means().get("reward")
         write_grid(
             path,
@@ -154,7 +161,7 @@ class EvaluationRecords:
             [scores.total for scores in result.scores],
             title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
             captions=captions(result.scores),
-            data=picture_data(result.prompts, result.scores),
+            data=details,
         )
         return path
 
@@ -169,18 +176,18 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
     ]
 
 
-def record_of(config: Config, result: EvaluationResult) -> Evaluation:
-    """The record of a result, with every curve that has a score."""
+def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
+    """The record of a result, with every curve that has a score. `files`: term of one's own → digest of its file."""
     scored = list(zip(result.places, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
     whole = {place: tuple(s.total) for place, s in scored if not s.failed}
-    curves = {"reward": Curve(TRAINED, 1.0, _source(terms), whole)}
+    curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
     for name, term in terms.items():
         own = {place: tuple(s.by_term[name]) for place, s in scored if name in s.by_term}
-        curves[name] = Curve(TRAINED, term.weight, _source({name: term}), own)
+        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), own)
     for name, term in held_out.items():
         own = {place: tuple(s.by_term[name]) for place, s in result.held_out.items() if name in s.by_term}
-        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}), own)
+        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), own)
     for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
         apart = {place: (s.distances[name],) for place, s in result.held_out.items() if name in s.distances}
         curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
@@ -199,10 +206,11 @@ def record_of(config: Config, result: EvaluationResult) -> Evaluation:
     )
 
 
-def _source(terms: Mapping[str, RewardTerm]) -> str:
+def _source(terms: Mapping[str, RewardTerm], files: Mapping[str, str]) -> str:
     """Digest of what the scores depend on besides the images."""
     values = [
         (asdict(term)["weight"] if len(terms) > 1 else 1.0, term.name or key, term.options)
+        + ((files[key],) if key in files else ())
         for key, term in terms.items()
     ]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

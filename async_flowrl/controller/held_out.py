@@ -20,8 +20,12 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
         return
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
     for attempt in range(config.retries + 1):
-        answer = await _ask(ctx, group, free, answer)
-        if not answer.failed:
+        await ctx.servers.up(tuple(answer.failed))
+        lost = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
+        answer = replace(answer, failed={**answer.failed, **lost})
+        if asked := tuple(name for name in answer.failed if name not in lost):
+            answer = await _ask(ctx, group, free, answer, asked)
+        if answer.failed.keys() == lost.keys():
             break
         if attempt < config.retries:
             await asyncio.sleep(config.backoff * 2**attempt)
@@ -34,26 +38,27 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
         ticket.held_out = answer
 
 
-async def _ask(ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores) -> HeldOutScores:
-    """`before` with what one call for its failed terms adds."""
+async def _ask(
+    ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
+) -> HeldOutScores:
+    """`before` with what one call for some of its failed terms adds."""
     pool = next(iter(ctx.rewards))
-    await ctx.servers_up()
     index = await free[pool].get()
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload[0] for ticket in group]
     ctx.observer.state(worker.name, "busy")
     try:
         async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
-            answer: HeldOutScores = await worker.call(
-                "score_held_out", tuple(before.failed), ctx.requests.prompt(group[0]), *images
-            )
+            answer: HeldOutScores = await worker.call("score_held_out", asked, ctx.requests.prompt(group[0]), *images)
     except FAILURES as error:
         await reward_failed(ctx, pool, index, error)
-        return replace(before, failed=dict.fromkeys(before.failed, f"{type(error).__name__}: {error}"))
+        return replace(before, failed={**before.failed, **dict.fromkeys(asked, f"{type(error).__name__}: {error}")})
     finally:
         free[pool].put_nowait(index)
         ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
+    ctx.servers.heard(answer.served)
     for span in answer.spans:
         book_span(ctx.observer, worker.name, span)
     distances = {**before.distances, **answer.distances}
-    return HeldOutScores({**before.by_term, **answer.by_term}, answer.failed, distances=distances)
+    kept = {name: why for name, why in before.failed.items() if name not in asked}
+    return HeldOutScores({**before.by_term, **answer.by_term}, {**kept, **answer.failed}, distances=distances)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.schema import RewardConfig
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.data.store import digest_of
 from async_flowrl.tickets.request import RequestBuilder
 
@@ -21,14 +21,15 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
         "train_prompts": len(requests.train),
         "evaluation": digest_of(requests.evaluation),
         "evaluation_prompts": len(requests.evaluation),
-        "rewards": reward_sources(requests.config.reward),
+        "rewards": reward_sources(requests.config.reward.terms),
+        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms),
     }
 
 
-def reward_sources(config: RewardConfig) -> dict[str, str]:
+def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
     """Term → SHA-256 of the file that its `pkg.module:attr` is in; terms that ship with this package have none here."""
     sources = {}
-    for key, term in config.terms.items():
+    for key, term in terms.items():
         module, colon, _ = (term.name or key).partition(":")
         spec = importlib.util.find_spec(module) if colon else None
         if spec is not None and spec.origin and Path(spec.origin).is_file():
@@ -50,8 +51,17 @@ def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     phrases = []
     if before["evaluation"] != now["evaluation"]:
         phrases.append("the prompts of evaluations have changed, so that their curve breaks here")
-    both = sorted(before["rewards"].keys() & now["rewards"].keys())
-    edited = [term for term in both if before["rewards"][term] != now["rewards"][term]]
-    return phrases + [
-        f"the source file of the reward {term!r} has changed, so that scores may differ" for term in edited
+    phrases += [
+        f"the source file of the reward {term!r} has changed, so that scores may differ and its curve begins anew"
+        for term in edited("rewards", before, now)
     ]
+    return phrases + [
+        f"the source file of the held-out reward {term!r} has changed, so that its curve begins anew"
+        for term in edited("held_out_rewards", before, now)
+    ]
+
+
+def edited(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Terms of both whose source files differ. A checkpoint may be older than one of the kinds."""
+    sources: Mapping[str, str] = before.get(kind, {})
+    return sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])

@@ -6,16 +6,17 @@ reward worker, and stands in the arguments that a worker which replaces another 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from async_flowrl.config.schema import Config, ServeConfig
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
+from async_flowrl.controller.server_replicas import Replicas, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import Addresses, requirements_of, served_terms
+from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, served_terms
 from async_flowrl.rewards.server_worker import GRACE_SECONDS, new_token
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together
@@ -27,12 +28,9 @@ SERVERS = "servers"
 LOST = (WorkerDied, WorkerFailed, DeadlineExceeded)
 MARGIN_SECONDS = 30.0
 """What calls may take beside what they wait for."""
+Listener = Callable[[Mapping[str, Addresses]], None]
 TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
 """A reward worker that is just being replaced is told where the servers are until it hears it."""
-
-
-class ServerLost(RuntimeError):
-    """A reward server did not come up, or died more often than `serve.restarts` allows."""
 
 
 def pool_name(term: str) -> str:
@@ -64,44 +62,48 @@ def server_pools(config: Config) -> list[PoolSpec]:
 
 
 @dataclass
-class Replicas:
-    """The servers of one term."""
-
-    term: str
-    serve: ServeConfig
-    group: WorkerGroup
-    urls: dict[int, str] = field(default_factory=dict)
-    """Of the replicas that are up."""
-    deaths: dict[int, int] = field(default_factory=dict)
-    started: bool = False
-    """Whether all of them have been up."""
-
-    @property
-    def addresses(self) -> Addresses:
-        return Addresses(tuple(self.urls[index] for index in sorted(self.urls)), self.group.spec.arguments["token"])
-
-
-@dataclass
 class RewardServers:
-    """All servers of a run. `clients` are the pools of reward workers."""
+    """All servers of a run. `clients` are the pools of reward workers; `listeners` hear where servers are, too."""
 
     terms: Sequence[Replicas] = ()
     clients: Sequence[WorkerGroup] = ()
     download_seconds: float = 0.0
+    listeners: Sequence[Listener] = ()
     observer: Observer | None = None
+    failures: list[str] = field(default_factory=list)
+    """A sentence for each term whose servers are lost for good, which the run goes on without."""
     _changed: Signal = field(default_factory=Signal)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def all_up(self, observer: Observer) -> None:
+    async def all_up(self, observer: Observer, failures: list[str]) -> None:
         """Waits until every server has been up: a run begins with all of them. Deaths are events of `observer`'s."""
-        self.observer = observer
+        self.observer, self.failures = observer, failures
         await self._changed.until(lambda: all(replicas.started for replicas in self.terms))
 
-    async def up(self) -> None:
-        """Waits until every term has a server again: a call without any would only fail."""
-        await self._changed.until(lambda: all(replicas.urls for replicas in self.terms))
+    async def up(self, terms: Collection[str]) -> None:
+        """Waits until each of the terms has a server again, or never will: a call without any would only fail."""
+        waited = [replicas for replicas in self.terms if replicas.term in terms]
+        await self._changed.until(lambda: all(replicas.urls or replicas.lost for replicas in waited))
+
+    def lost(self) -> Mapping[str, str]:
+        """Terms that have no server any more, and why."""
+        return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
+
+    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
+        """What a call of a reward worker saw of the servers; those that hang are ended, and so started again."""
+        for replicas in self.terms:
+            for index in replicas.heard(served.get(replicas.term, {})):
+                calls = replicas.silent.pop(index)
+                replicas.hung[index] = f"it hung: {calls} calls in a row timed out at {replicas.urls.pop(index)}"
+                task = asyncio.create_task(_stop(replicas.group.workers[index]))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
 
     async def keep(self, replicas: Replicas, index: int) -> None:
-        """Starts a replica, and starts it again whenever it has died. Raises ServerLost."""
+        """Starts a replica, and starts it again whenever it has died or hung.
+
+        Raises ServerLost if it does not come up at first, and if it is lost later and the run needs it.
+        """
         worker = replicas.group.workers[index]
         async with deadline(self.download_seconds, f"making the environment of the servers of {replicas.term}"):
             await worker.call("prepare")
@@ -109,45 +111,62 @@ class RewardServers:
             await self._start(replicas, index, worker)
         except LOST as error:
             raise ServerLost(f"the server of reward.terms.{replicas.term} did not come up: {_said(error)}") from error
-        while True:
+        while index not in replicas.gone:
+            worker = replicas.group.workers[index]
             try:
                 reason = str(await worker.call("wait", lane="wait"))
             except WorkerDied as death:
                 reason = str(death)
-            worker = await self._again(replicas, index, reason)
+            await self._again(replicas, index, reason)
 
-    async def _again(self, replicas: Replicas, index: int, reason: str) -> Worker:
-        """A new server in the place of one that has died; returns its worker."""
+    async def _again(self, replicas: Replicas, index: int, reason: str) -> None:
+        """A new server in the place of one that has died; none where it is lost and the run goes on."""
         while True:
             worker = replicas.group.workers[index]
-            self._died(replicas, index, worker.name, reason)
+            deaths = replicas.down(index)
+            self._died(replicas, worker.name, _joined(replicas.hung.pop(index, None), reason))
+            if deaths > replicas.serve.restarts:
+                self._lost(replicas, index, reason)
+                return
             try:
                 if not await _lives(worker):
                     worker = await replicas.group.replace(index)
                 await self._start(replicas, index, worker)
-                return worker
+                return
             except LOST as error:
                 reason = _said(error)
 
-    def _died(self, replicas: Replicas, index: int, name: str, reason: str) -> None:
-        replicas.urls.pop(index, None)
-        deaths = replicas.deaths[index] = replicas.deaths.get(index, 0) + 1
+    def _died(self, replicas: Replicas, name: str, reason: str) -> None:
         logger.warning("%s, a server of reward.terms.%s, died: %s", name, replicas.term, reason)
         if self.observer is not None:
             self.observer.event("fault", worker=name, kind="ServerDied", message=reason)
-        if deaths > replicas.serve.restarts:
-            raise ServerLost(
-                f"the server {name} of reward.terms.{replicas.term} died {deaths} times, which is more than "
-                f"serve.restarts={replicas.serve.restarts} allows: {reason}"
-            )
+
+    def _lost(self, replicas: Replicas, index: int, reason: str) -> None:
+        """The replica is not started again. Raises ServerLost if the run needs it."""
+        name, restarts = replicas.group.workers[index].name, replicas.serve.restarts
+        sentence = (
+            f"the server {name} of reward.terms.{replicas.term} died {replicas.deaths[index]} times, which is more "
+            f"than serve.restarts={restarts} allows: {reason}"
+        )
+        if replicas.needed:
+            raise ServerLost(sentence)
+        replicas.lose(index, sentence)
+        left = replicas.serve.replicas - len(replicas.gone)
+        how = f"with {left} of its {replicas.serve.replicas} servers" if left else "without any scores of this term"
+        logger.warning("%s; the run goes on %s", sentence, how)
+        if self.observer is not None:
+            self.observer.event("fault", worker=name, kind="ServerLost", message=sentence)
+        if replicas.lost is not None:
+            self.failures.append(f"{replicas.term} has no scores from here on: {sentence}")
+        self._changed.notify()
 
     async def _start(self, replicas: Replicas, index: int, worker: Worker) -> None:
         seconds = self.download_seconds + replicas.serve.start_seconds + MARGIN_SECONDS
         async with deadline(seconds, f"starting {worker.name}"):
-            replicas.urls[index] = str(await worker.call("start"))
-        logger.info("%s is up at %s", worker.name, replicas.urls[index])
+            url = str(await worker.call("start"))
+        replicas.up(index, url)
+        logger.info("%s is up at %s", worker.name, url)
         await self._tell(replicas)
-        replicas.started = replicas.started or len(replicas.urls) == replicas.serve.replicas
         self._changed.notify()
 
     async def _tell(self, replicas: Replicas) -> None:
@@ -155,17 +174,19 @@ class RewardServers:
         told = {replicas.term: replicas.addresses}
         for group in self.clients:
             cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(told)
+        for listener in self.listeners:
+            listener(told)
         await together(*(_told(group, index, told) for group in self.clients for index in range(len(group.workers))))
 
     async def stop(self) -> None:
         """Ends every server; one whose worker is gone has ended with it."""
+        await together(*(_stop(worker) for replicas in self.terms for worker in replicas.group.workers))
 
-        async def stop(worker: Worker) -> None:
-            with suppress(*LOST):
-                async with deadline(GRACE_SECONDS + MARGIN_SECONDS, f"stopping {worker.name}"):
-                    await worker.call("stop", lane="stop")
 
-        await together(*(stop(worker) for replicas in self.terms for worker in replicas.group.workers))
+async def _stop(worker: Worker) -> None:
+    with suppress(*LOST):
+        async with deadline(GRACE_SECONDS + MARGIN_SECONDS, f"stopping {worker.name}"):
+            await worker.call("stop", lane="stop")
 
 
 async def _told(group: WorkerGroup, index: int, addresses: Mapping[str, Addresses]) -> None:
@@ -187,19 +208,28 @@ async def _lives(worker: Worker) -> bool:
     return True
 
 
+def _joined(*reasons: str | None) -> str:
+    return "; ".join(reason for reason in reasons if reason is not None)
+
+
 def _said(error: Exception) -> str:
     return error.message if isinstance(error, WorkerFailed) else str(error)
 
 
 @asynccontextmanager
-async def serving(config: Config, groups: Mapping[str, WorkerGroup]) -> AsyncIterator[RewardServers]:
+async def serving(
+    config: Config, groups: Mapping[str, WorkerGroup], *, listeners: Sequence[Listener] = ()
+) -> AsyncIterator[RewardServers]:
     """The servers of a run, which start beside the body and are gone when it ends, whatever ends it.
 
-    A server that is lost for good ends the body with ServerLost.
+    A server that does not come up, or is lost for good and needed, ends the body with ServerLost.
     """
-    terms = [Replicas(term, serve, groups[pool_name(term)]) for term, serve in served_terms(config)]
+    terms = [
+        Replicas(term, serve, groups[pool_name(term)], needed=is_needed(config, term))
+        for term, serve in served_terms(config)
+    ]
     clients = [group for group in groups.values() if SERVERS in group.spec.arguments]
-    servers = RewardServers(terms, clients, config.deadlines.download)
+    servers = RewardServers(terms, clients, config.deadlines.download, listeners)
     keeping: list[Coroutine[Any, Any, None]] = [
         servers.keep(replicas, index) for replicas in terms for index in range(replicas.serve.replicas)
     ]

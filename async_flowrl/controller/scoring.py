@@ -78,7 +78,12 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     terms = next(each.terms for each in reward_pools(config) if each.name == pool)
     only: tuple[str, ...] | None = None
     for attempt in range(config.retries + 1):
-        await ctx.servers_up()
+        await ctx.servers.up(terms)
+        if gone := _gone(ctx, only or terms):
+            parts.append(gone)
+            only = tuple(name for name in only or terms if name not in gone.failed)
+            if not only:
+                break
         index, lost = await places.get(), None
         try:
             parts.append(await score_once(ctx, pool, index, group, only, images))
@@ -101,6 +106,12 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     if fatal and ends_run(ctx, group):
         raise lost or said_in_worker(scores.failed[fatal[0]])
     return scores
+
+
+def _gone(ctx: Context, terms: Sequence[str]) -> Scores | None:
+    """The failure of those of the terms that have no server any more; None where there is none to ask in vain."""
+    failed = {name: Failure(why, final=True) for name, why in ctx.servers.lost().items() if name in terms}
+    return Scores((), {}, failed=failed) if failed else None
 
 
 def without(terms: Sequence[str], error: Exception) -> Scores:
@@ -126,6 +137,7 @@ async def score_once(
     call = ("score", prompt) if only is None else ("score_terms", only, prompt)
     async with deadline(ctx.config.deadlines.score, what):
         scores: Scores = await worker.call(*call, *images)
+    ctx.servers.heard(scores.served)
     for span in scores.spans:
         book_span(ctx.observer, worker.name, span)
     for failure in scores.failed.values():

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
@@ -82,11 +83,12 @@ def limit(config: Config) -> float:
     """Seconds without a change after which nothing can be under way any more.
 
     The trainer may take `deadlines.update` for each group of a call, and be given all of a step's in one. Groups wait
-    for a reward server that is started again.
+    for a reward server that is seen to hang, and is started again.
     """
     deadlines = config.deadlines
     update = config.prompts_per_step * deadlines.update
-    servers = max((serve.start_seconds for _, serve in served_terms(config)), default=0.0)
+    served = [serve for _, serve in served_terms(config)]
+    servers = max((s.start_seconds + (s.hung_seconds if isfinite(s.hung_seconds) else 0.0) for s in served), default=0)
     return servers + deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
 
 

@@ -17,7 +17,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
 from async_flowrl.doctor.model import configuration
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.observability.flops import device_peak, utilisation
+from async_flowrl.observability.flops import device_peak
+from async_flowrl.observability.mfu import utilisation
 from async_flowrl.plan.memory import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare

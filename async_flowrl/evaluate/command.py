@@ -2,34 +2,36 @@
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from async_flowrl.config import exit_codes
+from async_flowrl.controller.server_replicas import ServerLost
 from async_flowrl.evaluate.job import job_of
 from async_flowrl.evaluate.measure import evaluate
 from async_flowrl.evaluate.show import table, write
+from async_flowrl.observability.terminal import print_table
 
 logger = logging.getLogger(__name__)
-_WIDTH = 120
-"""Characters of a table that no terminal shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("separation").setLevel(logging.WARNING)  # that a server's worker is ended is no news
     try:
         found = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
-        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table(found))
+        print_table(table(found))
         for written in write(found, given.out.expanduser()) if given.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return exit_codes.CONFIG
+    except ServerLost as error:
+        logger.error("%s", error)
+        return exit_codes.ERROR
     return exit_codes.OK
 
 

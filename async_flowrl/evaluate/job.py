@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config, DataConfig, RewardTerm
+from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
 from async_flowrl.generate import run_of, usual
@@ -14,6 +14,7 @@ from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_apply import weights_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rewards.served import requirements_of
 from async_flowrl.types import Prompt
 
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
@@ -34,6 +35,11 @@ class Job:
     chosen: str
     """Which prompts they are, in words."""
     seeds: tuple[int, ...]
+
+    @property
+    def reward(self) -> RewardConfig:
+        """The run's settings of rewards, with the terms that are asked for."""
+        return replace(self.config.reward, terms=dict(self.terms))
 
     @property
     def images_per_prompt(self) -> int:
@@ -81,14 +87,10 @@ def _job(
     seeds: tuple[int, ...],
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
+    needs_target = check_rewards(whole)
     for name, term in whole.terms.items():
         if term.serve is not None:
-            raise ValueError(
-                f"reward {name!r} asks a server that the run starts itself, and an evaluation does not: start it, and "
-                f"in RUN/config.yaml put its address in place of serve of {name} (name: http and options.url; "
-                "options.base_url of a vlm_judge), or name other rewards with --reward"
-            )
-    needs_target = check_rewards(whole)
+            requirements_of(name, term.serve)
     found, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
     prompts = tuple(found[place] for place in range(min(len(found), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)

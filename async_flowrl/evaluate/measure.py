@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.evaluate.job import TOTAL, TRAINED, Job
+from async_flowrl.evaluate.scoring import scored
+from async_flowrl.evaluate.serving import servers_of
 from async_flowrl.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.observability.statistics import Estimate, estimate
 from async_flowrl.policies.base import Policy
@@ -72,17 +76,18 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
     Raises ValueError, one sentence, where the LoRA does not fit, and where a score has none of the prompts.
     """
     settings = from_config(job.config)
-    reward = build_reward(replace(job.config.reward, terms=dict(job.terms)))
+    reward = build_reward(job.reward)
     pipeline = open_pipeline(settings, device)
-    return asyncio.run(_both(pipeline, job, reward))
+    return asyncio.run(_both(pipeline, job, reward, device))
 
 
-async def _both(pipeline: Any, job: Job, reward: CompositeReward) -> Comparison:
-    before = await _scored(pipeline, job, reward)
+async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
     after = None
-    if job.lora is not None:
-        apply_lora(pipeline, job.lora)
-        after = await _scored(pipeline, job, reward)
+    async with servers_of(job, reward, device) as servers:
+        before = await _scored(pipeline, job, reward, servers)
+        if job.lora is not None:
+            apply_lora(pipeline, job.lora)
+            after = await _scored(pipeline, job, reward, servers)
     names = [*job.terms, *([TOTAL] if job.trained else [])]
     rows = {name: row(name, job, before, after) for name in names}
     return Comparison(job, rows, before.images, after.images if after is not None else {})
@@ -108,7 +113,7 @@ def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
     return Row(kind, weight, estimate(first), estimate(second), estimate(changes), float(np.mean(better)), scores)
 
 
-async def _scored(pipeline: Any, job: Job, reward: CompositeReward) -> Scored:
+async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Servers) -> Scored:
     """Without the prompts whose reward failed, where `reward.on_error` is skip."""
     config = job.config
     policy = family_of(pipeline, config.model.family).around(
@@ -118,12 +123,16 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward) -> Scored:
     found = Scored()
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for place, prompt in enumerate(job.prompts):
-            parts = [_images(pipeline, policy, job, prompt, place, seed) for seed in job.seeds]
+            parts = []
+            for seed in job.seeds:
+                made = partial(_images, pipeline, policy, job, prompt, place, seed)
+                # Beside servers in a thread: they are looked after by this one.
+                parts.append(made() if isinstance(servers, NoServers) else await asyncio.to_thread(made))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
                 found.images[place] = images[:SHOWN_IMAGES]
             try:
-                scores = await reward.score(prompt, images, executor)
+                scores = await scored(reward, job.reward, servers, executor, prompt, images)
             except RewardError as error:
                 if config.reward.on_error == "fail":
                     raise ValueError(f"prompt {place} has no score: {error}") from error

@@ -1,8 +1,19 @@
 """python -m async_flowrl.export."""
 
 import sys
+from collections.abc import Sequence
 
-from async_flowrl.export.command import main
+from async_flowrl.export.arguments import parser
+from separation.imports import without_collections
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments before torch is imported: help and what is wrong with them come at once."""
+    parser().parse_args(arguments)
+    with without_collections():
+        from async_flowrl.export import command
+    return command.main(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
+from async_flowrl.export.arguments import parser
 from async_flowrl.export.card import Extras, draw_grid, read_results, write_card
-from async_flowrl.export.merged import MERGED, WHAT, write_merged
+from async_flowrl.export.merged import MERGED, write_merged
 from async_flowrl.export.source import PEFT, family_of, read_source, write_lora
 from async_flowrl.policies import lora_formats
 
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         for written in publish(given):
@@ -54,26 +55,3 @@ def publish(given: argparse.Namespace) -> list[Path]:
     draw_grid(out, source)
     extras = Extras(files, given.license, evaluation)
     return [*written, write_card(out, source, extras)]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.export", description="Writes a LoRA in a folder that can be published."
-    )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder: diffusers' file, peft/ and README.md")
-    parser.add_argument("--raw", action="store_true", help="the trained weights even if the run kept their EMA")
-    parser.add_argument("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
-    parser.add_argument(
-        "--format",
-        dest="form",
-        action="append",
-        choices=sorted(lora_formats.FORMS),
-        help="also a single file in these names; may be given twice",
-    )
-    parser.add_argument(
-        "--merged", nargs="?", const=WHAT[0], choices=WHAT, help="also the model with the LoRA in its weights"
-    )
-    parser.add_argument("--license", help="of the LoRA, as the Hub writes it, e.g. apache-2.0")
-    parser.add_argument("--evaluation", type=Path, help="a folder of python -m async_flowrl.evaluate, for the card")
-    return parser

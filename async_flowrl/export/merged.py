@@ -20,7 +20,6 @@ from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import resolve_model
 
 MERGED, TRANSFORMER = "merged", "transformer"
-WHAT = ("pipeline", "transformer")
 """What is written: the whole pipeline, or its transformer alone (in a folder of that name, too)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")

@@ -28,7 +28,8 @@ class Curve:
     weight: float
     """Its sign says which way is better; 0 is judged by nothing."""
     source: str
-    """Digest of the term's name and options: only curves of the same source are compared."""
+    """Digest of the term's name and options, and of the file that a term of one's own is in: only curves of the same
+    source are compared."""
     scores: Mapping[int, tuple[float, ...]]
     """Place of the prompt → one number per image in the order of the noises; of diversity, one number."""
 
@@ -95,14 +96,19 @@ def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluati
     return min(earlier, key=lambda each: each.version, default=None)
 
 
+def first_of(name: str, history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
+    """The same, of one curve: the oldest evaluation that it can be compared with."""
+    return first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
+
+
 def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, float]:
     """`<name>/mean` and so on of every curve; held-out ones are `held_out/<name>/mean`. Without what is not known."""
-    first = None if now.baseline else first_comparable(history, now)
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
         found = curve.estimate()
         keys |= {f"{prefix}/{field}": getattr(found, field) for field in ("mean", "std", "stderr", "low", "high")}
+        first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:
             keys |= {f"{prefix}/change": moved.mean, f"{prefix}/change_stderr": moved.stderr}
     return {name: value for name, value in keys.items() if value is not None}

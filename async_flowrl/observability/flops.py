@@ -101,8 +101,3 @@ def tensor_peak(name: str) -> float | None:
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     known = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
     return TENSOR_PEAK_FLOPS_PER_SECOND[max(known, key=len)] if known else None
-
-
-def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: the share of `peak` FLOP/s; None where that is not known."""
-    return flops / seconds / peak if peak is not None and seconds > 0 else None

@@ -1,7 +1,8 @@
-"""Picture grids of evaluations: a row per prompt, its text above, each image's reward below."""
+"""Pictures of evaluations: grids with a row per prompt, its text above, each image's reward below; and single files."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,38 @@ MAX_SHOWN_CHARACTERS = 500
 """Of a prompt; more would not fit any line."""
 MIN_SIDE, MAX_SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 96, 256, 6, 18, 12
 """Pixels: sides of a shown image, the space between images, the height of a line of text and of its letters."""
+
+INDEX = "index.json"
+"""What a folder of single images holds, written last."""
+MAX_LOSSLESS_SIDE = 128
+"""Pixels: larger images are kept as WebP of quality WEBP_QUALITY, smaller ones as PNG, bit for bit."""
+WEBP_QUALITY = 90
+
+
+def write_images(
+    folder: Path, images: Mapping[int, ByteArray], details: Sequence[Mapping[str, Any]], *, most: int, side: int
+) -> None:
+    """The first `most` images uint8 [n, H, W, 3] of every prompt, by the prompt's place, as files of their own.
+
+    Longer sides than `side` pixels are reduced to it. `details` says of each prompt, in the same order, what belongs to
+    it (`extras.picture_data`); that, with each prompt's place and files, is `index.json`. The folder is made new.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    entries = []
+    for (place, group), detail in zip(images.items(), details, strict=True):
+        files = []
+        for number, image in enumerate(group[:most]):
+            small = max(image.shape[:2]) <= MAX_LOSSLESS_SIDE
+            files.append(f"{place:03d}_{number}.{'png' if small else 'webp'}")
+            picture = Image.fromarray(image)
+            picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+            options = {"optimize": True} if small else {"quality": WEBP_QUALITY}
+            picture.save(folder / files[-1], **options)
+        entries.append({"place": place, **detail, "files": files})
+    temporary = folder / "index.tmp"
+    temporary.write_text(json.dumps({"prompts": entries}, ensure_ascii=False), encoding="utf-8")
+    temporary.replace(folder / INDEX)
 
 
 def write_grid(

@@ -1,5 +1,6 @@
 """The ledger of every pool's time: each worker is in exactly one named state at every instant, idle too."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
@@ -44,6 +45,13 @@ class PoolLedger:
         self._settle(place)
         self._now[place] = booked, self._now[place][1]
         return booked
+
+    def now(self) -> dict[str, Counter[str]]:
+        """Per pool: how many of its places are in which state at this moment. Other threads may ask, too."""
+        pools: dict[str, Counter[str]] = {}
+        for place, (state, _) in list(self._now.items()):
+            pools.setdefault(pool_of(place), Counter())[state] += 1
+        return pools
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Per pool: seconds per state since the start, averaged over its places; together the wall clock."""

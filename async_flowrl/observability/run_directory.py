@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,24 @@ from async_flowrl.config.schema import Config
 
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
 """What is written before a run has its first result."""
+
+LOCK_ATTEMPTS, LOCK_PAUSE = 4, 0.05
+"""Times that a lock is tried, and the seconds between them: `is_held` takes it for an instant."""
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a controller has this lock file; the lock is let go of at once if it was free."""
+    try:
+        file = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 class RunDirectory:
@@ -82,11 +101,15 @@ class RunDirectory:
 
     def _take_lock(self) -> None:
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+        for left in reversed(range(LOCK_ATTEMPTS)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if left == 0:
+                    os.close(lock)
+                    raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+                time.sleep(LOCK_PAUSE)
         self._lock = lock
 
     def release(self) -> None:

@@ -45,6 +45,11 @@ class Change:
     stderr: float | None
     freedom: int
 
+    @property
+    def half(self) -> float | None:
+        """Half the interval of LEVEL around the mean."""
+        return None if self.stderr is None else _quantile(self.freedom) * self.stderr
+
     def p_above(self) -> float:
         """Probability of a mean so large or larger, were there no change: one-sided, Student's t."""
         return _tail(self.mean, self.stderr, self.freedom)

@@ -8,10 +8,10 @@ from typing import Any
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective
-from async_flowrl.observability.flops import utilisation
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.mfu import utilisation
 from async_flowrl.observability.timeline import Track, tracks
 
 WARM_UP_STEPS = 2
@@ -123,7 +123,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,
         "skipped": skipped(metrics),
-        "warnings": _warnings(kept, metrics),
+        "warnings": warnings_of(metrics),
         "reward_first": _tenth(metrics, first=True),
         "reward_last": _tenth(metrics, first=False),
     }
@@ -212,8 +212,9 @@ def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
     return counts
 
 
-def _warnings(kept: Mapping[str, float], metrics: Sequence[Metrics]) -> list[str]:
-    counts = skipped(metrics)
+def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
+    """What the lines of metrics.jsonl give cause for: skipped tickets, terms left out, gradient clipped away."""
+    kept, counts = gradient_kept(metrics), skipped(metrics)
     lost = [
         f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
         f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"

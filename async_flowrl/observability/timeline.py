@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ class Track:
     waits: list[tuple[str, Interval]] = field(default_factory=list)
     """(state, interval) of all states but busy, without the time in which a span ran."""
 
-    @property
+    @cached_property
     def busy(self) -> list[Interval]:
+        """When any span ran; asked for when all spans are known."""
         return union((span["start"], span["end"]) for span in self.spans)
 
     def waiting(self, *states: str) -> list[Interval]:

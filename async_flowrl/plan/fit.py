@@ -57,7 +57,11 @@ HARDWARE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a recipe fits, with which words behind `async-flowrl train`, and what its processes need, in GiB."""
+    """Whether a recipe fits, with which words behind `async-flowrl train`, and what its processes need, in GiB.
+
+    `missing`: what the process lacks most that lacks most of its share of a device, which `lacking` names; not above 0
+    where all fit.
+    """
 
     experiment: str
     hardware: str
@@ -67,11 +71,8 @@ class Answer:
     rollout: float
     device: float
     colocated: bool
-
-    @property
-    def missing(self) -> float:
-        """GiB that the larger process lacks."""
-        return (self.trainer + self.rollout if self.colocated else max(self.trainer, self.rollout)) - self.device
+    missing: float = 0.0
+    lacking: str = ""
 
 
 class Recipe:
@@ -122,20 +123,31 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
 def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
     device = round(hardware.gib * GIB)
     trainer, rollout = recipe.footprints(config, device)
-    share = min(1.0, max(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker))
-    colocated = config.placement == "colocated"
-    needed = beside(trainer, rollout).total if colocated else max(trainer.total, rollout.total)
-    seats = all(seat.footprint.total <= device * min(1.0, seat.gpus) for seat in reward_seats(config))
+    missing, lacking = max(shortages(config, trainer, rollout, device))
     return Answer(
         recipe.experiment,
         hardware.name,
-        needed <= device * share and seats,
+        missing <= 0,
         tuple(words),
         trainer.total / GIB,
         rollout.total / GIB,
         hardware.gib,
-        colocated,
+        config.placement == "colocated",
+        missing / GIB,
+        lacking,
     )
+
+
+def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: int) -> Iterator[tuple[float, str]]:
+    """Bytes that each kind of process needs beyond its share of a device, and its name; below 0 is what it has left."""
+    shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
+    if config.placement == "colocated":
+        yield beside(trainer, rollout).total - device * min(1.0, max(shares)), "trainer rank and rollout worker"
+    else:
+        yield trainer.total - device * min(1.0, shares[0]), "trainer rank"
+        yield rollout.total - device * min(1.0, shares[1]), "rollout worker"
+    for seat in reward_seats(config):
+        yield seat.footprint.total - device * min(1.0, seat.gpus), seat.title
 
 
 def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
@@ -189,7 +201,7 @@ def markdown(answers: Sequence[Answer]) -> str:
             continue
         both = f"{one.trainer:.1f} | {one.rollout:.1f}"
         typed = f"`async-flowrl train {' '.join(one.words)}`"
-        typed = typed if one.fits else f"at the least {one.missing:.0f} GiB are missing"
+        typed = typed if one.fits else f"at the least {one.missing:.1f} GiB are missing: {one.lacking}"
         lines.append(f"| `{one.experiment}` | {one.hardware} | {'yes' if one.fits else '**no**'} | {both} | {typed} |")
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.report import write_report
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import WARM_UP_STEPS
 from async_flowrl.plan.calibrate import NothingToLearn, actual, calibrate
@@ -49,12 +48,8 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
 
 
 def add_prediction(run: Path) -> str | None:
-    """Adds `plan` to a run's summary.json and report; returns the sentence, or None for a run that is too short."""
+    """Adds `plan` to a run's summary.json; returns the sentence, or None for a run that is too short."""
     directory = RunDirectory(run)
     compared = predicted_against_actual(run)
     directory.write_summary({**json.loads(directory.summary.read_text()), "plan": compared})
-    if compared is None:
-        return None
-    if directory.report.exists():
-        write_report(run)
-    return str(compared["sentence"])
+    return None if compared is None else str(compared["sentence"])

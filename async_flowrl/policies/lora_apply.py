@@ -6,12 +6,11 @@ diffusers leaves out what it does not recognise and says so in a log at most; he
 import logging
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.messages import first_line
+from async_flowrl.config.quiet import quieter
 from async_flowrl.policies import lora_file
 
 _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lora\.up|lora_down|lora_up)\.weight")
@@ -56,7 +55,8 @@ def _load(pipeline: Any, file: Path, where: Path) -> None:
     options = {"weight_name": file.name, "use_safetensors": True}
     title = type(pipeline).__name__
     try:
-        with quiet(), _silent():
+        # What diffusers logs of names that it does not know is looked for below.
+        with quiet(), quieter("diffusers.loaders", logging.CRITICAL):
             converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
             pipeline.load_lora_weights(str(file.parent), **options)
     except (ValueError, RuntimeError, KeyError, AssertionError) as error:
@@ -76,15 +76,3 @@ def _reason(error: BaseException) -> str:
     """What an error says, in one line; torch puts the first mismatch into its second."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without what diffusers logs of names that it does not know: they are looked for here."""
-    logger = logging.getLogger("diffusers.loaders")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -1,8 +1,7 @@
 """The registry of model families, and the way from `model.path` to a policy with its weights."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any, cast
 import torch
 
 from async_flowrl.config.check import check_fields
-from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
+from async_flowrl.config.messages import first_line, in_one_line, unknown_name
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.download import download, hub_file
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.kernels import use_attention
+from async_flowrl.policies.model_path import TINY, local_index, not_found
 from async_flowrl.types import Prompt
+from separation.imports import without_collections
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -38,8 +38,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("all", "offload", "transformer", "structure")
 PROMPTS_AT_A_TIME = 32_768
 """Prompts that a family checks in one call: it reads its tokenizer for each."""
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -81,20 +79,13 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
 
 def _found(config: ModelConfig) -> tuple[str, str, str | None]:
     """Path, family and revision."""
-    if config.path == "tiny":
+    if config.path == TINY:
         from async_flowrl.policies.tiny.build import build_tiny
 
         folder = build_tiny(config.tiny)
-        return str(folder), _family(config.family, folder / "model_index.json", "tiny"), None
-    local = Path(config.path).expanduser()
-    if local.exists():
-        index = local / "model_index.json"
-        if not index.is_file():
-            raise ValueError(f"model.path {config.path} is not a diffusers folder: it has no model_index.json")
-        return str(local.resolve()), _family(config.family, index, config.path), None
-    if not _HUB_NAME.fullmatch(config.path):
-        near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
-        raise ValueError(_missing(config.path, "no such folder", near))
+        return str(folder), _family(config.family, folder / "model_index.json", TINY), None
+    if (local := local_index(config.path)) is not None:
+        return str(local.parent.resolve()), _family(config.family, local, config.path), None
     index, revision = _hub_index(config)
     return config.path, _family(config.family, index, config.path), revision
 
@@ -108,13 +99,15 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
     path, revision = resolved.path, resolved.revision
-    policy = load_family(resolved.family).load(
-        path if revision is None else str(download(path, revision, parts)),
-        dtype=DTYPES[dtype],
-        device=torch.device(device),
-        parts=parts,
-        max_sequence_length=resolved.max_sequence_length,
-    )
+    folder = path if revision is None else str(download(path, revision, parts))
+    with without_collections():  # diffusers and transformers are imported here
+        policy = load_family(resolved.family).load(
+            folder,
+            dtype=DTYPES[dtype],
+            device=torch.device(device),
+            parts=parts,
+            max_sequence_length=resolved.max_sequence_length,
+        )
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy
@@ -201,13 +194,8 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
         index = hub_file(config.path, "model_index.json", config.revision)
     except LocalEntryNotFoundError as error:
         reason = "no such folder; as a hub model it is not in the local cache, and the hub cannot be reached"
-        raise ValueError(_missing(config.path, reason)) from error
+        raise ValueError(not_found(config.path, reason)) from error
     except (HfHubHTTPError, OSError) as error:
         reason = f"no such folder, and the hub says: {first_line(error)}"
-        raise ValueError(_missing(config.path, reason)) from error
+        raise ValueError(not_found(config.path, reason)) from error
     return index, index.parent.name
-
-
-def _missing(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
-    known = ["tiny", *KNOWN, *neighbours]
-    return f"model.path {path!r} was not found: {reason}{'' if path in known else did_you_mean(path, known)}"

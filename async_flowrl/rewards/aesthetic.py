@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.rewards.clip import Clip, memory_gib
-from async_flowrl.rewards.weights import check_path, loading, read_weights, weights_file
+from async_flowrl.rewards.weights import check_path, check_pins, loading, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Aesthetic:
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
+        check_pins(NAME, revision=(model, revision), head_revision=(head, head_revision))
         self._clip = Clip(NAME, model, None, revision, batch_size, device)
         self._head, self._head_file, self._head_revision = head, head_file, head_revision
         self._layers: list[Any] | None = None

@@ -27,9 +27,13 @@ class Reward(Protocol):
       call).
     - `connect(urls, token)`: it asks a server. A term with `serve` names such a class; the run calls this in every
       worker when its servers are up, and again when one has come up elsewhere. `token` is text or None.
+    - `seen`, of an instance that has `connect`: a `Seen` (seen.py), which it tells what servers answer, or do not. The
+      run starts a server again that lets calls time out in a row.
     - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory that it takes while
       it scores, weights and what passes; None, or no such attribute, is unknown. Plans count it where the pool has
       GPUs.
+    - `waves(images, **options)`, a static method: the calls of a server that it makes for so many images of a group, as
+      `async_flowrl.rewards.waves.Waves`. A run warns at its start where these may outlast `deadlines.score`.
     - `keep_in(folder)` is called once in every reward worker, with the run directory: what the reward keeps there is
       there after a resume, where the worker's node sees it.
     """

@@ -53,13 +53,15 @@ class Clip:
     model: str
     processor: str | None = None
     revision: str | None = None
-    """Of `model`, and of `processor` where that is the same."""
+    """Of `model`, and of `processor` where that is the same: a commit of the hub."""
     batch_size: int = 16
     device: str = "auto"
     build: Callable[[], Any] | None = None
     """Makes the CLIPModel, where it is made in another way than from the files of `model`."""
     pixels: Callable[[ByteArray, int], "torch.Tensor"] | None = None
     """Makes float32 [b, 3, size, size] of images uint8 [b, H, W, 3], where the processor's way is not the model's."""
+    processor_revision: str | None = None
+    """Of `processor`, where that is another repository."""
     _loaded: Loaded | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Clip:
         from async_flowrl.policies.loading import settle
 
         device, source = choose_device(self.reward, self.device), self.processor or self.model
-        revision = self.revision if source == self.model else None
+        revision = self.revision if source == self.model else self.processor_revision
         with loading(self.reward, source):
             # The PIL one by name: CLIPProcessor takes one that rounds differently where torchvision is installed.
             prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)

@@ -56,9 +56,12 @@ class CompositeReward:
     async def score(self, prompt: Prompt, images: ByteArray, executor: Executor) -> Scores:
         """Scores of images uint8 [n, H, W, 3]; the terms run side by side, plain functions on `executor`'s threads.
 
-        Raises RewardError if a required term fails, or all terms do: the first in configuration order.
+        Raises RewardError as `demanded` does.
         """
-        scores = await self.attempt(prompt, images, executor)
+        return self.demanded(await self.attempt(prompt, images, executor))
+
+    def demanded(self, scores: Scores) -> Scores:
+        """The same scores. Raises RewardError if a required term failed, or all did: the first in order."""
         fatal = [name for term in self.terms if (name := term.name) in scores.failed and term.required]
         for name in fatal or (() if scores.by_term else scores.failed):
             raise RewardError(scores.failed[name].reason)

@@ -32,6 +32,8 @@ class HeldOutScores:
     spans: tuple[Span, ...] = ()
     distances: Mapping[str, float] = field(default_factory=dict)
     """By term that has features of images: the mean distance of two images in them."""
+    served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """As in `Scores`."""
 
 
 def check_held_out(config: Config) -> bool:

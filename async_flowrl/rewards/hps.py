@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from async_flowrl.rewards.clip import Clip, memory_gib
 from async_flowrl.rewards.device import check_model_options
 from async_flowrl.rewards.open_clip_weights import to_transformers
-from async_flowrl.rewards.weights import check_package, check_path, read_weights, weights_file
+from async_flowrl.rewards.weights import check_package, check_path, check_pins, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class HPSv2:
         model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         *,
         revision: str | None = None,
+        model_revision: str | None = None,
         scale: float = 1.0,
         antialias: bool = True,
         batch_size: int = 16,
@@ -43,10 +44,21 @@ class HPSv2:
     ) -> None:
         check_model_options(self.name, device=device, batch_size=batch_size, scale=scale)
         check_package(self.name, "ftfy", "hps")
-        self._checkpoint, self._model, self._revision = checkpoint, model, revision
+        check_pins(self.name, revision=(checkpoint, revision), model_revision=(model, model_revision))
+        self._checkpoint, self._revision = checkpoint, revision
+        self._model, self._model_revision = model, model_revision
         self._scale = scale
         pixels = partial(prepared, antialias=antialias)
-        self._clip = Clip(self.name, checkpoint, model, None, batch_size, device, build=self._build, pixels=pixels)
+        self._clip = Clip(
+            self.name,
+            checkpoint,
+            model,
+            batch_size=batch_size,
+            device=device,
+            build=self._build,
+            pixels=pixels,
+            processor_revision=model_revision,
+        )
 
     @staticmethod
     def memory_gib(model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", **options: Any) -> float | None:
@@ -68,7 +80,7 @@ class HPSv2:
 
         state = to_transformers(read_weights(weights_file(self._checkpoint, self.file, self._revision)))
         with untouched_rng():  # weights are drawn, and then replaced
-            model = CLIPModel(CLIPConfig.from_pretrained(self._model))
+            model = CLIPModel(CLIPConfig.from_pretrained(self._model, revision=self._model_revision))
         model.load_state_dict(state)
         return model.float()
 

@@ -22,6 +22,8 @@ from async_flowrl.rewards.http_contract import (
 )
 from async_flowrl.rewards.http_dialects import DIALECTS
 from async_flowrl.rewards.http_post import Bounds, ServerError, check_installed, post
+from async_flowrl.rewards.seen import Seen
+from async_flowrl.rewards.waves import Waves
 from async_flowrl.types import ByteArray, Prompt
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
@@ -57,6 +59,11 @@ class HTTP:
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
     """Without this option, of which this is an example, the term must have a server of the run."""
 
+    @staticmethod
+    def waves(images: int, *, batch: str = GROUP, concurrency: int = 8, deadline: float = 240.0, **_: Any) -> Waves:
+        """The requests for a group of as many images."""
+        return Waves(1 if batch == GROUP else images, concurrency, deadline)
+
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence, for options that cannot work."""
         _check_choices(self.dialect, self.batch, self.encoding)
@@ -68,7 +75,7 @@ class HTTP:
         self._urls, self._token = _checked_urls(self.url), ""
         self._dialect = DIALECTS[self.dialect]
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes)
-        self._slow: dict[str, float] = {}
+        self.seen = Seen()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def check(self, prompt: Prompt) -> None:
@@ -81,7 +88,7 @@ class HTTP:
         """From now on the servers are these, which the run has started."""
         self._urls = _checked_urls(urls)
         self._token = token or ""
-        self._slow.clear()
+        self.seen.forget()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
         """Images uint8 [n, H, W, 3] are encoded here, in the caller's thread; what is returned waits for the scores."""
@@ -123,7 +130,7 @@ class HTTP:
                 headers,
                 self._bounds,
                 lambda reply: self._dialect.read(reply, count),
-                self._slow,
+                self.seen,
             )
 
     def _authorization(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from async_flowrl.rewards.http_contract import ContractError, shown
+from async_flowrl.rewards.seen import Seen
 
 if TYPE_CHECKING:
     import httpx
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
-SLOW_SECONDS = 300.0
-"""So long a server that let a request wait until its timeout is asked after the other ones, where there are any."""
 PASSING = (408, 429)
 """Statuses below 500 that another attempt may not meet."""
 INSTALL = "pip install 'async-flowrl[http]'"
@@ -65,25 +64,24 @@ async def post(
     headers: Mapping[str, str],
     bounds: Bounds,
     read: Callable[[bytes], T],
-    slow: dict[str, float],
+    seen: Seen,
 ) -> T:
-    """What `read` makes of the reply; attempt n is made at URL n modulo their number, those in `slow` last.
+    """What `read` makes of the reply; attempt n is made at URL n modulo their number, slow ones last.
 
-    `slow` has the URLs that gave no answer within the timeout, and until when they are asked last; the next call for
-    the same images so goes to another server. It is kept up to date here. `read` raises ContractError for a reply that
-    cannot be used. Raises ServerError, which names the URL.
+    `seen` learns which URLs answer and which let an attempt time out; the next call for the same images then goes to
+    another server. `read` raises ContractError for a reply that cannot be used. Raises ServerError, which names the
+    URL.
     """
-    now = time.monotonic()
-    following = itertools.cycle(sorted(urls, key=lambda url: slow.get(url, now) > now))
+    following = itertools.cycle(seen.ordered(urls))
     attempts, said, url = _attempts(bounds), "", urls[0]
 
     async def attempt() -> T:
         nonlocal said, url
         url = next(following)
         try:
-            return read(await _once(url, body, headers, bounds))
+            return read(await _once(url, body, headers, bounds, seen))
         except StalledError:
-            slow[url] = time.monotonic() + SLOW_SECONDS
+            seen.stalled(url)
             raise
         except ContractError as error:
             raise ServerError(f"{url}: {error}") from error
@@ -100,7 +98,7 @@ async def post(
         raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
 
 
-async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bounds) -> bytes:
+async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bounds, seen: Seen) -> bytes:
     """The body of a 200. Raises PassingError or ServerError."""
     import httpx
 
@@ -108,6 +106,7 @@ async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bound
         async with asyncio.timeout(bounds.timeout):
             async with client().stream("POST", url, content=body, headers=dict(headers)) as response:
                 content = await _bounded(response, url, bounds.reply_bytes)
+                seen.answered(url)
     except TimeoutError:
         raise StalledError(f"{url} gave no answer within {bounds.timeout:g} s") from None
     except httpx.TransportError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 from async_flowrl.rewards.clip import Clip, memory_gib
 from async_flowrl.rewards.device import check_model_options
+from async_flowrl.rewards.weights import check_pins
 from async_flowrl.types import ByteArray, Prompt
 
 
@@ -21,12 +22,17 @@ class PickScore:
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         *,
         revision: str | None = None,
+        processor_revision: str | None = None,
         scale: float = 26.0,
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
         check_model_options("PickScore", device=device, batch_size=batch_size, scale=scale)
-        self._clip = Clip("PickScore", model, processor, revision, batch_size, device)
+        if processor != model:
+            check_pins("PickScore", revision=(model, revision), processor_revision=(processor, processor_revision))
+        self._clip = Clip(
+            "PickScore", model, processor, revision, batch_size, device, processor_revision=processor_revision
+        )
         self._scale = scale
 
     @staticmethod

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.messages import check_options, unknown_name
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
@@ -52,7 +52,7 @@ def check_rewards(config: RewardConfig) -> bool:
     if not config.terms:
         known = ", ".join(sorted(REWARDS))
         raise ValueError(f"reward.terms must name at least one reward, for example reward=ocr; built in are {known}")
-    resolved = [_resolve(key, term) for key, term in config.terms.items()]
+    resolved = [resolve_term(key, term) for key, term in config.terms.items()]
     for (key, term), attribute in zip(config.terms.items(), resolved, strict=True):
         check_serve(f"reward.terms.{key}", term, attribute)
     return any(bool(getattr(attribute, "needs_target", False)) for attribute in resolved)
@@ -61,7 +61,7 @@ def check_rewards(config: RewardConfig) -> bool:
 def is_deterministic(config: RewardConfig) -> bool:
     """Whether no term says `deterministic = False`. Builds nothing: the class, function or object itself says it."""
     return all(
-        _said(f"reward.terms.{key}", _resolve(key, term), DETERMINISTIC, term.options)
+        _said(f"reward.terms.{key}", resolve_term(key, term), DETERMINISTIC, term.options)
         for key, term in config.terms.items()
     )
 
@@ -86,7 +86,7 @@ def memory_gib(key: str, term: RewardTerm) -> float | None:
 
     Raises ValueError for a reward that cannot be found, or that says something else than a number.
     """
-    said = getattr(_resolve(key, term), "memory_gib", None)
+    said = getattr(resolve_term(key, term), "memory_gib", None)
     said = said(**term.options) if callable(said) else said
     if said is not None and (isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said < math.inf):
         raise ValueError(f"reward.terms.{key}: memory_gib must be a finite number of at least 0, got {said!r}")
@@ -102,7 +102,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
 
 def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
     """Raises ValueError for a prompt that a term cannot score; None where no term has a `check`."""
-    checking = {key: term for key, term in config.terms.items() if hasattr(_resolve(key, term), "check")}
+    checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term), "check")}
     if not checking:
         return None
     reward = CompositeReward(tuple(_build(key, term) for key, term in checking.items()))
@@ -111,7 +111,7 @@ def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
 
 def _build(key: str, term: RewardTerm) -> Term:
     """Classes are built with their options, functions get them with every call, objects are taken as they are."""
-    where, attribute = f"reward.terms.{key}", _resolve(key, term)
+    where, attribute = f"reward.terms.{key}", resolve_term(key, term)
     if inspect.isclass(attribute):
         try:
             built = attribute(**term.options)
@@ -133,7 +133,7 @@ def _default_name(key: str, term: RewardTerm) -> str:
     return key if key in REWARDS and hasattr(import_named(key, REWARDS[key]), "connect") else HTTP_NAME
 
 
-def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
+def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
     """The class, function or object that a term names, with its options and its call signature checked."""
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
@@ -141,7 +141,9 @@ def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
     attribute: Callable[..., Any] = import_named(where, REWARDS.get(name, name))
     if not callable(attribute):
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
-    _check_options(where, attribute, term.options)
+    if term.options and not (inspect.isclass(attribute) or inspect.isroutine(attribute)):
+        raise ValueError(f"{where}.options: an object already built takes no options; name its class instead")
+    check_options(f"{where}.options", attribute, term.options, first=0 if inspect.isclass(attribute) else 2)
     arguments = [None] * (3 if inspect.isclass(attribute) else 2)
     called = attribute.__call__ if inspect.isclass(attribute) else attribute
     try:
@@ -150,18 +152,3 @@ def _resolve(key: str, term: RewardTerm) -> Callable[..., Any]:
         first = "image" if _said(where, attribute, POINTWISE) else "images"
         raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt): {error}") from error
     return attribute
-
-
-def _check_options(where: str, attribute: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    if options and not (inspect.isclass(attribute) or inspect.isroutine(attribute)):
-        raise ValueError(f"{where}.options: an object already built takes no options; name its class instead")
-    parameters = list(inspect.signature(attribute).parameters.values())
-    if not inspect.isclass(attribute):
-        parameters = parameters[2:]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for option in options:
-        if option not in known:
-            allowed = unknown_name("an option", option, known) if known else f"it takes none, got {option!r}"
-            raise ValueError(f"{where}.options: {allowed}")

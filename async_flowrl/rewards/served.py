@@ -37,6 +37,11 @@ def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
                 yield name, term.serve
 
 
+def is_needed(config: Config, term: str) -> bool:
+    """Whether a run cannot go on without the term's servers: it is trained on, and required."""
+    return term in config.reward.terms and config.reward.terms[term].required
+
+
 def check_serve(where: str, term: RewardTerm, attribute: object) -> None:
     """Raises ValueError for a server that cannot be started, or that this reward would not ask."""
     wanted: tuple[str, str] | None = getattr(attribute, "wants_server", None)

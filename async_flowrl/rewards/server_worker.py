@@ -18,7 +18,9 @@ GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL when a server is stopped."""
 PORT_SECONDS = 15.0
 HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
-"""One answer of the health path may take as long; pause before the next."""
+"""One answer of the health path may take as long; pause before the next, while the server comes up."""
+WATCH_SECONDS = 10.0
+"""Pause before the next answer of the health path of a server that is up; less where `hung_seconds` is short."""
 
 
 class ServerFailed(RuntimeError):
@@ -26,7 +28,7 @@ class ServerFailed(RuntimeError):
 
 
 class ServerWorker:
-    """Lanes: `main` starts the server, `wait` waits for its end, `stop` ends it. It ends with this process, too."""
+    """Lanes: `main` starts the server, `wait` watches it to its end, `stop` ends it. It ends with this process, too."""
 
     def __init__(
         self,
@@ -75,12 +77,28 @@ class ServerWorker:
         return url
 
     def wait(self) -> str:
-        """Waits for the end of the server; what it was and said."""
+        """Waits for the end of the server, and ends one that hangs; what it was and said."""
         program = self._program
         if program is None:
             return "it was not started"
-        code = program.wait()
-        return f"it ended with exit code {code}; its output is in {self._log} and ends with: {program.tail()!r}"
+        url, allowed = f"http://{self._host}:{self._port}{self._serve.health}", self._serve.hung_seconds
+        pause = min(WATCH_SECONDS, allowed / 4)
+        healthy = looked = time.monotonic()
+        while program.exit_code() is None:
+            time.sleep(min(POLL_SECONDS, pause))
+            if time.monotonic() - looked < pause:
+                continue
+            answered = _healthy(url, seconds=min(HEALTH_SECONDS, allowed))
+            looked = time.monotonic()
+            if answered:
+                healthy = looked
+            elif looked - healthy > allowed and program.exit_code() is None:
+                program.stop()
+                return f"it hung: {url} did not answer 200 for hung_seconds={allowed:g}; {self._said(program)}"
+        return f"it ended with exit code {program.wait()}; {self._said(program)}"
+
+    def _said(self, program: Program) -> str:
+        return f"its output is in {self._log} and ends with: {program.tail()!r}"
 
     def stop(self) -> None:
         """Ends the server and all that it started."""
@@ -98,8 +116,8 @@ class ServerWorker:
             if time.monotonic() > end:
                 program.stop()
                 raise ServerFailed(
-                    f"{url} did not answer 200 within start_seconds={self._serve.start_seconds:g}; its output is in "
-                    f"{self._log} and ends with: {program.tail()!r}"
+                    f"{url} did not answer 200 within start_seconds={self._serve.start_seconds:g}; "
+                    f"{self._said(program)}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -159,12 +177,13 @@ def _bound(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _healthy(url: str) -> bool:
+def _healthy(url: str, *, seconds: float = HEALTH_SECONDS) -> bool:
+    """Whether it answers 200 within as long; what else it says is not read."""
     import httpx
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        with httpx.Client(trust_env=False, timeout=HEALTH_SECONDS) as client:
-            return client.get(url).status_code == 200
+        with httpx.Client(trust_env=False, timeout=seconds) as client, client.stream("GET", url) as response:
+            return response.status_code == 200
     except httpx.TransportError:
         return False

@@ -17,8 +17,9 @@ from async_flowrl.rewards import vlm_judge_checks as checks
 from async_flowrl.rewards.http_contract import dumps
 from async_flowrl.rewards.http_post import Bounds, ServerError, check_installed, post
 from async_flowrl.rewards.ocr import normalise
+from async_flowrl.rewards.seen import Seen
 from async_flowrl.rewards.vlm_judge_cache import ReplyCache
-from async_flowrl.rewards.vlm_judge_reply import Answer, expected_value, scores_in, transcription_score
+from async_flowrl.rewards.vlm_judge_reply import Answer, expected_value, score_after, scores_in, transcription_score
 from async_flowrl.rewards.vlm_judge_request import (
     GROUP_TEMPLATE,
     MAX_TOKENS,
@@ -30,6 +31,7 @@ from async_flowrl.rewards.vlm_judge_request import (
     digest_of,
     png_url,
 )
+from async_flowrl.rewards.waves import Waves
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class VLMJudge:
     min_mass: float = 0.5
     images: str = checks.ONE_BY_ONE
     structured: bool = True
+    after: str | None = None
+    """The score is the number behind this text in a free answer, as some judges are trained to end it."""
     temperature: float = 0.0
     seed: int | None = 0
     max_tokens: int | None = None
@@ -82,19 +86,26 @@ class VLMJudge:
     timeout: float = 60.0
     deadline: float = 240.0
     retries: int = 4
-    concurrency: int = 16
+    concurrency: int = 32
     cache: str | None = None
 
     deterministic: ClassVar[bool] = False
     wants_server: ClassVar[tuple[str, str]] = ("base_url", "http://127.0.0.1:8000/v1")
     """Without this option, of which this is an example, the term must have a server of the run."""
 
+    @staticmethod
+    def waves(
+        number: int, *, images: str = checks.ONE_BY_ONE, concurrency: int = 32, deadline: float = 240.0, **_: Any
+    ) -> Waves:
+        """The calls for a group of `number` images."""
+        return Waves(1 if images == checks.GROUP else number, concurrency, deadline)
+
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence, for options that cannot work."""
         self._urls, self._token = checks.urls_of(self.base_url), ""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
-        checks.check_mode(self.mode, self.images)
+        checks.check_mode(self.mode, self.images, self.after)
         tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
         checks.check_numbers(asdict(self) | {"max_tokens": tokens})
         self._group = self.images == checks.GROUP
@@ -104,7 +115,7 @@ class VLMJudge:
         self._question = self._asking(template, tokens)
         check_installed()
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES)
-        self._slow: dict[str, float] = {}
+        self.seen = Seen()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
 
@@ -117,7 +128,7 @@ class VLMJudge:
             bounds=checks.bounds_of(self.range),
             answers=tuple(self._values),
             group=self._group,
-            structured=self.structured,
+            structured=self.structured and self.after is None,
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=max_tokens,
@@ -134,7 +145,7 @@ class VLMJudge:
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """From now on the servers are these, which the run has started."""
         self._urls, self._token = [f"{url.rstrip('/')}/v1" for url in urls], token or ""
-        self._slow.clear()
+        self.seen.forget()
 
     def keep_in(self, folder: Path) -> None:
         """Keeps replies in `judge_cache` of the run directory `folder`, unless `cache` names another place."""
@@ -190,7 +201,7 @@ class VLMJudge:
         urls = [f"{url}/chat/completions" for url in self._urls]
         start = first % len(urls)
         try:
-            return await post(urls[start:] + urls[:start], body, headers, self._bounds, read, self._slow)
+            return await post(urls[start:] + urls[:start], body, headers, self._bounds, read, self.seen)
         except ServerError as error:
             if key and key in str(error):
                 raise ServerError(str(error).replace(key, "***")) from None
@@ -229,7 +240,10 @@ class VLMJudge:
             score, found = expected_value(answer, self._values, min_mass=self.min_mass)
             return [Verdict(score, said | {f"p.{_word(name)}": p for name, p in found.items()})]
         low, high = self._question.bounds
-        scores = scores_in(answer, count, (low, high), group=self._group)
+        if self.after is not None:
+            scores = [score_after(answer, self.after, (low, high))]
+        else:
+            scores = scores_in(answer, count, (low, high), group=self._group)
         return [Verdict((score - low) / (high - low) if self.normalise else score, said) for score in scores]
 
 

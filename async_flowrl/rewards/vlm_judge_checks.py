@@ -28,13 +28,19 @@ def urls_of(given: str | Sequence[str] | None) -> list[str]:
     return [url.rstrip("/") for url in urls]
 
 
-def check_mode(mode: str, images: str) -> None:
-    """Raises ValueError for an unknown `mode` or `images`, and for a group where single images are due."""
+def check_mode(mode: str, images: str, after: str | None) -> None:
+    """Raises ValueError for an unknown `mode` or `images`, for a group where single images are due, and for `after`
+    where no single score is."""
     for key, given, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
         if given not in allowed:
             raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(given), allowed))
     if images == GROUP and mode != SCORE:
         raise ValueError(f"the vlm_judge reward's images=group needs mode=score, got mode={mode}")
+    if after is not None and (not after.strip() or mode != SCORE or images == GROUP):
+        raise ValueError(
+            f"the vlm_judge reward's after is the text before the number in a free answer; it needs mode={SCORE} and "
+            f"images={ONE_BY_ONE}, got {after!r} with mode={mode} and images={images}"
+        )
 
 
 def check_template(template: str, mode: str) -> set[str]:

@@ -15,6 +15,8 @@ from async_flowrl.rewards.ocr import normalise, text_score
 
 LOGPROB_ROUNDING = 1e-3
 """By so much a log-probability may exceed 0, since servers round them."""
+_NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
+"""Behind a marker, with Markdown's stars around it or not."""
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
 
 
@@ -100,6 +102,19 @@ def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group:
     if not isinstance(values, list) or len(values) != count:
         raise JudgeError(f"the judge was asked for {count} scores and answered {_short(answer.text)}")
     return [_bounded(value, bounds) for value in values]
+
+
+def score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> float:
+    """The number behind the last `marker` of a text, which some judges are trained to end with ("Final Score: 4.5").
+
+    Raises JudgeError where there is none, and for a text that was cut off, whose number may lack its end.
+    """
+    _, found, rest = answer.text.rpartition(marker)
+    number = _NUMBER.match(rest)
+    if answer.cut or not found or number is None:
+        why = "is cut off at max_tokens" if answer.cut else f"has no number after {marker!r}"
+        raise JudgeError(f"the judge's answer {why}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
+    return _bounded(float(number[1]), bounds)
 
 
 def _refuse(constant: str) -> None:

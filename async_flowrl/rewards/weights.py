@@ -28,6 +28,21 @@ def check_path(reward: str, option: str, place: str) -> None:
         )
 
 
+def check_pins(reward: str, **pins: tuple[str, str | None]) -> None:
+    """Raises ValueError where some of a reward's repositories are pinned to a commit and others are not.
+
+    `pins`: option → the place that it is for, and its value. Files of this machine need no pin.
+    """
+    hub = {option: pin for option, pin in pins.items() if not Path(pin[0]).expanduser().exists()}
+    open_ones = [f"{option} (of {place})" for option, (place, revision) in hub.items() if revision is None]
+    pinned = [option for option, (_, revision) in hub.items() if revision is not None]
+    if pinned and open_ones:
+        raise ValueError(
+            f"the {reward} reward's {' and '.join(pinned)} pins only a part of what it loads: give "
+            f"{' and '.join(open_ones)} too, or none"
+        )
+
+
 @contextmanager
 def loading(reward: str, place: str) -> Iterator[None]:
     """Raises ValueError, one sentence, where what is loaded inside is not here and cannot be fetched."""

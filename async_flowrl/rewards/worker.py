@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -14,6 +15,7 @@ from async_flowrl.config.schema import DelaysConfig, RewardConfig, RewardTerm
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rewards.seen import Seen, seen_by
 from async_flowrl.rewards.served import Addresses, Connecting
 from async_flowrl.types import ByteArray, Prompt, Scores
 
@@ -38,6 +40,7 @@ class RewardWorker:
         self.reward, self.held_out = build_reward(config), build_held_out(held_out)
         self._delays, self._seed = delays or DelaysConfig(), seed
         self._calls = 0
+        self._seen: dict[str, Seen] = {}
         terms = (*self.reward.terms, *self.held_out)
         for term in terms:
             if folder is not None and hasattr(term.reward, "keep_in"):
@@ -54,6 +57,8 @@ class RewardWorker:
         for term in (*self.reward.terms, *self.held_out):
             if (found := servers.get(term.name)) is not None:
                 cast("Connecting", term.reward).connect(found.urls, found.token)
+                if (seen := seen_by(term.reward)) is not None:
+                    self._seen[term.name] = seen
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
         """Scores of one group from its tickets' images uint8 [ticket_size, H, W, 3], in order.
@@ -68,13 +73,18 @@ class RewardWorker:
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
         debug_delay(self._delays, "score", self._seed, self.name, self._calls)
         self._calls += 1
-        return scores
+        return replace(scores, served=self._served())
 
     def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
         """What the named held-out terms say of one group; those that fail are named in it, and end nothing."""
         group, attempts = _joined(images), self.reward.attempts
         scoring = score_held_out(self.held_out, names, prompt, group, self._executor, attempts=attempts)
-        return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
+        scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
+        return replace(scores, served=self._served())
+
+    def _served(self) -> dict[str, dict[str, bool]]:
+        """What the last call saw of the servers that the run has started, by term."""
+        return {name: seen.take() for name, seen in self._seen.items()}
 
     def close(self) -> None:
         """Ends the event loop's thread; a reward that is still running is left behind."""

@@ -2,27 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from async_flowrl.config.reward_pools import is_reward_pool, reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
+from async_flowrl.run.tools import CheckDevices
 from separation.group import WorkerGroup
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-CheckDevices = Callable[[Config, Mapping[str, int]], Sequence[str]]
-"""Compares a configuration with bytes of device memory by pool: sentences to warn with, or ConfigError."""
 
-
-async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], check: CheckDevices) -> None:
-    """Warns of devices that are tight. Raises ConfigError for those that are too small."""
+async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], check: CheckDevices) -> dict[str, int]:
+    """Warns of devices that are tight; returns their memory as `device_memory` does. Raises ConfigError for those that
+    are too small."""
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
     if memory:
         for sentence in await asyncio.to_thread(check, config, memory):
             logger.warning("%s", sentence)
+    return memory
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:

@@ -15,7 +15,6 @@ from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluation_summary import summarise_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.observability.report import write_report
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
@@ -23,6 +22,7 @@ from async_flowrl.policies.lora_file import save as save_lora
 from async_flowrl.run.best import export_best
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
+from async_flowrl.run.tools import Predict, Report
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint
 from separation.group import Worker
@@ -30,11 +30,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-Predict = Callable[[Path], str | None]
-"""Compares a finished run's directory with a plan and returns the sentence about it, if there is one."""
 
-
-async def finish(run: Run, ctx: Context) -> dict[str, Any]:
+async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any]:
     """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
     trainer = run.trainers.first
@@ -73,7 +70,7 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
             ledgers.failures.append(f"lora_best: the best version's checkpoint cannot be read: {error}")
         summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
-        late = views(config, directory)
+        late = views(config, directory, report)
         # Now and not with the events: W&B sends the last of its data here, and that can fail, too.
         ledgers.monitor.close()
         failed = [*ledgers.failures, *ledgers.monitor.failures, *late]
@@ -102,13 +99,13 @@ def forced(history: Sequence[Event]) -> list[str]:
     return [f"resume=force: {each}" for event in history if event["event"] == "inputs" for each in event["forced"]]
 
 
-def views(config: Config, directory: RunDirectory) -> list[str]:
+def views(config: Config, directory: RunDirectory, report: Report | None) -> list[str]:
     """Writes timeline and report; a sentence for each that failed. They can be made again from the run's files."""
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))
     ]
-    if config.monitor.report:
-        works.append(("report", lambda: write_report(Path(directory.root))))
+    if config.monitor.report and report is not None:
+        works.append(("report", lambda: report(Path(directory.root))))
     failures = []
     for name, work in works:
         try:

@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -16,19 +17,21 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.checkpoints import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.inputs import inputs_of
-from async_flowrl.controller.reward_servers import ServerLost, serving
+from async_flowrl.controller.reward_servers import serving
 from async_flowrl.controller.score_log import forget_scores
+from async_flowrl.controller.server_replicas import ServerLost
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.console import Display, open_display
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
-from async_flowrl.observability.report import mfu
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.run.describe import describe_inputs
-from async_flowrl.run.devices import CheckDevices, compare_devices
-from async_flowrl.run.finish import Predict, finish, foresee
+from async_flowrl.run.conclude import Ending, after_failure, conclude, resume_command
+from async_flowrl.run.describe import describe_inputs, first_lines, say_memory, say_step_time
+from async_flowrl.run.devices import compare_devices
+from async_flowrl.run.finish import finish, foresee, peak_of
 from async_flowrl.run.launch import (
     check_machine,
     describe_run,
@@ -40,6 +43,7 @@ from async_flowrl.run.launch import (
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
+from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
@@ -52,14 +56,11 @@ logger = logging.getLogger(__name__)
 def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
-    *,
-    predict: Predict = lambda run_directory: None,
-    check_devices: CheckDevices = lambda config, memory: (),
+    tools: Tools = Tools(),  # noqa: B008  frozen
 ) -> int:
     """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/.
 
-    `hydra_record` holds the files of `.hydra/` by name. `check_devices` is called when the pools have started and have
-    GPUs, `predict` when a run has written its results.
+    `hydra_record` holds the files of `.hydra/` by name.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
@@ -77,12 +78,16 @@ def run(
     except ConfigError as error:
         return _fail(error, exit_codes.CONFIG)
     log_to(directory.logs / "controller.log")
-    sys.stdout.write(describe_inputs(prepared))
+    sys.stdout.write(first_lines(prepared, directory.root))
+    ending = Ending(prepared, directory, StopRequest(), resume_command(hydra_record))
     for sentence in doubts_of(prepared):
         logger.warning("%s", sentence)
     try:
-        return asyncio.run(train(prepared, directory, resume, predict, check_devices))
+        held_out = prepared.requests.evaluated == "held_out"
+        with closing(open_display(prepared.config, held_out=held_out)) as display:
+            return asyncio.run(train(ending, resume, display, tools))
     except KeyboardInterrupt:
+        after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
         advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
@@ -95,6 +100,7 @@ def run(
         logger.exception("the run failed")
         if (refusal := refused(error)) is not None:
             return _fail(refusal, exit_codes.CONFIG)
+        after_failure(ending)
         return _fail(
             f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
         )
@@ -102,15 +108,13 @@ def run(
         directory.release()
 
 
-async def train(
-    prepared: Prepared, directory: RunDirectory, resume: Resume, predict: Predict, check_devices: CheckDevices
-) -> int:
+async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
     """A whole run, from its start or its checkpoint to its end; returns the exit code."""
-    stop = StopRequest()
+    stop, directory = ending.stop, ending.directory
     try:
-        summary = await train_until(stop, prepared, directory, resume, check_devices)
-        prediction = await asyncio.to_thread(foresee, predict, directory, summary)
-        return conclude(summary, directory, stop, prediction)
+        summary = await train_until(ending, resume, display, tools)
+        prediction = await asyncio.to_thread(foresee, tools.predict, directory, summary)
+        return conclude(ending, summary, prediction)
     except Exception as error:
         version = last_resort(error, stop, directory)
         if version is None:
@@ -131,14 +135,17 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(
-    stop: StopRequest, prepared: Prepared, directory: RunDirectory, resume: Resume, check_devices: CheckDevices
-) -> dict[str, Any]:
-    """Trains until all is done or `stop` is asked; returns the summary."""
+async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
+    """Trains until all is done or `ending.stop` is asked; returns the summary."""
+    prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     config = prepared.config
+    display.phase("starting the pools")
+    learnt = asyncio.create_task(say_step_time(tools.foretell_steps, config, directory))
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups, serving(config, groups) as servers:
-            await compare_devices(config, groups, check_devices)
+            memory = await compare_devices(config, groups, tools.check_devices)
+            told = asyncio.create_task(say_memory(tools.foretell_memory, config, memory))
+            display.phase("loading the models")
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
@@ -148,22 +155,31 @@ async def train_until(
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 await restore(trainers, directory, resume)
-            ledgers = open_ledgers(prepared, directory, resume)
+                peak = await peak_of(config, trainers.first)
+            await learnt  # from files that the ledgers are about to go on with
+            ledgers = open_ledgers(prepared, directory, resume, display)
+            display.watch(ledgers.pools, ledgers.events, peak)
             try:
                 digest, device = info["base_digest"], info["device"]
                 run = Run(
                     prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives, servers
                 )
-                await servers.all_up(ledgers.events)
+                await servers.all_up(ledgers.events, ledgers.failures)
                 ctx = await train_with_recovery(run, resume)
-                return await finish(run, ctx)
+                return await finish(run, ctx, tools.report)
             finally:
+                told.cancel()
                 ledgers.events.close()
                 ledgers.monitor.close()
 
 
 def open_ledgers(
-    prepared: Prepared, directory: RunDirectory, resume: Resume, *, clock: Callable[[], float] = time.monotonic
+    prepared: Prepared,
+    directory: RunDirectory,
+    resume: Resume,
+    display: Display | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Ledgers:
     """Event log, metrics and monitor; a resumed run first takes back what its checkpoint does not contain."""
     config = prepared.config
@@ -180,35 +196,8 @@ def open_ledgers(
     if continued:
         events.event("rollback", step=resume.version)
     events.event("inputs", **inputs_of(prepared.requests), forced=list(resume.forced))
-    monitor = Monitor(
-        config.monitor, directory.root, name=config.name, total_steps=config.total_steps, settings=asdict(config)
-    )
+    monitor = Monitor(config.monitor, directory.root, name=config.name, settings=asdict(config), display=display)
     return Ledgers(events, pools, metrics, evaluations, monitor)
-
-
-def conclude(summary: dict[str, Any], directory: RunDirectory, stop: StopRequest, prediction: str | None) -> int:
-    """The last lines a person sees, and the exit code."""
-    if stop() and summary["steps"] < summary["total_steps"]:
-        instead = " and evaluate.on_hacking=warn" if stop.code == exit_codes.HACKING else ""
-        sys.stdout.write(
-            f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n"
-        )
-        if stop.code != exit_codes.HACKING:
-            return stop.code
-    if prediction:
-        sys.stdout.write(f"{'plan':8} {prediction}\n")
-    if known := mfu(summary):
-        sys.stdout.write(f"{'MFU':8} {known}\n")
-    if row := summary["evaluations"]["best"]:
-        best = f"{directory.lora_best} (version {row['version']}, {row['curve']} {row['mean']:.4g})"
-        sys.stdout.write(f"{'best':8} {best}\n")
-    for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
-        sys.stdout.write(f"{label:8} {path}\n")
-    for sentence in summary["failed"]:
-        sys.stdout.write(f"{'failed':8} {sentence}\n")
-    if stop() and summary["steps"] < summary["total_steps"]:
-        return stop.code
-    return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
 
 
 def refused(error: BaseException) -> str | None:

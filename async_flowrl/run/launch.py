@@ -2,8 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
@@ -122,11 +125,14 @@ def describe_run(prepared: Prepared) -> str:
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport.
+    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport, or
+    where the console cannot be what is asked.
 
     Of other clusters nothing is known here: they answer when the pools start.
     """
     config, runtime = prepared.config, prepared.config.runtime
+    show_what_can_be_shown()
+    console_of(config.console)
     if runtime.address is not None:
         return
     if runtime.backend != "ray":
@@ -153,9 +159,11 @@ def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
     check_fits(reserve(wanted, here, placement=placement, colocated=(ROLLOUT, TRAINER)), [here])
 
 
-def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
+@asynccontextmanager
+async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """The pools, which end when it is left; a second Ctrl-C does not come in between: Ray would exit in the middle."""
     config = prepared.config
-    return cluster(
+    pooled = cluster(
         pools(prepared),
         backend=config.runtime.backend,
         address=config.runtime.address,
@@ -164,6 +172,24 @@ def open_cluster(prepared: Prepared, logs: Path) -> AbstractAsyncContextManager[
         log_dir=logs,
         store_bytes=stored_bytes(config, prepared.shapes),
     )
+    with ExitStack() as last:
+        async with pooled as groups:
+            try:
+                yield groups
+            finally:
+                last.enter_context(ctrl_c_ignored())
+
+
+@contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:

@@ -1,26 +1,23 @@
 """Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.curves import check_curves
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
-from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
-from async_flowrl.policies.lora import targeted_modules
 from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load_policy, resolve_model, shapes_of
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
 from async_flowrl.rewards.registry import check_rewards, prompt_check
-from async_flowrl.rewards.served import check_served
+from async_flowrl.rewards.time_limits import too_slow
 from async_flowrl.rollout.vllm_omni.settings import check_family
 from async_flowrl.run.baseline import baseline_sampling
+from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching
 from async_flowrl.tickets.request import RequestBuilder
 
@@ -36,25 +33,22 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Algorithm, batching, rewards, prompts, output directory and model, checked in this order. Raises ConfigError.
+    """What is refused early, then algorithm, batching, prompts and model, checked in this order. Raises ConfigError.
 
     In what it returns `model.dtype` is never `auto`: it is what the run computes in, and a resume is compared with it.
     """
     try:
-        check(config)
+        refuse_early(config)
         algorithm = build_algorithm(config)
         check_batching(config)
         if config.lora.path is not None:
             lora_file.read_for(config.lora)
         needs_target = check_rewards(config.reward)
-        check_served(config)
-        check_curves(config)
         data = load_data(config.data, needs_target=needs_target, check=prompt_check(config.reward))
         config = with_limits(config, len(data.train))
         if check_held_out(config):
             data.evaluation.check_targets()
         check_held_out_prompts(config, data.evaluation[: config.evaluate.max_prompts])
-        check_output(config)
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
@@ -79,6 +73,8 @@ def prepare(config: Config) -> Prepared:
 def check_lora_targets(model: ResolvedModel, config: LoraConfig) -> None:
     """Raises ValueError for `lora.targets` that name no layer of the network, which is built without weights."""
     if config.targets is not None:
+        from async_flowrl.policies.lora import targeted_modules
+
         policy = load_policy(model, dtype=model.dtype, device="cpu", parts="structure")
         targeted_modules(policy.transformer, config, policy)
 
@@ -95,7 +91,7 @@ def doubts_of(prepared: Prepared) -> list[str]:
     """Warnings, a sentence each, of what a run can do but its user may not mean."""
     model, resolution = prepared.model, prepared.config.rollout.resolution
     never_checked = unchecked(model.family, model.path, model.revision, resolution=resolution)
-    sentences = ends_before_its_epochs(prepared), never_checked
+    sentences = ends_before_its_epochs(prepared), never_checked, *too_slow(prepared.config)
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -108,17 +104,3 @@ def ends_before_its_epochs(prepared: Prepared) -> str | None:
     if config.total_steps >= steps:
         return None
     return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"
-
-
-def check_output(config: Config) -> None:
-    """`resume=never` wants a fresh directory; a checkpoint path must exist."""
-    folder = Path(config.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={folder} is a file")
-    if config.resume == "never":
-        if RunDirectory(folder).used():
-            raise ConfigError(
-                f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
-            )
-    elif config.resume not in ("auto", "force") and not Path(config.resume).expanduser().is_dir():
-        raise ConfigError(f"resume={config.resume} is neither never, auto nor force, nor the folder of a checkpoint")

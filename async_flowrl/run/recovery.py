@@ -225,4 +225,4 @@ def context_of(run: Run, resume: Resume) -> Context:
     )
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-    return replace(ctx, score_log=score_log, stop_requested=run.stop, servers_up=run.servers.up)
+    return replace(ctx, score_log=score_log, stop_requested=run.stop, servers=run.servers)

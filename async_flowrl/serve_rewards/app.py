@@ -19,6 +19,7 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
 from async_flowrl.rewards.http_dialects import DIALECTS, flow_factory_request, flow_grpo_request
 from async_flowrl.rewards.results import Result, group_result
+from async_flowrl.serve_rewards.bodies import Full, Room, Share
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """`dialect`: spoken beside our own contract. `waiting`: requests beyond the one being scored."""
+    """`dialect`: spoken beside our own contract. `waiting`: requests beyond the one being scored. `all_bytes`: of the
+    bodies of all requests that are arriving, waiting or being scored."""
 
     token: str | None = None
     limits: Limits = field(default_factory=Limits)
     dialect: str = OWN
     waiting: int = 16
+    all_bytes: int = 1024 * 2**20
 
 
 class Scorer:
@@ -54,6 +57,7 @@ class Scorer:
 
     def __init__(self, score: Score, settings: Settings) -> None:
         self._score, self._settings = score, settings
+        self.room = Room(settings.all_bytes)
         self._turn, self._waiting = asyncio.Lock(), 0
 
     async def reply(self, request: ScoreRequest) -> ScoreReply:
@@ -147,12 +151,12 @@ async def _answer(
     """The token first, then the sizes, then the content, then the scores."""
     try:
         _check_token(request, settings.token)
-        body = await _body(request, settings.limits.body_bytes)
-        try:
-            asked = await read(request, body, settings.limits)
-        except ContractError as error:
-            raise _refused(error) from error
-        return Response(write(await scorer.reply(asked)), media_type="application/json")
+        with scorer.room.share() as share:
+            try:
+                asked = await read(request, await _body(request, settings.limits.body_bytes, share), settings.limits)
+            except ContractError as error:
+                raise _refused(error) from error
+            return Response(write(await scorer.reply(asked)), media_type="application/json")
     except Refused as refused:
         logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
                        refused.status, refused)  # fmt: skip
@@ -177,20 +181,25 @@ def _check_token(request: Request, token: str | None) -> None:
         raise Refused(401, "the header 'Authorization: Bearer TOKEN' is missing, or names another token")
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Raises Refused as soon as it is announced, or turns out, to be too long."""
+async def _body(request: Request, limit: int, share: Share) -> bytes:
+    """Raises Refused as soon as it is announced, or turns out, to be too long, or more than there is room for now."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise Refused(413, f"the request has {announced} bytes, more than {limit}")
     body = bytearray()
     try:
+        share.grow(int(announced) if announced.isdecimal() else 0)
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
+                if len(body) + len(chunk) > limit:
                     raise Refused(413, f"the request has more than {limit} bytes")
+                share.grow(len(body) + len(chunk))
+                body += chunk
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+    except Full:
+        size = share.room.size
+        raise Refused(429, f"all requests together have {size} bytes already; ask again later", retry_after=1) from None
     return bytes(body)
 
 

@@ -3,9 +3,7 @@
 import argparse
 import asyncio
 import inspect
-import ipaddress
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -13,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
+from async_flowrl.config.listening import LOOPBACK, is_loopback, read_token
+from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.rewards.http_dialects import DIALECTS
 from async_flowrl.serve_rewards.app import OWN, Score, Settings, build_app
 from async_flowrl.types import Prompt
 
-LOOPBACK = "127.0.0.1"
-
-
-class ServeError(ValueError):
-    """The server cannot start; one sentence."""
+ALL = 4
+"""Requests of the largest size whose bodies are held at a time where nothing is said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dialect", default=OWN, choices=list(DIALECTS), help="spoken beside ours; flow_grpo's is pickle, restricted"
     )
     parser.add_argument("--max-bytes", type=int, default=limits.body_bytes, help="of a request (default: %(default)s)")
+    parser.add_argument(
+        "--max-all-bytes",
+        type=int,
+        help="of all requests together that arrive, wait or are scored; others get 429 (default: 4 times --max-bytes)",
+    )
     parser.add_argument("--max-images", type=int, default=limits.images, help="per request (default: %(default)s)")
     parser.add_argument("--max-pixels", type=int, default=limits.pixels, help="of one image (default: %(default)s)")
     parser.add_argument("--max-all-pixels", type=int, default=limits.all_pixels, help="of all (default: %(default)s)")
@@ -49,9 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(given: argparse.Namespace) -> Settings:
     """Raises ServeError for limits below 1, a token that is not there, and an address that would need one."""
+    if given.max_all_bytes is None:
+        given.max_all_bytes = ALL * given.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
         if getattr(given, name) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
+    if given.max_all_bytes < given.max_bytes:
+        raise ServeError(
+            f"--max-all-bytes {given.max_all_bytes} is less than one request, --max-bytes {given.max_bytes}"
+        )
     token = read_token(given.token_env, given.token_file)
     if token is None and not is_loopback(given.host):
         raise ServeError(
@@ -59,37 +67,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
             f"--token-env or --token-file, or listen at {LOOPBACK}"
         )
     limits = Limits(given.max_bytes, given.max_images, given.max_pixels, given.max_all_pixels)
-    return Settings(token, limits, given.dialect, given.max_waiting)
-
-
-def read_token(variable: str | None, file: Path | None) -> str | None:
-    """Raises ServeError where the token that is named is not there, or empty."""
-    if variable is not None and file is not None:
-        raise ServeError("--token-env and --token-file exclude each other")
-    if variable is not None:
-        token = os.environ.get(variable, "").strip()
-        if not token:
-            raise ServeError(f"--token-env {variable}: there is no such environment variable, or it is empty")
-        return token
-    if file is None:
-        return None
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ServeError(f"--token-file {file} cannot be read: {error.strerror}") from error
-    if not token:
-        raise ServeError(f"--token-file {file} is empty")
-    return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return Settings(token, limits, given.dialect, given.max_waiting, given.max_all_bytes)
 
 
 def serve(score: Score, given: argparse.Namespace, what: str) -> int:

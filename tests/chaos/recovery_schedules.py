@@ -137,7 +137,7 @@ def make_schedule(seed: int) -> RecoverySchedule:
         save__keep=2 if place == "newest checkpoint" else rng.choice([1, 2]),
         deadlines__publish=8.0,
         resume="auto",
-        monitor__progress=False,
+        console="quiet",
     )
     timing = random_timing(seed, rng)
     schedule = RecoverySchedule(seed, config, timing, [rng.choice([1, 2, 3, 4]) for _ in range(3)])
@@ -204,7 +204,7 @@ class Left:
 
 @functools.cache
 def undisturbed(k: int) -> Left:
-    config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, monitor__progress=False)
+    config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, console="quiet")
     with scratch() as folder:
         root = folder / "run"
         assert run_controller(config, root, World(Timing(), no_fault, ListObserver())) is None

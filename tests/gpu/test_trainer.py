@@ -138,7 +138,7 @@ def settings(name: str) -> Config:
 
 @pytest.mark.parametrize("name", [*NAMES, "guidance", "diffusion_nft", "dpo"])
 def test_the_host_waits_once_per_group_and_not_per_micro_batch(name: str) -> None:
-    """Once for a group's sums, three times for the optimizer step: the account of the sum, its norm, and how far it went."""
+    """Once for a group's sums, three times for the optimizer step: the sum's account, its norm, how far it went."""
     config = settings(name)
     sampler, worker = rig.Sampler(config), rig.trainer(config)
     if name == "guidance":

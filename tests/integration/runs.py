@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.report.write import write_report
 from async_flowrl.run.job import run as run_config
+from async_flowrl.run.tools import Tools
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -23,7 +25,7 @@ TINY = (
     "evaluate.every=0",
     "evaluate.before_training=false",
     "evaluate.images_per_prompt=2",
-    "monitor.progress=false",
+    "console=lines",
     "monitor.report=false",
 )
 LOCAL = (*TINY, "runtime.backend=local")
@@ -84,7 +86,7 @@ class Run:
 def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *overrides])
-    assert run_config(config) == code
+    assert run_config(config, tools=Tools(report=write_report)) == code
     return Run(folder)
 
 

@@ -25,10 +25,13 @@ def command(*arguments: str, module: str = "async_flowrl.main") -> "subprocess.C
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tmp_path: Path) -> None:
-    done = command("--multirun", *SMALL, "total_steps=1,0,2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    swept = ("total_steps=1,0,2", "monitor.report=true", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    done = command("--multirun", *SMALL, *swept)
     assert done.returncode == 2
     assert done.stderr == "async_flowrl: total_steps must be at least 1, got 0\n"
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
+    assert done.stdout.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: all 2 runs"
+    assert "<title>2 runs</title>" in (tmp_path / "sweep" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("codes", "whole"), [((0, 0), 0), ((3, 0), 3), ((3, 2), 2), ((1, 2), 1)])

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.report import write_report
+from async_flowrl.report.document import document
 from async_flowrl.training.checkpoint import read_checkpoint
 from tests.integration.runs import Run, train
 
@@ -58,8 +58,15 @@ def test_a_run_with_held_out_terms_leaves_records_baseline_and_best(prompts: str
     assert last["dark"]["change"] == pytest.approx(-last["bright"]["change"]), "the same images, seen twice"
     assert run.metrics[0].keys() >= {"evaluation_baseline/reward/mean", "evaluation_before/held_out/dark/stderr"}
     check_best(run)
-    page = write_report(run.root).read_text()
-    assert "held out" in page and "baseline (3 steps" in page and "Held out, on the evaluated prompts" in page
+    page = document([run.root])
+    (shown,) = page["runs"]
+    evaluations = shown["evaluations"]
+    assert [column["kind"] for column in evaluations["columns"]] == ["trained", "held out", "diversity"]
+    assert [(row["baseline"], row["steps"]) for row in evaluations["rows"]] == [(True, 3), (False, 6), (False, 6)]
+    assert evaluations["rows"][-1]["cells"]["dark"]["change"] == pytest.approx(last["dark"]["change"], rel=1e-4)
+    assert {"held_out", "diversity"} <= {panel["id"] for panel in page["panels"]}
+    assert [e["baseline"] for e in shown["pictures"]["evaluations"]] == [True, False, False]
+    assert len([each for each in shown["warnings"] if "held-out silent" in each["text"]]) == 3
 
 
 def check_best(run: Run) -> None:

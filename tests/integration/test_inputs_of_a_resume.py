@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def go(folder: Path, *overrides: str) -> int:
-    small = ("model.tiny.layers=1", "rollout.num_inference_steps=3", "save.every=1", "monitor.progress=false")
+    small = ("model.tiny.layers=1", "rollout.num_inference_steps=3", "save.every=1", "console=lines")
     own = "reward.terms={mean: {name: 'bright_inputs:mean'}}"
     prompts = (f"data.train={folder / 'train.txt'}", f"data.evaluation={folder / 'test.txt'}")
     arguments = [*LOCAL, *small, *prompts, own, f"output_dir={folder / 'run'}", *overrides]
@@ -81,6 +81,35 @@ def test_a_resume_sees_what_was_edited(
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto") == 0
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto", "lora.alpha=3") == 2
     assert "a configuration that leads to other weights" in capfd.readouterr().err
+
+
+def test_an_edited_held_out_reward_begins_its_curve_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It decides nothing of the weights, so the run goes on; but it is said, and no number is compared across it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("bright_inputs", "held_inputs"):
+        (tmp_path / f"{name}.py").write_text(REWARD)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.txt").write_text("a cow\n")
+    held_out = ("+evaluate.reward.terms.seen={name: 'held_inputs:mean'}", "evaluate.every=1")
+    before, after, later = "evaluation/held_out/seen/change", "evaluation/mean/change", "evaluation/held_out/seen/mean"
+
+    def goes_on(steps: int) -> dict[str, object]:
+        how = "auto" if steps > 1 else "never"
+        start = f"evaluate.before_training={'true' if steps == 1 else 'false'}"
+        assert go(tmp_path, f"total_steps={steps}", f"resume={how}", start, *held_out) == 0
+        found: dict[str, object] = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        return found
+
+    assert {before, after, later} <= goes_on(1).keys()
+    (tmp_path / "held_inputs.py").write_text(REWARD + "# another one\n")
+    capfd.readouterr()
+    line = goes_on(2)
+    assert "the source file of the held-out reward 'seen' has changed, so that its curve" in capfd.readouterr().err
+    assert {after, later} <= line.keys() and before not in line
+    assert {before, after, later} <= goes_on(3).keys(), "compared with the first one after the edit"
+    assert "has changed" not in capfd.readouterr().err
 
 
 def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

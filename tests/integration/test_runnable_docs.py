@@ -16,6 +16,10 @@ PAGES = {
     if (blocks := BLOCK.findall(page.read_text(encoding="utf-8")))
 }
 
+SLOW = {"docs/do/resume.md"}
+"""Pages with several whole runs."""
+CASES = [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES]
+
 
 def test_pages_have_runnable_blocks_and_each_mark_has_its_block() -> None:
     assert {"docs/learn/try_it.md", "docs/start/own_reward.md"} <= PAGES.keys()
@@ -24,7 +28,7 @@ def test_pages_have_runnable_blocks_and_each_mark_has_its_block() -> None:
         assert marks == len(blocks), f"{page}: a mark without a bash or python block right below it"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", CASES)
 def test_runnable_blocks(page: str, tmp_path: Path) -> None:
     """The blocks share a folder, as a reader's shell would; each is a process of its own."""
     commands = Path(sys.executable).parent

@@ -1,4 +1,4 @@
-"""The wheel holds everything that a run needs: installed beside the dependencies, it trains from any folder."""
+"""Wheel and sdist hold everything that a run needs: installed beside the dependencies, they train from any folder."""
 
 import json
 import os
@@ -10,40 +10,76 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.cli.verbs import VERBS
+
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("async_flowrl", "separation", "checkpoint_engine")
 SHORT = ("total_steps=3", "group_size=4", "trainer.micro_batch_size=4", "evaluate.images_per_prompt=2")
 
 
 def call(*command: str | Path, folder: Path) -> str:
     """Without this checkout on the path."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_trains_from_another_folder(tmp_path: Path) -> None:
-    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT, folder=tmp_path)
-    (wheel,) = tmp_path.glob("async_flowrl-*.whl")
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    site = Path(call(python, "-c", "import site; print(site.getsitepackages()[0])", folder=tmp_path).strip())
+def distribution(kind: str, folder: Path) -> Path:
+    """What is published, built from this checkout."""
+    call(sys.executable, "-m", "build", f"--{kind}", "--outdir", folder, ROOT, folder=folder)
+    (built,) = folder.glob("async_flowrl-*.whl" if kind == "wheel" else "async_flowrl-*.tar.gz")
+    return built
+
+
+def installed(built: Path, folder: Path) -> tuple[Path, Path]:
+    """A clean environment with it: its `bin`, and the folder with its packages."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    site = Path(call(python, "-c", "import site; print(site.getsitepackages()[0])", folder=folder).strip())
     # The dependencies as they are here; files named *.pth in that folder do not count, so not the checkout itself.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel, folder=tmp_path)
+    call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", built, folder=folder)
+    return folder / "bin", site
+
+
+def files_of(package: Path) -> set[str]:
+    """Modules and data alike, but what Python makes of them."""
+    paths = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(package).as_posix() for path in paths}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_installed_trains_from_another_folder(kind: str, tmp_path: Path) -> None:
+    programs, site = installed(distribution(kind, tmp_path), tmp_path / "venv")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for package in ("async_flowrl", "separation", "checkpoint_engine"):
-        where = call(python, "-c", f"import {package}; print({package}.__file__)", folder=elsewhere)
+    for package in PACKAGES:
+        where = call(programs / "python", "-c", f"import {package}; print({package}.__file__)", folder=elsewhere)
         assert Path(where.strip()).is_relative_to(site)
-        assert (site / package / "py.typed").exists()
-    call(python, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT, folder=elsewhere)
-    summary = json.loads((elsewhere / "outputs" / "one_step_off" / "summary.json").read_text())
-    assert summary["steps"] == 3
+        assert files_of(ROOT / package) - files_of(site / package) == set()
+    assert files_of(ROOT / "configs") == files_of(site / "async_flowrl" / "configs")
+    call(programs / "async-flowrl", "train", "--config-name", "one_step_off", *SHORT, folder=elsewhere)
+    run = elsewhere / "outputs" / "one_step_off"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+    assert (run / "report.html").stat().st_size > 50_000
+    call(programs / "async-flowrl", "verify", run, folder=elsewhere)
     (elsewhere / "mine.py").write_text(
         "def score(images, prompt):\n    return [float(image.mean()) for image in images]\n"
     )
     own = ("reward.terms.color.name=mine:score", "output_dir=own", "total_steps=1")
-    call(tmp_path / "venv" / "bin" / "async-flowrl", "train", *SHORT[1:], *own, folder=elsewhere)
+    call(programs / "async-flowrl", "train", *SHORT[1:], *own, folder=elsewhere)
     assert json.loads((elsewhere / "own" / "summary.json").read_text())["steps"] == 1
+    for verb in VERBS:
+        assert "usage: " in call(programs / "async-flowrl", verb, "--help", folder=elsewhere)
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_tests_documents_and_examples(tmp_path: Path) -> None:
+    call("tar", "-xf", distribution("sdist", tmp_path), folder=tmp_path)
+    (root,) = tmp_path.glob("async_flowrl-*/")
+    for name in ("tests", "examples", "docs", "configs"):
+        assert files_of(ROOT / name) - files_of(root / name) == set()
+    for name in ("README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "constraints.txt"):
+        assert (root / name).read_bytes() == (ROOT / name).read_bytes()

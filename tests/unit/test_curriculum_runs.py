@@ -68,7 +68,7 @@ def ratio(found: ToyRun) -> float:
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_killed_trainer_and_a_killed_controller(k: int, tmp_path: Path) -> None:
     def controller(root: Path, fault: Any = no_fault, **how: Any) -> Path | None:
-        config = toy_config(k, **settings(resume="auto", monitor__progress=False, save__every=2))
+        config = toy_config(k, **settings(resume="auto", console="quiet", save__every=2))
         return run_controller(config, root, World(Timing(), fault, ListObserver()), **how)
 
     plain, dead = tmp_path / "plain", tmp_path / "dead"

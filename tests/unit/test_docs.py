@@ -1,4 +1,4 @@
-"""What the documents name exists: commands, settings, files, tests, and the loop that the README quotes."""
+"""What the documents name exists: commands, verbs, settings, files, tests, and the loop that a page quotes."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from async_flowrl.cli.verbs import VERBS
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.ledger import STATES
@@ -86,9 +87,9 @@ def is_a_file_or_module(name: str) -> bool:
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands_of_a_run_compose(page: str) -> None:
     for text in code(TEXTS[page]):
-        command = re.search(r"python -m async_flowrl\.main (.*)", text.split("  #", 1)[0])
-        if command and "…" not in command[1] and "[" not in command[1]:
-            words = command[1].replace("'", "").rstrip("\\").split()
+        command = re.search(r"(?:python -m async_flowrl\.main|async-flowrl train) (.*)", text.split("  #", 1)[0])
+        if command and not re.search(r"…|\[|\$|--multirun", command[1]):
+            words = re.sub(r"[\"']", "", command[1]).rstrip("\\").split()
             name = words[words.index("--config-name") + 1] if "--config-name" in words else "one_step_off"
             overrides = [word for word in words if not word.startswith("--") and word != name]
             compose_config(name, overrides)
@@ -119,13 +120,25 @@ def test_make_targets_exist() -> None:
             assert target in targets, f"{page}: make {target}"
 
 
-def test_the_readme_quotes_the_loop() -> None:
+def test_the_page_on_the_loop_quotes_it() -> None:
     loop = (ROOT / "async_flowrl" / "loop.py").read_text(encoding="utf-8")
-    assert f"```python\n{loop}```" in TEXTS["README.md"]
+    assert f"```python\n{loop}```" in TEXTS["docs/learn/loop.md"]
 
 
-def test_the_readme_fits_a_sitting() -> None:
-    assert len(TEXTS["README.md"].splitlines()) <= 200
+def test_the_readme_fits_two_screens_and_says_its_words_before_it_uses_them() -> None:
+    readme = TEXTS["README.md"]
+    assert len(readme.splitlines()) <= 90
+    for word in ("version", "ticket", "staleness"):
+        where = readme.lower().index(f"**{word}**")
+        assert word not in re.sub(r"max_staleness|`[^`]*`|^.*\| .*$", "", readme[:where], flags=re.MULTILINE).lower(), (
+            word
+        )
+
+
+def test_verbs_exist() -> None:
+    for page, text in TEXTS.items():
+        for verb in re.findall(r"(?:`|\$ |^ *)async-flowrl ([a-z][a-z-]+)", text, flags=re.MULTILINE):
+            assert verb in VERBS, f"{page}: async-flowrl {verb}"
 
 
 def writer(name: str) -> Any:

@@ -12,8 +12,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.controller.group_advantages import group_advantages
 from async_flowrl.controller.term_metrics import term_metrics
-from async_flowrl.observability.summary import _warnings as skip_warnings
-from async_flowrl.observability.summary import skipped
+from async_flowrl.observability.summary import skipped, warnings_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
 from async_flowrl.verify import verify
@@ -133,7 +132,7 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
 def test_the_summary_counts_and_warns() -> None:
     metrics = [{"reward/judge/missing": 2, "reward/mean": 1.0}, {"reward/mean": 1.0}, {"reward/judge/missing": 1}]
     assert skipped(metrics)["optional_terms"] == 3
-    (sentence,) = skip_warnings({}, metrics)
+    (sentence,) = warnings_of(metrics)
     assert sentence.startswith("3 groups were trained without the term judge")
 
 

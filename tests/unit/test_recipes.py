@@ -1,10 +1,8 @@
 """Every shipped recipe composes, would run, and says where each of its lines comes from."""
 
-import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,36 +11,18 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.seats import gpus_taken
-from async_flowrl.policies.registry import PIPELINES
 from async_flowrl.run.launch import describe_run, pools
 from async_flowrl.run.prepare import prepare
+from tests.support.published import COMMIT, use_published_models
 
 RECIPES = {
     "qwen_image_ocr": "Qwen/Qwen-Image",
     "sd35_ocr": "stabilityai/stable-diffusion-3.5-medium",
     "flux_pickscore": "black-forest-labs/FLUX.1-dev",
 }
-VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr"}
-"""Recipes that differ from another one in a line or two."""
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
-CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "QwenImagePipeline": {
-        "transformer/config.json": {
-            "in_channels": 64, "patch_size": 2, "joint_attention_dim": 3584, "guidance_embeds": False,
-        },
-        "vae/config.json": {"temperal_downsample": [False, True, True]},
-    },
-    "StableDiffusion3Pipeline": {
-        "transformer/config.json": {"in_channels": 16, "patch_size": 2, **TEXT_DIM},
-        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
-    },
-    "FluxPipeline": {
-        "transformer/config.json": {"in_channels": 64, "guidance_embeds": True, **TEXT_DIM},
-        "vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
-    },
-}  # fmt: skip
-"""What is asked of the published models' files before a run."""
+VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr", "sd35_pickscore": "sd35_ocr"}
+"""Further recipes, with the one that has the same model."""
+LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
 LINES = {
     name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in (*RECIPES, *VARIANTS)
 }
@@ -50,19 +30,7 @@ LINES = {
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub cache that knows which pipeline each model is and how its latents look, and nothing more."""
-    from huggingface_hub import constants
-
-    for model, pipeline in zip(RECIPES.values(), list(PIPELINES)[:3], strict=True):
-        repository = tmp_path / "hub" / f"models--{model.replace('/', '--')}"
-        snapshot = repository / "snapshots" / COMMIT
-        for file, content in (("model_index.json", {"_class_name": pipeline}), *CONFIGURATIONS[pipeline].items()):
-            (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
-            (snapshot / file).write_text(json.dumps(content))
-        (repository / "refs").mkdir()
-        (repository / "refs/main").write_text(COMMIT)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    use_published_models(tmp_path / "hub", monkeypatch)
 
 
 def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
@@ -77,7 +45,7 @@ def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
     check(config)
     prepared = prepare(config)
     assert (prepared.model.path, prepared.model.revision) == (model, COMMIT)
-    assert prepared.shapes.latents == {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64)}[name[0]]
+    assert prepared.shapes.latents == LATENTS.get(name, LATENTS[name[0]])
     assert f"model {model} " in describe_run(prepared)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
@@ -110,6 +78,21 @@ def test_the_published_values(tmp_path: Path) -> None:
     assert [list(c.reward.terms) for c in (qwen, sd3, flux)] == [["ocr"], ["ocr"], ["pickscore"]]
     assert all(c.algorithm.clip_range == 1e-5 and c.algorithm.kl_coef == 0 for c in (qwen, sd3, flux))
     assert [c.algorithm.global_std for c in (qwen, sd3, flux)] == [False] * 3
+
+
+def test_the_published_values_of_pickscore_on_sd35(tmp_path: Path) -> None:
+    c = recipe("sd35_pickscore", tmp_path)
+    assert (c.algorithm.sde_type, c.algorithm.noise_level, c.algorithm.clip_range) == ("cps", 0.8, 1e-5)
+    assert (c.algorithm.sde_window_size, list(c.algorithm.sde_window_range or ()), c.algorithm.kl_coef) == (
+        3,
+        [0, 5],
+        0,
+    )
+    assert (c.prompts_per_step, c.group_size, c.trainer.updates_per_batch) == (64, 18, 2)
+    assert (c.rollout.resolution, c.rollout.num_inference_steps, c.evaluate.num_inference_steps) == (512, 10, 40)
+    assert (c.rollout.true_cfg_scale, c.rollout.guidance_scale) == (1.0, 0.0)
+    assert (c.trainer.learning_rate, c.trainer.ema_decay, c.trainer.ema_every) == (3e-4, 0.9, 8)
+    assert gpus_taken(c) == 4
 
 
 def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:

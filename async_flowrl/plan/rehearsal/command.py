@@ -4,11 +4,11 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline, card_of
 from async_flowrl.plan.rehearsal.estimate import estimate
@@ -34,18 +34,6 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Inside, this package logs errors only: its warnings are about values, of which a rehearsal has none."""
-    logger = logging.getLogger("async_flowrl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --rehearse",
@@ -60,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         card = card_of(given.card)
         config = compose_config(given.config_name, given.overrides)
         check(config)
-        with without_warnings():
+        # This package's warnings are about values, of which a rehearsal has none.
+        with quieter("async_flowrl", logging.ERROR):
             done = rehearse(config, card)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")

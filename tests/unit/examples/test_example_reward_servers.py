@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.registry import check_rewards
+from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import Prompt
 from tests.support.reward_server import served
 
@@ -28,6 +29,22 @@ def example(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+CHECKOUT = """
+MY_CONFIG_PATH = MY_CKPT_PATH = None
+
+def load_geneval():
+    assert MY_CONFIG_PATH.endswith("/config.py") and MY_CKPT_PATH.endswith("/weights")
+    assert open("reward_server/object_names.txt").read() == "cup\\n"
+
+    def compute(images, rows, only_strict):
+        assert not only_strict and all(image.size == (4, 4) for image in images)
+        assert all(row["prompt"] == "two cups" and row["include"][0]["class"] == "cup" for row in rows)
+        return [0.5] * len(rows), [1.0] * len(rows), [0.0] * len(rows), {}, {}
+
+    return compute
+"""
 
 
 async def ask(url: str) -> list[Any]:
@@ -53,11 +70,31 @@ def test_image_reward() -> None:
         assert asyncio.run(ask(url)) == [9.0] * 5
 
 
-@pytest.mark.parametrize("name", ["hpsv3_server", "image_reward_server"])
+def test_geneval_gets_the_rows_of_the_prompt_file_and_the_checkout_its_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the server's own loader: a checkout whose `load_geneval` stands in for the detector's."""
+    (tmp_path / "reward_server").mkdir()
+    (tmp_path / "reward_server" / "__init__.py").touch()
+    (tmp_path / "reward_server" / "object_names.txt").write_text("cup\n")
+    (tmp_path / "reward_server" / "gen_eval.py").write_text(CHECKOUT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = example("geneval_server")
+    row = {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
+    with served(module.scorer(module.loaded(tmp_path, tmp_path / "config.py", tmp_path / "weights"))) as url:
+        reply = asyncio.run(HTTP(url)(IMAGES[:2], Prompt(0, "two cups", metadata=row)))
+        with pytest.raises(ServerError, match=r"422 .*a cup.* is no row of GenEval: it has no tag and no include"):
+            asyncio.run(ask(url))
+    assert reply == [{"score": 0.5, "correct": 1.0, "strict": 0.0}, {"score": 0.5, "correct": 1.0, "strict": 0.0}]
+
+
+@pytest.mark.parametrize("name", ["hpsv3_server", "image_reward_server", "geneval_server"])
 def test_they_need_nothing_of_ours_but_what_their_requirements_bring(name: str) -> None:
+    paths = ["--checkout", ".", "--config", "c", "--weights", "w"] if name == "geneval_server" else []
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'hydra', 'omegaconf', 'httpx', 'tenacity']))\n"
-        f"sys.argv[:] = ['{name}.py', '--host', '0.0.0.0']\n"
+        f"sys.argv[:] = {[f'{name}.py', '--host', '0.0.0.0', *paths]}\n"
         f"import runpy; runpy.run_path({str(FOLDER / name)!r} + '.py', run_name='__main__')"
     )
     ran = subprocess.run(
@@ -66,12 +103,15 @@ def test_they_need_nothing_of_ours_but_what_their_requirements_bring(name: str) 
     assert ran.returncode == 2 and "--host 0.0.0.0 is not this machine alone" in ran.stderr, ran.stderr
 
 
-def test_the_configuration_of_the_readme(tmp_path: Path) -> None:
-    text = (FOLDER / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+def test_the_configurations_of_the_readme(tmp_path: Path) -> None:
+    blocks = (FOLDER / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1:]
     (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "hpsv3.yaml").write_text(text)
-    assert OmegaConf.create(text).terms.hpsv3.serve.gpus == 1
-    config = compose_config("one_step_off", ["reward=hpsv3"], tmp_path)
-    check_rewards(config.reward)
-    serve = config.reward.terms["hpsv3"].serve
-    assert serve is not None and (FOLDER.parents[1] / str(serve.requirements)).exists()
+    for name, block in zip(("hpsv3", "unified_reward"), blocks, strict=True):
+        text = block.split("```")[0]
+        (tmp_path / "reward" / f"{name}.yaml").write_text(text)
+        assert OmegaConf.create(text).terms[name].serve.gpus == 1
+        config = compose_config("one_step_off", [f"reward={name}"], tmp_path)
+        check_rewards(config.reward)
+        assert prompt_check(config.reward) is not None, "options of the right kinds: it can be built"
+        serve = config.reward.terms[name].serve
+        assert serve is not None and (FOLDER.parents[1] / str(serve.requirements)).exists()

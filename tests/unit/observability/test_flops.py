@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.flops import FlopCounter, Meter, tensor_peak, utilisation
+from async_flowrl.observability.flops import FlopCounter, Meter, tensor_peak
+from async_flowrl.observability.mfu import utilisation
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model

@@ -1,10 +1,8 @@
 """Grids, the report page, and what people watch."""
 
-import io
 import json
 import struct
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.observability.charts import Line, line_chart, timeline
+from async_flowrl.observability.bottleneck import better_split, bottleneck
 from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid
-from async_flowrl.observability.monitor import Display, Monitor
-from async_flowrl.observability.report import better_split, bottleneck, write_report
+from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.observability.trackers import Sample, run_id
 from async_flowrl.types import Prompt, Scores
@@ -68,28 +64,6 @@ def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -
     assert (kept["prompt"], kept["extras"]["ocr"]["read"], kept["total"]) == ("a sign", ["HELLO", ""], [0.5, -1.0])
 
 
-def test_charts_are_well_formed_and_survive_odd_values() -> None:
-    nothing = line_chart([Line("a", [1.0], [None])], x_label="x", y_label="y")
-    assert nothing == "<p>Nothing recorded.</p>"
-    for values in ([0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e6], [float("nan"), 1.0]):
-        svg = line_chart([Line("a<b", [0, 1], values), Line("c", [0, 1], [1, None])], x_label="x", y_label="&")
-        ElementTree.fromstring(svg)
-
-
-def test_the_timeline_colours_idle_time_red() -> None:
-    events = [
-        {"time": 0.0, "event": "state", "worker": "rollout-0", "state": "busy"},
-        {"time": 4.0, "event": "span", "worker": "rollout-0", "name": "generate", "start": 0.0, "end": 4.0},
-        {"time": 4.0, "event": "state", "worker": "rollout-0", "state": "idle"},
-        {"time": 8.0, "event": "state", "worker": "rollout-0", "state": "busy"},
-    ]
-    svg = timeline(tracks(events), (0.0, 8.0), 0.0)
-    bars = {bar.attrib["fill"]: float(bar.attrib["width"]) for bar in ElementTree.fromstring(svg).iter() if "fill" in
-            bar.attrib and bar.tag.endswith("rect")}  # fmt: skip
-    assert set(bars) == {"#e03131", "#2b6cb0"}
-    assert bars["#e03131"] == pytest.approx(bars["#2b6cb0"])
-
-
 @pytest.mark.parametrize(
     ("trainer", "rollout", "sentence"),
     [
@@ -128,63 +102,11 @@ def test_another_split_is_tried_where_it_would_be_faster(busy: tuple[float, floa
     assert better_split(tracks(events[:4]), (0.0, 10.0)) is None, "no trainer was seen"
 
 
-def test_the_report_is_one_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    run = tmp_path / "a<b"
-    (run / "images").mkdir(parents=True)
-    for step in (0, 10, 20):
-        write_grid(run / "images" / f"step_{step:06d}.png", ["p"], [group(1, 16, step)], [[0.0]])
-    (run / "config.yaml").write_text("name: <script>alert(1)</script>\n")
-    lines = [{"step": s, "reward/mean": s / 4, "staleness/mean": 1.0, "timing/step": 0.5} for s in range(4)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [{"time": 1.0 + s, "event": "step", "step": s, "started": float(s), "ended": 1.0 + s} for s in range(4)]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    page = write_report(run).read_text()
-    assert "<script" not in page
-    assert page.count("data:image/png;base64,") == 3
-    assert not [word for word in ('src="http', "href=", "url(") if word in page]
-    assert page.count("<polyline") == 5
-
-
-def test_a_report_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "Too little was recorded" in write_report(tmp_path).read_text()
-
-
-def test_the_display_names_reward_staleness_speed_and_time_left() -> None:
-    now, written = [0.0], io.StringIO()
-    display = Display(100, console=Console(file=written, width=120), clock=lambda: now[0])
-    for step in range(100):
-        now[0] += 0.5
-        display.log(step, {"reward/mean": 0.25, "staleness/mean": 1.0})
-    display.close()
-    lines = written.getvalue().splitlines()
-    assert lines[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:50"
-    assert lines[-1] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00"
-    assert len(lines) == 11
-
-
-def test_a_resumed_run_counts_on_from_its_step() -> None:
-    written = io.StringIO()
-    display = Display(100, console=Console(file=written, width=120), clock=lambda: 0.0)
-    display.log(40, {})
-    assert written.getvalue().startswith("step 41/100 | reward - | staleness - |")
-
-
-def test_a_terminal_gets_a_live_line() -> None:
-    written = io.StringIO()
-    console = Console(file=written, width=120, force_terminal=True, color_system=None)
-    display = Display(10, console=console, clock=lambda: 0.0)
-    display.log(3, {"reward/mean": 0.125, "staleness/mean": 1.0})
-    display.close()
-    assert "4/10" in written.getvalue()
-    assert "reward 0.1250" in written.getvalue()
-
-
 def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = MonitorConfig(progress=False, tensorboard=True)
-    monitor = Monitor(config, tmp_path, name="run", total_steps=2, settings={})
+    config = MonitorConfig(tensorboard=True)
+    monitor = Monitor(config, tmp_path, name="run", settings={})
     write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
     monitor.log(1, {"step": 1, "reward/mean": 0.75})
@@ -239,8 +161,8 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.
 def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What W&B's newest file of an offline run holds after three steps, with an evaluation of version 1 behind them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = MonitorConfig(progress=False, wandb=True, metric_aliases="verl_omni", wandb_tags=["tried"])
-    monitor = Monitor(config, folder, name="run", total_steps=3, settings={})
+    config = MonitorConfig(wandb=True, metric_aliases="verl_omni", wandb_tags=["tried"])
+    monitor = Monitor(config, folder, name="run", settings={})
     write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     for step in range(3):
         monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10, "kept_of/0": 3, "kept_of/1": 5})
@@ -289,7 +211,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 
 def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A network that is down, or a disk that is full, ends no run."""
-    monitor = Monitor(MonitorConfig(progress=False, tensorboard=True), tmp_path, name="run", total_steps=2, settings={})
+    monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
     (broken,) = monitor._sinks
     broken.log = lambda step, metrics: (_ for _ in ()).throw(OSError("no space left"))  # type: ignore[method-assign]
     monitor.log(0, {"reward/mean": 0.5})
@@ -301,7 +223,7 @@ def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pyt
 
 def test_a_view_that_cannot_be_closed_is_named_once(tmp_path: Path) -> None:
     """W&B sends the last of its data then."""
-    monitor = Monitor(MonitorConfig(progress=False, tensorboard=True), tmp_path, name="run", total_steps=2, settings={})
+    monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
     (broken,) = monitor._sinks
     broken.close = lambda: (_ for _ in ()).throw(OSError("no route to host"))  # type: ignore[method-assign]
     monitor.close()
@@ -320,9 +242,7 @@ def test_wandb_is_offline_unless_somebody_is_logged_in(tmp_path: Path, monkeypat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monitor = Monitor(
-        MonitorConfig(progress=False, wandb=True), tmp_path, name="run", total_steps=1, settings={"seed": 0}
-    )
+    monitor = Monitor(MonitorConfig(wandb=True), tmp_path, name="run", settings={"seed": 0})
     monitor.log(0, {"reward/mean": 0.5})
     monitor.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

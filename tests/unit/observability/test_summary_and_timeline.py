@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
-from async_flowrl.observability.report import mfu
+from async_flowrl.observability.mfu import mfu
 from async_flowrl.observability.summary import Outcome, gradient_kept, staleness, summarise
 from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
 

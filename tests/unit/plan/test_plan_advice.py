@@ -11,6 +11,7 @@ from async_flowrl.plan import __main__ as plan
 from async_flowrl.plan.advise import Limits, advise
 from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.prediction import predicted_against_actual
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
 from tests.support.recorded import recorded
@@ -118,7 +119,7 @@ def test_calibrated_on_policy_it_predicts_other_depths_and_splits(tmp_path: Path
 def test_predicted_against_actual(tmp_path: Path) -> None:
     timing = Timing(generate=1.0, score=0.1, update=0.5, spread=0.2)
     config = toy_config(1, hand_over="stream", steps=80)
-    compared = plan.predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
+    compared = predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
     assert compared is not None
     assert abs(compared["deviation"]) < 0.05
     assert compared["sentence"].startswith(f"predicted {compared['predicted']['step_seconds']:.3g} s per step")
@@ -130,7 +131,7 @@ def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -
     directory = recorded(tmp_path / "run", virtual(config), config)
 
     async def controller() -> Any:
-        return await asyncio.to_thread(plan.predicted_against_actual, directory)
+        return await asyncio.to_thread(predicted_against_actual, directory)
 
     compared = asyncio.run(controller())
     assert abs(compared["deviation"]) < 0.05
@@ -139,7 +140,7 @@ def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -
 def test_a_run_too_short_to_tell(tmp_path: Path) -> None:
     config = toy_config(1, steps=4)
     directory = recorded(tmp_path / "run", virtual(config), config)
-    assert plan.predicted_against_actual(directory) is None
+    assert predicted_against_actual(directory) is None
     with pytest.raises(NothingToLearn, match="no step from 10"):
         calibrate(directory, first=10)
 

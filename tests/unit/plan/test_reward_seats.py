@@ -156,6 +156,26 @@ def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> Non
     assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
 
 
+def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
+    """Each kind of process has its own share, and the one that lacks most is named."""
+    clip = "+reward.terms.clip={name: clip_score, options: {batch_size: 400}}"  # 1.6 GiB of weights, 6.5 of activations
+    words = ["experiment=sd35_ocr", "trainer.micro_batch_size=1", clip]
+    kind, rollout = Hardware("1 x 24 GB", 24, 1), Footprint({"all": 16 * GIB}).total / GIB
+
+    def lacks(rollout_share: float, reward_share: float) -> tuple[float, str]:
+        shares = [f"rollout.gpus_per_worker={rollout_share}", f"reward.gpus_per_worker={reward_share}"]
+        config = compose_config("one_step_off", [*words, *shares])
+        found = fit.judged(Sized("sd35_ocr"), kind, words, config)
+        assert found.fits == (found.missing <= 0)
+        assert found.fits or f"{found.missing:.1f} GiB are missing: {found.lacking} |" in fit.markdown([found])
+        return found.missing, found.lacking
+
+    seat = reward_seats(compose_config("one_step_off", [*words, "reward.gpus_per_worker=0.1"]))[0].footprint.total / GIB
+    assert lacks(0.5, 0.1) == (pytest.approx(seat - 2.4), "worker of the pool reward")
+    assert lacks(0.5, 0.9) == (pytest.approx(rollout - 12), "rollout worker")
+    assert lacks(1.0, 0.9)[0] < 0
+
+
 def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
     found = [answer(Sized("qwen_image_ocr_vlm"), kind) for kind in fit.HARDWARE]
     words = {one.hardware: one.words for one in found}

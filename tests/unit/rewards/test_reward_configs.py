@@ -47,9 +47,9 @@ def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.Monke
     example = Path(__file__).parents[3] / "examples" / "custom_reward"
     monkeypatch.syspath_prepend(str(example))
     block = (example / "README.md").read_text().split("```bash\n")[1].split("```")[0]
-    _, python, m, module, *overrides = shlex.split(block.replace("\\\n", " "))
-    assert (python, m, module) == ("python", "-m", "async_flowrl.main")
-    config = compose_config(overrides=overrides)
+    _, program, verb, flag, mode, *overrides = shlex.split(block.replace("\\\n", " "))
+    assert (program, verb, flag) == ("async-flowrl", "train", "--config-name")
+    config = compose_config(mode, overrides)
     assert (config.name, build_reward(config.reward).weights) == ("sharpness", {"sharp": 1.0})
     assert config.reward.terms["sharp"].options == {"scale": 10.0}
 

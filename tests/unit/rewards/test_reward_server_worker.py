@@ -1,17 +1,23 @@
 """Reward servers of a run: their ports, their workers' deaths, and who waits for them."""
 
 import asyncio
+import re
 import socket
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from async_flowrl.config.schema import RewardTerm, ServeConfig
-from async_flowrl.controller.reward_servers import SERVERS, Replicas, RewardServers, ServerLost
+from async_flowrl.controller.context import NoServers
+from async_flowrl.controller.reward_servers import SERVERS, RewardServers
+from async_flowrl.controller.server_replicas import Replicas, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards import server_worker
+from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.server_worker import ServerFailed, ServerWorker
 from async_flowrl.run.job import last_resort
 from async_flowrl.run.stopping import StopRequest
@@ -89,7 +95,7 @@ def test_a_server_whose_worker_dies_gets_another_worker_and_the_rewards_hear_of_
             await servers._changed.until(lambda: replicas.started)
             pool.workers[0].ended.set()
             await servers._changed.until(lambda: len(rewards.workers[0].told) == 2)
-            await servers.up()
+            await servers.up(["x"])
         told = [each["x"].urls for each in rewards.workers[0].told]
         return told, rewards.spec.arguments[SERVERS]["x"].urls[0]
 
@@ -102,11 +108,12 @@ def test_a_server_whose_worker_dies_gets_another_worker_and_the_rewards_hear_of_
 def test_held_out_terms_wait_for_a_server_that_is_started_again() -> None:
     asked: list[str] = []
 
-    async def up() -> None:
-        asked.append("up")
+    class Waiting(NoServers):
+        async def up(self, terms: Collection[str]) -> None:
+            asked.append("up")
 
     async def disturb(ctx: Any, pools: Any) -> None:
-        object.__setattr__(ctx, "servers_up", up)
+        ctx.servers = Waiting()
 
     def seen(worker: str, method: str, count: int) -> None:
         if method.startswith("score"):
@@ -119,6 +126,31 @@ def test_held_out_terms_wait_for_a_server_that_is_started_again() -> None:
     assert held_out > 0 and asked.count("up") == asked.count("score") + held_out
 
 
+@pytest.mark.parametrize("workers", [None, 1])
+def test_a_term_whose_servers_are_lost_fails_without_being_asked(workers: int | None) -> None:
+    """In the shared pool and in one of its own, whose workers then have nothing to do."""
+
+    class Lost(NoServers):
+        def lost(self) -> Mapping[str, str]:
+            return {"away": "died 4 times"}
+
+    async def disturb(ctx: Any, pools: Any) -> None:
+        ctx.servers = Lost()
+
+    asked: list[tuple[str, str]] = []
+    config = toy_config(steps=2)
+    config.reward.terms = {"color": RewardTerm(), "away": RewardTerm(name="sharpness", required=False, workers=workers)}
+    found = virtual(config, disturb=disturb, fault=lambda worker, method, count: asked.append((worker, method)))
+    groups = 2 * config.prompts_per_step
+    unscored = found.observer.of("unscored", term="away")
+    assert len(unscored) == groups and {event["message"] for event in unscored} == {"died 4 times"}
+    scored = [worker for worker, method in asked if method == "score"]
+    assert len(scored) == groups and not [worker for worker in scored if worker.startswith("reward/away")]
+    config.reward.terms = {"away": RewardTerm(name="sharpness", required=False, workers=workers)}
+    with pytest.raises(RewardError, match="died 4 times"):
+        virtual(config, disturb=disturb)
+
+
 def test_a_run_that_was_asked_to_stop_and_lost_its_servers_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,3 +160,45 @@ def test_a_run_that_was_asked_to_stop_and_lost_its_servers_can_be_resumed(
     assert last_resort(ServerLost("died 4 times"), stop, directory) is None
     stop.ask("SIGTERM", 75)
     assert last_resort(ServerLost("died 4 times"), stop, directory) == 3
+
+
+HEALTHY = """
+import http.server, os, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if not os.path.exists(sys.argv[2]) else 503)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("how", ["stands still", "says 503"])
+def test_a_server_whose_health_path_is_silent_has_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(server_worker, "GRACE_SECONDS", 0.2)
+    serve = ServeConfig(command=["python", "-c", HEALTHY, "{port}", str(tmp_path / "ill")], hung_seconds=0.4)
+    worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+    worker.start()
+    assert worker._program is not None
+    (program,) = psutil.Process(worker._program.pid).children()
+    if how == "stands still":
+        program.suspend()
+    else:
+        (tmp_path / "ill").touch()
+    assert re.match(r"it hung: http://127.0.0.1:\d+/health did not answer 200 for hung_seconds=0.4; ", worker.wait())
+    assert not psutil.pid_exists(program.pid)
+
+
+def test_calls_that_time_out_in_a_row_tell_a_server_that_hangs() -> None:
+    """One answer among them, of whatever kind, is a sign of life, and so is that of another replica for that one."""
+    pool = Places(PoolSpec("server/x", "m:f", 2, arguments={"token": "t"}), [])
+    replicas = Replicas("x", ServeConfig(replicas=2, hung_calls=2), cast("WorkerGroup", pool))
+    replicas.up(0, "http://127.0.0.1:8000")
+    replicas.up(1, "http://127.0.0.1:80001")
+    first, second = "http://127.0.0.1:8000/v1/score", "http://127.0.0.1:80001/v1/score"
+    assert replicas.heard({first: False, second: True}) == []
+    assert replicas.heard({first: True}) == []
+    assert replicas.heard({first: False}) == []
+    assert replicas.heard({}) == [], "a call that asked neither says nothing"
+    assert replicas.heard({first: False, second: False}) == [0]

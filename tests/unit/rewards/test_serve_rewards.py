@@ -3,11 +3,15 @@
 import asyncio
 import base64
 import io
+import json
 import pickle
+import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -16,12 +20,12 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.listening import is_loopback
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import Limits, encode_image
 from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.serve_rewards import __main__ as command
 from async_flowrl.serve_rewards.app import Settings
-from async_flowrl.serve_rewards.server import is_loopback
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.reward_server import served
 
@@ -158,6 +162,35 @@ def test_a_body_without_an_announced_length_is_cut_at_the_limit(url: str) -> Non
     assert reply.status_code == 413 and "more than 100000" in reply.json()["error"]
 
 
+def test_the_bodies_of_all_requests_together_are_bounded() -> None:
+    """One that arrives slowly holds its announced size until it has its reply, and then gives it back."""
+    content = json.dumps(body()).encode()
+    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content)}
+    head = "POST /v1/score HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items()) + "\r\n"
+    settings = Settings(limits=Limits(body_bytes=2 * len(content)), all_bytes=2 * len(content) + 10)
+
+    def chunks() -> Iterator[bytes]:
+        yield content
+
+    with served(brightness, settings) as url, ExitStack() as stack:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        slow = [stack.enter_context(socket.create_connection(place)) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(head.encode() + content[:5])
+        end = time.monotonic() + 60
+        while (reply := post(f"{url}/v1/score")).status_code == 200 and time.monotonic() < end:
+            pass  # the slow ones' heads are still on their way
+        assert reply.status_code == 429 and reply.headers["retry-after"] == "1"
+        assert f"all requests together have {settings.all_bytes} bytes already" in reply.json()["error"]
+        with httpx.Client(trust_env=False) as client:  # without an announced length
+            headers = {"Content-Type": "application/json"}
+            assert client.post(f"{url}/v1/score", content=chunks(), headers=headers).status_code == 429
+        for connection in slow:
+            connection.sendall(content[5:])
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        assert post(f"{url}/v1/score").status_code == 200
+
+
 def test_the_token() -> None:
     with served(brightness, Settings(token="s3cret")) as url:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):
@@ -232,6 +265,7 @@ def test_any_reward_of_ours_is_served_with_its_terms() -> None:
         (["--host", "::"], "name a token with --token-env or --token-file"),
         (["--token-env", "TEST_NO_SUCH"], "--token-env TEST_NO_SUCH: there is no such environment variable"),
         (["--token-file", "/no/such"], "--token-file /no/such cannot be read: No such file"),
+        (["--max-all-bytes", "99"], "--max-all-bytes 99 is less than one request, --max-bytes 268435456"),
         (["--max-pixels", "0"], "--max-pixels must be at least 1, got 0"),
         (["reward=color", "--warm-up", "purple"], "--warm-up 'purple': ValueError: reward 'color': the first word"),
         (["reward=colour"], "did you mean 'color'"),

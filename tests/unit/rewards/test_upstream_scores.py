@@ -1,8 +1,11 @@
 """Rewards with models score what the code of their authors scores, on the same weights, images and prompts."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from async_flowrl.rewards.open_clip_weights import to_transformers
 from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.rewards.weights import check_package
 from async_flowrl.types import Prompt
+from tests.support.hub import COMMIT, serving
 from tests.support.upstream_rewards import inputs
 from tests.support.upstream_rewards.make import SEEDS, SIDES
 
@@ -201,3 +205,56 @@ def test_weights_that_cannot_be_had_are_one_sentence(tmp_path: Path, folders: di
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with pytest.raises(ValueError, match=r"HPSv2 reward needs the package no_such_one.*async-flowrl\[hps\]'"):
         check_package("HPSv2", "no_such_one", "hps")
+
+
+PINNED = """
+from async_flowrl.rewards import aesthetic, clip_score, hps, pickscore
+import numpy as np, sys
+from async_flowrl.types import Prompt
+pin = sys.argv[1]
+for reward in (
+    pickscore.PickScore("up/pickscore", "up/clip_score", revision=pin, processor_revision=pin),
+    clip_score.ClipScore("up/clip_score", revision=pin),
+    hps.HPSv2("up/hpsv2", "up/hpsv2b", revision=pin, model_revision=pin),
+    aesthetic.Aesthetic("up/aesthetic", "up/aesthetic", revision=pin, head_revision=pin),
+):
+    assert np.isfinite(reward(np.zeros((1, 8, 8, 3), dtype=np.uint8), Prompt(0, "a cup")))
+"""
+
+
+@pytest.mark.slow
+def test_a_pinned_reward_loads_nothing_of_another_commit(folders: dict[str, Path], tmp_path: Path) -> None:
+    """From a hub on loopback: whatever is asked for without a commit is asked of `main`."""
+    repositories = {f"up/{name}": folder for name, folder in folders.items()}
+    with serving({**repositories, "up/hpsv2b": folders["hpsv2"]}) as hub:
+        ran = subprocess.run(
+            [sys.executable, "-c", PINNED, COMMIT],
+            env={**os.environ, **hub.environment(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert {line.split("/")[2] for line in hub.asked} >= {"pickscore", "clip_score", "hpsv2", "hpsv2b", "aesthetic"}
+    assert not [line for line in hub.asked if "/main" in line]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PickScore(revision=COMMIT), r"revision pins only a part .* give processor_revision \(of laion/CLIP"),
+        (lambda: HPSv2(model_revision=COMMIT), r"model_revision pins only a part .* give revision \(of xswu/HPSv2\)"),
+        (
+            lambda: Aesthetic(revision=COMMIT),
+            r"give head_revision \(of trl-lib/ddpo-aesthetic-predictor\)",
+        ),
+    ],
+)
+def test_a_part_of_a_reward_cannot_be_pinned_alone(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_files_of_this_machine_need_no_pin(tmp_path: Path) -> None:
+    PickScore("yuvalkirstain/PickScore_v1", str(tmp_path), revision=COMMIT)
+    PickScore("a/model", "a/model", revision=COMMIT)

@@ -90,6 +90,30 @@ def test_extra_body_adds_replaces_and_takes_away(server: ScriptedJudge) -> None:
     assert not {"max_tokens", "response_format"} & set(request)
 
 
+def test_the_number_behind_a_text_of_a_free_answer(server: ScriptedJudge) -> None:
+    """UnifiedReward's way; an image that shows the words is quoted before the verdict, so the last ones count."""
+    answers = ["cup (object): 1\nFinal Score: 4.5", 'It reads "Final Score: 5".\n**Final Score:** 2', "Final Score: 0"]
+    unified = judge(server, after="Final Score:", range=[0, 5])
+    for answer, expected in zip(answers, (0.9, 0.4, 0.0), strict=True):
+        server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
+        assert scores(unified, IMAGES[:1]) == [expected]
+    assert "response_format" not in server.requests[0]
+    lies = {
+        "Final Score: high": r"has no number after 'Final Score:'",
+        "4.5": r"has no number after 'Final Score:'",
+        "Final Score: 6": r"answered 6\.0, outside of 0 \.\. 5",
+        "Final Score: nan": "has no number",
+        "Final Score: 4.5.1": "has no number",
+    }
+    for answer, message in lies.items():
+        server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
+        with pytest.raises(ServerError, match=message):
+            ask(judge(server, after="Final Score:", range=[0, 5]), IMAGES[:1])
+    server.behaviour = lambda request: completion("Final Score: 4", reason="length")
+    with pytest.raises(ServerError, match="the judge's answer is cut off at max_tokens"):
+        ask(judge(server, after="Final Score:", range=[0, 5]), IMAGES[:1])
+
+
 def test_a_group_in_one_call(server: ScriptedJudge) -> None:
     def several(request: Request) -> bytes:
         return completion(json.dumps({"scores": [pixel(request, place) / 40 for place in range(4)]}))

@@ -1,0 +1,36 @@
+"""The scores of one prompt's images: terms that fail are asked again, as in a run."""
+
+import asyncio
+from concurrent.futures import Executor
+
+from async_flowrl.config.schema import RewardConfig
+from async_flowrl.controller.context import Servers
+from async_flowrl.rewards.combine import combined
+from async_flowrl.rewards.composite import CompositeReward
+from async_flowrl.rewards.seen import seen_by
+from async_flowrl.types import ByteArray, Prompt, Scores
+
+
+async def scored(
+    reward: CompositeReward,
+    config: RewardConfig,
+    servers: Servers,
+    executor: Executor,
+    prompt: Prompt,
+    images: ByteArray,
+) -> Scores:
+    """Scores of images uint8 [n, H, W, 3]; a term is asked again as often as `reward.retries` says.
+
+    Raises RewardError if a required term fails for good, or all terms do.
+    """
+    parts: list[Scores] = []
+    asked = tuple(config.terms)
+    for attempt in range(config.retries + 1):
+        await servers.up(asked)
+        parts.append(await reward.attempt(prompt, images, executor, only=asked))
+        servers.heard({term.name: seen.take() for term in reward.terms if (seen := seen_by(term.reward)) is not None})
+        asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
+        if not asked or attempt == config.retries:
+            break
+        await asyncio.sleep(config.backoff * 2**attempt)
+    return reward.demanded(combined(config.terms, parts))

@@ -1,0 +1,31 @@
+"""The arguments of the export, known without torch."""
+
+import argparse
+from pathlib import Path
+
+FORMS = ("comfyui", "kohya")
+"""What `--format` takes: the names under which `policies/lora_formats.py` keeps them."""
+WHAT = ("pipeline", "transformer")
+"""What `--merged` writes whole."""
+
+
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(
+        prog="python -m async_flowrl.export", description="Writes a LoRA in a folder that can be published."
+    )
+    option = command_line.add_argument
+    option("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
+    option("out", type=Path, metavar="OUT", help="the folder: diffusers' file, peft/ and README.md")
+    option("--raw", action="store_true", help="the trained weights even if the run kept their EMA")
+    option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
+    option(
+        "--format",
+        dest="form",
+        action="append",
+        choices=FORMS,
+        help="also a single file in these names; may be given twice",
+    )
+    option("--merged", nargs="?", const=WHAT[0], choices=WHAT, help="also the model with the LoRA in its weights")
+    option("--license", help="of the LoRA, as the Hub writes it, e.g. apache-2.0")
+    option("--evaluation", type=Path, help="a folder of python -m async_flowrl.evaluate, for the card")
+    return command_line

@@ -1,0 +1,205 @@
+"""The rows of the live panel: what a run looks like at this moment, cut to the width of the terminal."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rich.text import Text
+
+from async_flowrl.observability.progress import Progress, duration, number, with_change
+
+LABEL = 11
+"""Columns of a row's name, as of the first and the last lines of a run."""
+MIN_BAR, MAX_BAR = 8, 40
+MIN_SPARK, MAX_SPARK = 8, 40
+WORDS = {
+    "busy": {"rollout": "generating", "trainer": "training"},
+    "wait_data": {"rollout": "waiting for prompts", "trainer": "waiting for images"},
+    "wait_weights": {},
+    "sync": {"rollout": "taking weights", "trainer": "publishing weights"},
+    "idle": {},
+}
+USUALLY = {
+    "busy": "scoring",
+    "wait_data": "waiting for images",
+    "wait_weights": "waiting for weights",
+    "sync": "weights",
+    "idle": "idle",
+}
+"""State of the ledger → what a pool does then; of pools that WORDS does not name, which score."""
+LABELS = {"reward": "rewards"}
+"""Pools that are not called by their name: the reward itself has a row."""
+STYLES = {"busy": "green", "sync": "cyan", "idle": "red"}
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """Characters that a terminal can show."""
+
+    spark: str = "▁▂▃▄▅▆▇█"
+    full: str = "━"
+    empty: str = "╌"
+    cut: str = "…"
+    dot: str = "●"
+    plus_minus: str = "±"
+    rule: str = "─"
+
+
+ASCII = Glyphs(spark="_.-=*#", full="#", empty="-", cut="~", dot="*", plus_minus="+-", rule="-")
+"""For terminals that do not show Unicode."""
+
+
+@dataclass
+class Now:
+    """What the panel is drawn from, besides the progress."""
+
+    title: str
+    phase: str = "starting"
+    pools: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Pool → state → places that are in it at this moment."""
+    mfu: Mapping[str, float] = field(default_factory=dict)
+    """Pool → share of its devices' peak, over the newest steps; only where that is known."""
+    held_out: bool = False
+    """Whether the prompts of evaluations are."""
+    bound: int = 0
+    """max_staleness."""
+    warnings: Sequence[str] = ()
+    """Newest last."""
+    ended: bool = False
+
+
+def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+    """At most `height` rows of at most `width` columns, what matters most first."""
+    found = [
+        _rule(progress, now, width, glyphs),
+        _steps(progress, now, width, glyphs),
+        *(_reward(progress, width, glyphs) if progress.line else []),
+        *_evaluation(progress, now, width, glyphs),
+        *(_age(progress, now, width) if progress.line else []),
+        *(_pool(pool, states, progress, now, width=width, glyphs=glyphs) for pool, states in now.pools.items()),
+        *_speed(progress, width),
+        *([_row("lost", [Text(lost, "yellow") for lost in progress.losses], width)] if progress.losses else []),
+        *(_row("warning", [Text(warning, "yellow")], width) for warning in now.warnings),
+    ]
+    for row in found:
+        row.truncate(width, overflow="crop")
+        if "…" in row.plain and glyphs is ASCII:
+            row.plain = row.plain.replace("…", glyphs.cut)
+    return found[: max(1, height)]
+
+
+def _row(label: str, parts: Sequence[Text], width: int) -> Text:
+    """The name, and as many of the parts as there is room for; the first one is cut where it has to be."""
+    row = Text(f"{label:{LABEL}}"[: LABEL - 1] + " ", "dim", no_wrap=True, end="")
+    for index, part in enumerate(parts):
+        if index and len(row) + 3 + part.cell_len > width:
+            break
+        row.append("   " if index else "")
+        row.append_text(part)
+    if row.cell_len > width:
+        row.truncate(width, overflow="ellipsis")
+    return row
+
+
+def _rule(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> Text:
+    title, clock = f" {now.title} ", f" {duration(progress.clock() - progress.began)} "
+    if glyphs is ASCII:
+        title = title.replace("·", "-")
+    row = Text(glyphs.rule * 2, "dim", no_wrap=True, end="")
+    row.append(title[: max(0, width - len(clock) - 4)], "bold not dim")
+    row.append(glyphs.rule * max(0, width - row.cell_len - len(clock) - 2))
+    row.append(clock + glyphs.rule * 2)
+    return row
+
+
+def _steps(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> Text:
+    count = Text(f"{progress.done}/{progress.total}", "bold")
+    if not progress.line:
+        return _row("step", [count, Text(now.phase), Text(duration(progress.since_step), "dim")], width)
+    left = max(0.0, (progress.seconds_left or 0.0) - (0.0 if now.ended else progress.since_step))
+    parts = [count, Text(f"ETA {duration(left)}")]
+    pace = Text(f"{progress.step_seconds or 0.0:.3g} s/step")
+    taken = LABEL + sum(part.cell_len + 3 for part in parts)
+    if (room := min(MAX_BAR, width - taken - pace.cell_len - 3)) >= MIN_BAR:
+        parts.insert(1, _bar(progress.done / max(1, progress.total), room, glyphs))
+        parts.append(pace)
+    return _row("step", parts, width)
+
+
+def _bar(share: float, width: int, glyphs: Glyphs) -> Text:
+    full = round(min(1.0, share) * width)
+    return Text(glyphs.full * full, "green").append(glyphs.empty * (width - full), "dim")
+
+
+def _reward(progress: Progress, width: int, glyphs: Glyphs) -> list[Text]:
+    if not progress.rewards:
+        return [_row("reward", [Text("none yet")], width)]
+    values = [value for _, value in progress.rewards]
+    parts = [Text(number(progress.line.get("reward/mean")), "bold")]
+    room = min(MAX_SPARK, width - LABEL - parts[0].cell_len - 3)
+    if room >= MIN_SPARK and len(values) > 1:
+        parts.append(Text(spark(values, room, glyphs), "cyan"))
+    parts.append(Text(f"first {values[0]:.4f}, highest {max(values):.4f}", "dim"))
+    return [_row("reward", parts, width)]
+
+
+def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
+    """The values as bars, each the mean of as many neighbours as it takes to fit the width."""
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return glyphs.spark[len(glyphs.spark) // 2] * count
+    top = len(glyphs.spark) - 1
+    return "".join(glyphs.spark[round((mean - low) / (high - low) * top)] for mean in means)
+
+
+def _evaluation(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> list[Text]:
+    """The reward of the newest evaluation, then every held-out term, each with its error or its change."""
+    if progress.evaluation is None:
+        return []
+    title, metrics = progress.evaluation
+    names = ["reward", *(n.removesuffix("/mean") for n in metrics if re.fullmatch("held_out/[^/]+/mean", n))]
+    found = []
+    label = "held-out" if now.held_out else "evaluated"
+    for index, name in enumerate(names):
+        text, error = with_change(metrics, name), metrics.get(f"{name}/stderr")
+        if "(" not in text and error is not None:
+            text += f" ± {error:.2g}"
+        text = text.replace("±", glyphs.plus_minus).replace(")", " since the first)")
+        said = Text(name.replace("held_out/", "held-out ") + " ").append(text, "bold")
+        found.append(_row("" if index else label, [said, Text(title, "dim")], width))
+    return found
+
+
+def _age(progress: Progress, now: Now, width: int) -> list[Text]:
+    line = progress.line
+    parts = [Text(f"{number(line.get('staleness/mean'), '.2g')} of at most {now.bound}")]
+    named = (("clip_fraction", "clipped", ".1%"), ("zero_std_ratio", "without spread", ".0%"), ("kl", "KL", ".3g"))
+    parts += [Text(f"{name} {line[key]:{form}}") for key, name, form in named if line.get(key) is not None]
+    return [_row("staleness", parts, width)]
+
+
+def _pool(pool: str, states: Mapping[str, int], progress: Progress, now: Now, *, width: int, glyphs: Glyphs) -> Text:
+    """What the workers of a pool do at this moment, what most do first; then its busy share of the newest step."""
+    whole = sum(states.values())
+    ranked = sorted(states.items(), key=lambda item: (item[0] != "busy", -item[1]))
+    words = [_does(pool, state) + (f" {count}/{whole}" if whole > 1 else "") for state, count in ranked if count]
+    style = STYLES.get(ranked[0][0], "yellow") if ranked else "dim"
+    parts = [Text(f"{glyphs.dot} ", style).append(", ".join(words))]
+    if (busy := progress.line.get(f"pool/{pool}/busy")) is not None:
+        parts.append(Text(f"busy {busy:.0%}"))
+    if pool in now.mfu:
+        parts.append(Text(f"MFU {now.mfu[pool]:.1%}"))
+    return _row(LABELS.get(pool, pool), parts, width)
+
+
+def _does(pool: str, state: str) -> str:
+    return WORDS.get(state, {}).get(pool, USUALLY.get(state, state))
+
+
+def _speed(progress: Progress, width: int) -> list[Text]:
+    rate = progress.images_per_second
+    return [] if rate is None else [_row("speed", [Text(f"{rate:.3g} images/s")], width)]

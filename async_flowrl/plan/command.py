@@ -1,0 +1,88 @@
+"""The plan of a run from numbers or from an earlier run: its work, what is advised, and how it is said."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.prediction import predicted_against_actual
+from async_flowrl.plan.show import as_json, text
+from async_flowrl.plan.work import Work
+
+GIB = 2**30
+
+
+def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
+    """From the command line; a run's laws first, then what was given beside it."""
+    devices, split = given.devices, given.split
+    limits = Limits(
+        devices=devices or (sum(split) if split else 2),
+        memory=given.store * GIB,
+        reward=given.reward_workers or 1,
+        split=split,
+        steps=given.steps,
+        slow=(given.slow_worker,) if given.slow_worker != 1 else (),
+        colocate=not given.no_colocate,
+    )
+    if given.from_run is not None:
+        return from_run(given, limits)
+    if given.generate is None or given.update is None:
+        raise ValueError("either --from-run RUN_DIR, or both --generate and --update, are needed")
+    return from_numbers(given), limits
+
+
+def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
+    run = calibrate(given.from_run.expanduser())
+    devices = given.devices or (sum(given.split) if given.split else run.layout.rollout + run.layout.trainer)
+    pools = reward_pools(run.config.reward)
+    limits = replace(
+        limits,
+        devices=devices,
+        reward=(given.reward_workers or run.layout.reward) if run.layout.reward else 0,
+        own_rewards=run.layout.own_rewards,
+        reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
+    )
+    return replace(run.work, serial=given.serial, switch=given.switch), limits
+
+
+def from_numbers(given: argparse.Namespace) -> Work:
+    size = given.group_size
+    ticket = given.ticket_size or size
+    if size % ticket:
+        raise ValueError(f"--ticket-size {ticket} must divide --group-size {size}")
+    per_group, groups = size // ticket, given.prompts
+    return Work(
+        prompts_per_step=groups,
+        tickets_per_group=per_group,
+        group_size=size,
+        generate=Law(given.generate / (groups * per_group), given.cv),
+        update=Law(given.update / groups, given.update_cv),
+        score=Law(given.reward, given.reward_cv),
+        stage=Law(given.stage),
+        deliver=Law(given.sync),
+        serial=given.serial,
+        switch=given.switch,
+        ticket_bytes=int(given.image_megabytes * 1e6) * ticket,
+        adapter_bytes=int(given.adapter_megabytes * 1e6),
+    )
+
+
+def predict(given: argparse.Namespace) -> int:
+    """Prints the plan that the arguments ask for; returns the exit code."""
+    try:
+        advice = advise(*work_of(given))
+    except ValueError as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    compared = predicted_against_actual(given.from_run.expanduser()) if given.from_run is not None else None
+    if given.json:
+        sys.stdout.write(json.dumps({**as_json(advice), "run": compared}, indent=2) + "\n")
+        return 0
+    sys.stdout.write(text(advice))
+    if compared:
+        sys.stdout.write(f"The run itself: {compared['sentence']}.\n")
+    return 0

@@ -1,0 +1,81 @@
+"""What a run is told of itself before its first step: seconds per step and memory, or why they cannot be known.
+
+Whatever the planner cannot do is said in the sentence, and ends no run.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from async_flowrl.config.reward_pools import is_reward_pool
+from async_flowrl.config.schema import Config
+from async_flowrl.observability.events import read_events
+from async_flowrl.observability.ledger import pool_of
+from async_flowrl.observability.progress import duration
+from async_flowrl.observability.summary import WARM_UP_STEPS
+from async_flowrl.plan.calibrate import NothingToLearn, calibrate
+from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.memory_report import GIB, processes
+from async_flowrl.plan.simulate import simulate
+
+logger = logging.getLogger(__name__)
+
+MAX_SIMULATED_STEPS = 40
+
+
+def step_time(config: Config, run_directory: Path) -> str:
+    """By a simulation with the times of the run's earlier attempt, with the same workers."""
+    try:
+        if workers_before(run_directory) != workers_of(config):
+            return "no step time: other workers made earlier steps"
+        learnt = calibrate(run_directory)
+        count = min(config.total_steps, MAX_SIMULATED_STEPS) + config.max_staleness + 2 * WARM_UP_STEPS
+        seconds = simulate(learnt.work, learnt.layout, steps=count).step_seconds
+    except NothingToLearn:
+        return "no step time: too few earlier steps"
+    except Exception:  # whatever it was, the run has not begun
+        logger.info("no plan of the step time", exc_info=True)
+        return "no step time: the planner failed"
+    done = sum(1 for _ in read_events(run_directory / "metrics.jsonl"))
+    left = max(0, config.total_steps - done)
+    return f"{seconds:.3g} s per step, as earlier steps took, {duration(seconds * left)} for the {left} that are left"
+
+
+def workers_of(config: Config) -> dict[str, int]:
+    return {"rollout": config.rollout.num_workers, "trainer": config.trainer.num_workers}
+
+
+def workers_before(run_directory: Path) -> dict[str, int]:
+    """Of the newest attempt that had workers, by pool."""
+    newest: Counter[str] = Counter()
+    fresh = True
+    for event in read_events(run_directory / "events.jsonl"):
+        if event["event"] == "rollback":
+            fresh = True
+        elif event["event"] == "worker" and "pid" in event:
+            if fresh:
+                newest, fresh = Counter(), False
+            newest[pool_of(event["worker"])] += 1
+    return {pool: newest[pool] for pool in ("rollout", "trainer")}
+
+
+def device_memory(config: Config, memory: Mapping[str, int]) -> str:
+    """What each kind of process is planned to need of the smallest device of its pool."""
+    sizes = [size for pool, size in memory.items() if not is_reward_pool(pool)]
+    if not sizes:
+        return "no memory: only rewards have GPUs"
+    try:
+        device = min(sizes)
+        needs = [
+            f"{one.title} {one.footprint.total / GIB:.3g} of {one.available(device / GIB) / GIB:.3g} GiB"
+            for one in processes(plan_memory(config, device), config)
+            if one.footprint.parts
+        ]
+    except ValueError as error:
+        logger.info("no plan of the memory: %s", error)
+        return "no memory: model cannot be planned"
+    except Exception:  # whatever it was, the run has not begun
+        logger.info("no plan of the memory", exc_info=True)
+        return "no memory: the planner failed"
+    return "memory: " + ", ".join(needs)

@@ -1,0 +1,84 @@
+"""What a run warns of, each with what to do about it. docs/metrics.md has the table that the advice is taken from."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.summary import warnings_of
+from async_flowrl.report.records import Records
+
+RECENT = 50
+"""Last steps that a number is averaged over."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A sign in the mean of a metric over the last steps."""
+
+    key: str
+    holds: Callable[[float], bool]
+    text: str
+    todo: str
+    panel: str
+
+
+RULES = (
+    Rule(
+        "zero_std_ratio",
+        lambda share: share > 0.5,
+        "In {value:.0%} of the groups of the last {steps} steps all images had the same score: nothing was learned "
+        "from them.",
+        "Solved: harder prompts. Collapsed to one value: go back to an earlier checkpoint, with "
+        "algorithm.max_kl_per_update; no gradient leads back.",
+        "flat",
+    ),
+    Rule(
+        "gradient_snr",
+        lambda ratio: ratio < 0.01,
+        "Over the last {steps} steps the gradient was noise: signal to noise {value:.2g} on average.",
+        "More images per step, algorithm.same_initial_noise=true, an earlier window, fewer lora.targets; or a smaller "
+        "and falling learning rate.",
+        "snr",
+    ),
+    Rule(
+        "trust_region/scale",
+        lambda scale: scale < 0.3,
+        "The bound on the KL cut the last {steps} steps to {value:.0%} of their length.",
+        "Nothing, or a smaller learning rate: Adam's momentum is then of the steps really taken.",
+        "trust",
+    ),
+    Rule(
+        "effective_sample_size",
+        lambda share: share < 0.5,
+        "Importance weights leave only {value:.0%} of the samples.",
+        "A smaller max_staleness or learning rate, or algorithm.correction=mask.",
+        "ess",
+    ),
+)
+MIN_STEPS = {"gradient_snr": 50, "zero_std_ratio": 5, "trust_region/scale": 20}
+"""Steps that must have the number before anything is said of it."""
+
+
+def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """`text`, `todo` (perhaps empty), `panel` (of the chart that shows it, perhaps null), `level`: alarm or warning."""
+    found: list[dict[str, Any]] = []
+    for sentence in (evaluations or {}).get("alarms", []):
+        todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
+        found.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})
+    for sentence in (evaluations or {}).get("notices", []):
+        todo = "Look at the images; where variety matters, a smaller learning rate or an earlier version keeps more."
+        found.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
+    told = {each["text"] for each in found}
+    recorded = [*run.summary.get("failed", []), *run.summary.get("warnings", warnings_of(run.metrics))]
+    plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in told]
+    return [*found, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
+
+
+def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
+    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT:]
+    if len(known) < MIN_STEPS.get(rule.key, 1) or not rule.holds(value := fmean(known)):
+        return None
+    text = rule.text.format(value=value, steps=len(known))
+    return {"text": text, "todo": rule.todo, "panel": rule.panel, "level": "warning"}

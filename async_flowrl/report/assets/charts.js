@@ -1,0 +1,179 @@
+"use strict";
+// Line charts by uPlot: bands, a legend that switches lines off, a readout, zoom by dragging, buttons and keys, a table.
+
+const AXES = { step: "step", images: "training images", seconds: "wall clock" };
+const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
+const SMOOTH_FROM = 40;
+const WIDEST = 3;
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
+const plots = [];
+
+// The lines of a panel over the shown runs: coloured by line for one run, by run (and dashed by line) for several.
+function linesOf(panel, runs) {
+  const single = runs.length === 1;
+  const found = [];
+  runs.forEach((run, r) => panel.lines.forEach((line, l) => {
+    const data = run.lines[line.key];
+    if (!data || hiddenRuns.has(run.name)) return;
+    const label = single ? line.label : panel.lines.length > 1 ? `${brief(run.name)}: ${line.label}` : brief(run.name);
+    found.push({ ...data, label, id: `${run.name}/${line.key}`, tint: `c${(single ? l : r) % 8}`,
+      dash: single ? [] : DASHES[l % DASHES.length], at: run.x[data.x][ui.axis], points: data.x === "evaluation" });
+  }));
+  return found;
+}
+
+function smoothed(values) {
+  const reach = Math.max(2, Math.round(values.length / 40));
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const near = values.slice(Math.max(0, i - reach), i + reach + 1).filter((each) => each !== null);
+    return near.reduce((a, b) => a + b, 0) / near.length;
+  });
+}
+
+// Columns and series for uPlot. Lines with axes of their own are joined; what a line lacks there is undefined.
+function columns(lines) {
+  const tables = [], series = [{}], bands = [];
+  for (const line of lines) {
+    const smooth = ui.smooth && !line.low && line.x === "training" && line.y.length >= SMOOTH_FROM;
+    const stroke = () => colour(line.tint), faint = () => colour(line.tint) + "48";
+    const part = [line.at];
+    const add = (values, options) => { part.push(values); series.push({ spanGaps: true, points: { show: false }, ...options, line }); };
+    const points = { show: line.points || line.y.length < 12, size: 6 };
+    if (smooth) add(line.y, { stroke: faint, width: 1, raw: true });
+    add(smooth ? smoothed(line.y) : line.y, { stroke, width: 2, dash: line.dash, points, main: true });
+    if (line.low) {
+      add(line.low, { stroke: "transparent", width: 0 });
+      add(line.high, { stroke: "transparent", width: 0 });
+      bands.push({ series: [series.length - 1, series.length - 2], fill: () => colour(line.tint) + "2e" });
+    }
+    tables.push(part);
+  }
+  return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
+}
+
+function axisOptions() {
+  const base = { stroke: () => colour("soft"), grid: { stroke: () => colour("grid"), width: 1 }, ticks: { stroke: () => colour("grid") },
+    font: "12px system-ui, sans-serif" };
+  const x = { ...base, values: (_, ticks) => ticks.map((t) => (ui.axis === "seconds" ? seconds(t) : short(t))), space: 70, size: 32, ...(ui.axis === "seconds" ? {} : { incrs: WHOLE }) };
+  const y = { ...base, values: (_, ticks) => ticks.map(short),
+    size: (_, labels) => (labels ? Math.max(36, 16 + 7 * Math.max(...labels.map((each) => each.length))) : 44) };
+  return [x, y];
+}
+
+function short(value) {
+  const size = Math.abs(value);
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
+  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(5)));
+}
+
+function chart(panel, runs, height = 210) {
+  const lines = linesOf(panel, runs).filter((line) => line.y.some((y) => y !== null));
+  const id = `chart-${panel.id}`;
+  const figure = el("figure", { class: "card", id, tabindex: "-1" });
+  if (!lines.length) return figure.append(el("h3", {}, panel.title), el("p", { class: "soft" }, "Nothing recorded yet.")), figure;
+  const holder = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", id: `${id}-plot`,
+    "aria-label": `${panel.title}. ${lines.slice(0, 4).map(told).join(" ")} Arrow keys read values, plus and minus zoom, 0 shows all.` });
+  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  let plot = null;
+  const keys = el("div", { class: "keys" }, lines.map((line) => {
+    const on = !ui.off.has(line.id);
+    return el("button", { class: "key", id: `key-${panel.id}-${line.id}`, "aria-pressed": String(on), title: "Show or hide",
+      onclick: (event) => {
+        const hide = !ui.off.has(line.id);
+        hide ? ui.off.add(line.id) : ui.off.delete(line.id);
+        event.currentTarget.setAttribute("aria-pressed", String(!hide));
+        plot.series.forEach((each, i) => each.line === line && plot.setSeries(i, { show: !hide }));
+      } }, painted(el("i"), line.tint), line.label);
+  }));
+  const zoom = (factor) => zoomed(plot, panel.id, factor);
+  const tool = (text, label, act) => el("button", { "aria-label": `${label}: ${panel.title}`, title: label, id: `${id}-${label.replaceAll(" ", "-")}`, onclick: act }, text);
+  holder.addEventListener("keydown", (event) => onKey(event, plot, panel.id));
+  figure.append(
+    el("div", { class: "head" }, el("h3", {}, panel.title), el("div", { class: "tools" },
+      tool("+", "Zoom in", () => zoom(0.5)), tool("−", "Zoom out", () => zoom(2)), tool("⟲", "Show all", () => zoom(Infinity)))),
+    keys, holder, readout, panel.help ? el("p", { class: "help" }, panel.help) : "",
+    later(`${id}-table`, "Table", () => valueTable(panel, lines)));
+  const { data, series, bands } = columns(lines);
+  draws.push(() => {
+    plot = new uPlot({
+      width: Math.max(200, holder.clientWidth), height, legend: { show: false }, bands, axes: axisOptions(),
+      series: series.map((each) => (each.line ? { ...each, show: !ui.off.has(each.line.id) } : each)),
+      scales: { x: { time: false, range: (_, low, high) => ui.zoom[panel.id] || padded(low, high) }, y: { range: (_, low, high) => readable(lines, low, high) } },
+      cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
+      hooks: {
+        setCursor: [(u) => { readout.textContent = readoutOf(u); }],
+        setSelect: [(u) => { if (u.select.width > 3) ui.zoom[panel.id] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]; }],
+      },
+    }, data, holder);
+    plot.over.addEventListener("dblclick", () => zoom(Infinity));
+    plot.root.setAttribute("aria-hidden", "true");
+    plots.push({ plot, holder, height });
+  });
+  return figure;
+}
+
+// The range of the y axis: all of the bands, unless they are so wide that the curves would look flat; then these decide.
+function readable(lines, low, high) {
+  const known = lines.filter((line) => line.low && !ui.off.has(line.id)).flatMap((line) => line.y.filter((y) => y !== null));
+  const [least, most] = [Math.min(...known), Math.max(...known)], reach = WIDEST * (most - least);
+  if (known.length && reach > 0 && high - low > 2 * reach) [low, high] = [Math.max(low, least - reach), Math.min(high, most + reach)];
+  return low === high || low === null ? padded(low, high) : uPlot.rangeNum(low, high, 0.1, true);
+}
+
+// The range of an axis where all values are the same, too: a flat line stands in the middle, or on the ground.
+function padded(low, high) {
+  if (low === null || (low === 0 && high === 0)) return [0, 1];
+  return low === high ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [low, high];
+}
+
+function told(line) {
+  const known = line.y.map((y, i) => [line.at[i], y]).filter(([, y]) => y !== null);
+  const [first, last] = [known[0], known[known.length - 1]];
+  return `${line.label}: ${number(first[1])} at ${AXES[ui.axis]} ${number(first[0])}, ${number(last[1])} at ${number(last[0])}.`;
+}
+
+function readoutOf(plot) {
+  const i = plot.cursor.idx;
+  if (i === null || i === undefined || plot.cursor.left < 0) return "";
+  const x = plot.data[0][i];
+  const parts = [];
+  plot.series.forEach((each, s) => {
+    if (!each.main || each.show === false) return;
+    const at = each.line.at.indexOf(x), value = at < 0 ? null : each.line.y[at];
+    if (value === null || value === undefined) return;
+    const band = each.line.low && each.line.low[at] !== null ? ` (${number(each.line.low[at])} to ${number(each.line.high[at])})` : "";
+    parts.push(`${each.line.label} ${number(value)}${band}`);
+  });
+  return parts.length ? `${AXES[ui.axis]} ${ui.axis === "seconds" ? seconds(x) : number(x)}: ${parts.join(" · ")}` : "";
+}
+
+function zoomed(plot, id, factor) {
+  const { min, max } = plot.scales.x, all = plot.data[0];
+  const ends = [all[0], all[all.length - 1]];
+  const middle = (min + max) / 2, half = ((max - min) * factor) / 2;
+  const wanted = [Math.max(ends[0], middle - half), Math.min(ends[1], middle + half)];
+  if (factor === Infinity || wanted[1] - wanted[0] >= ends[1] - ends[0]) delete ui.zoom[id];
+  else ui.zoom[id] = wanted;
+  plot.setData(plot.data);
+}
+
+function onKey(event, plot, id) {
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (event.key === "+" || event.key === "=") zoomed(plot, id, 0.5);
+  else if (event.key === "-") zoomed(plot, id, 2);
+  else if (event.key === "0") zoomed(plot, id, Infinity);
+  else if (move) {
+    const count = plot.data[0].length;
+    const at = plot.cursor.idx === null || plot.cursor.idx === undefined || plot.cursor.left < 0 ? (move > 0 ? -1 : count) : plot.cursor.idx;
+    const to = Math.min(count - 1, Math.max(0, at + move));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][to], "x"), top: 10 });
+  } else return;
+  event.preventDefault();
+}
+
+function valueTable(panel, lines) {
+  const joined = uPlot.join(lines.map((line) => [line.at, line.y]));
+  return table(`${panel.title} against ${AXES[ui.axis]}`, [AXES[ui.axis], ...lines.map((line) => line.label)],
+    joined[0].map((x, i) => [number(x), ...joined.slice(1).map((each) => number(each[i] ?? null))]));
+}

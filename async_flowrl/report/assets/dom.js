@@ -1,0 +1,83 @@
+"use strict";
+// Elements from data: every text goes in as a text node, so that nothing of a file is ever read as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child !== null && child !== undefined && child !== false) node.append(child);
+  }
+  return node;
+}
+
+const el = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
+const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const painted = (node, name, property = "background") => ((node.style[property] = `var(--${name})`), node);
+
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+
+const brief = (name) => (name.length > 30 ? `${name.slice(0, 12)}…${name.slice(-16)}` : name);
+const rough = (value) => number(Number(value.toPrecision(2)));
+const signed = (value) => (value > 0 ? "+" : "") + number(value);
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+function seconds(value) {
+  if (Math.abs(value) < 120) return `${number(Number(value.toPrecision(3)))} s`;
+  const whole = Math.round(value), minutes = Math.round(value / 60);
+  if (whole < 3600) return whole % 60 ? `${Math.floor(whole / 60)} min ${whole % 60} s` : `${whole / 60} min`;
+  return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function table(caption, head, rows) {
+  const cell = (name, value) => (value instanceof Node && value.nodeName === name.toUpperCase() ? value : el(name, {}, value));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || "table" },
+    el("table", {}, caption && el("caption", {}, caption),
+      head && el("thead", {}, el("tr", {}, head.map((each) => el("th", { scope: "col" }, each)))),
+      el("tbody", {}, rows.map(([first, ...rest]) =>
+        el("tr", {}, first instanceof Node && first.nodeName === "TH" ? first : el("th", { scope: "row" }, first),
+          rest.map((each) => cell("td", each)))))));
+}
+
+// A table that is made when it is opened: the text alternative of a chart.
+function later(key, summary, make) {
+  const holder = el("div");
+  const node = el("details", { class: "table", "data-key": key, ontoggle: () => {
+    ui.open[key] = node.open;
+    if (node.open && !holder.childNodes.length) holder.append(make());
+  } }, el("summary", {}, summary), holder);
+  node.open = Boolean(ui.open[key]);
+  return node;
+}
+
+// Tabs by the keyboard pattern of WAI-ARIA: arrows, Home and End move and choose.
+function tabs(key, label, names, chosen, choose) {
+  const list = el("div", { role: "tablist", "aria-label": label, class: "bar" });
+  names.forEach((name, index) => {
+    const on = index === chosen;
+    list.append(el("button", {
+      role: "tab", id: `${key}-${index}`, "aria-selected": String(on), tabindex: on ? "0" : "-1",
+      onclick: () => choose(index),
+      onkeydown: (event) => {
+        const to = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: names.length - 1 }[event.key];
+        if (to === undefined) return;
+        event.preventDefault();
+        const at = (to + names.length) % names.length;
+        choose(at);
+        document.getElementById(`${key}-${at}`)?.focus();
+      },
+    }, name));
+  });
+  return list;
+}

@@ -1,0 +1,108 @@
+"use strict";
+// Images: before and after, the browser with its slider through training, and one image large.
+
+const inside = JSON.parse(document.getElementById("pictures").textContent);
+const isLive = document.documentElement.dataset.live === "true";
+const SMALL = 160;
+
+const versionName = (each) => (each.baseline ? "baseline" : `version ${each.version}`);
+
+function sourceOf(run, evaluation, place, index) {
+  const file = evaluation.prompts[place]?.files[index];
+  if (!file) return null;
+  const path = `${run.number}/${evaluation.folder}/${file}`;
+  return isLive ? `images/${path}` : inside[path] || null;
+}
+
+function scoreText(each, index) {
+  const scores = Object.entries(each?.scores || {}).filter(([, values]) => values[index] !== undefined);
+  const alike = scores.length === 2 && scores[0][1][index] === scores[1][1][index];
+  const text = (alike ? scores.slice(0, 1) : scores).map(([name, values]) => `${name} ${number(values[index])}`).join(" · ");
+  return each?.said?.[index] ? `${text} · ${each.said[index]}` : text;
+}
+
+function shot(run, evaluation, prompt, index, caption) {
+  const source = evaluation && sourceOf(run, evaluation, prompt.place, index);
+  const each = evaluation?.prompts[prompt.place];
+  const says = `${evaluation ? versionName(evaluation) : ""}, image ${index + 1} of: ${prompt.text.slice(0, 200)}`;
+  const body = source
+    ? el("button", { "aria-label": `Enlarge: ${says}`, onclick: () => enlarge(run, prompt, index, evaluation) },
+        el("img", { src: source, alt: says, loading: isLive ? "lazy" : null, onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL) }))
+    : el("div", { class: "gone" }, each?.files[index] ? "left out to keep this file small" : "no image");
+  return el("figure", { class: "shot" }, body, el("figcaption", {}, caption ? [caption, el("br")] : "", scoreText(each, index)));
+}
+
+function pairs(run) {
+  if (!run.pairs.length) return null;
+  const byVersion = (version) => run.pictures.evaluations.find((each) => !each.baseline && each.version === version);
+  const shown = run.pairs.map((pair) => el("figure", { class: "pair" },
+    shot(run, byVersion(pair.before), pair, 0, `before: version ${pair.before}`),
+    shot(run, byVersion(pair.after), pair, 0, `after: version ${pair.after}`),
+    el("figcaption", { class: "prompt clamp", dir: "auto", title: pair.text.slice(0, 300) }, pair.text)));
+  return el("section", { class: "card wide", "aria-labelledby": "pairs-title" }, el("h3", { id: "pairs-title" }, "Before and after"),
+    el("div", { class: shown.length > 1 ? "pairs" : "pairs one" }, shown),
+    el("p", { class: "help" }, "The same prompt and the same initial noise. The first prompts of the file, the first image of each: not chosen by their scores."));
+}
+
+function browser(run) {
+  const data = run.pictures;
+  if (!data) return null;
+  const state = (ui.gallery[run.name] ||= { prompt: "all", at: null });
+  const last = data.evaluations.length - 1;
+  const at = state.at === null ? last : Math.min(state.at, last);
+  const grid = el("div", { class: "shots" }), told = el("output", { for: "slider", "aria-live": "polite" }), text = el("p", { class: "prompt", dir: "auto" });
+  const show = (index) => {
+    const evaluation = data.evaluations[index], prompt = data.prompts.find((each) => String(each.place) === state.prompt);
+    told.textContent = `${versionName(evaluation)} (${index + 1} of ${last + 1})`;
+    slider.setAttribute("aria-valuetext", versionName(evaluation));
+    text.textContent = prompt ? prompt.text : "";
+    const files = prompt ? Math.max(0, ...data.evaluations.map((each) => each.prompts[prompt.place]?.files.length || 0)) : 0;
+    grid.replaceChildren(...(prompt
+      ? Array.from({ length: files }, (_, i) => shot(run, evaluation, prompt, i))
+      : data.prompts.map((each) => shot(run, evaluation, each, 0, el("span", { class: "prompt clamp", dir: "auto" }, each.text)))));
+  };
+  const move = (index) => { state.at = index === last ? null : index; slider.value = index; show(index); };
+  const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: at, "aria-label": "Version", oninput: () => move(Number(slider.value)) });
+  const choice = el("select", { id: "prompt", onchange: () => { state.prompt = choice.value; move(Number(slider.value)); } },
+    el("option", { value: "all" }, "all prompts, one image each"),
+    data.prompts.map((each) => el("option", { value: each.place }, `${each.place + 1}: ${each.text.slice(0, 70)}`)));
+  choice.value = data.prompts.some((each) => String(each.place) === state.prompt) ? state.prompt : "all";
+  const play = el("button", { id: "play", "aria-pressed": "false", onclick: () => playing(play, () => move((Number(slider.value) + 1) % (last + 1))) }, "Play");
+  show(at);
+  return el("section", { class: "card", "aria-label": "Images of evaluations" },
+    el("div", { class: "bar" }, el("label", {}, "Prompt ", choice)),
+    el("div", { class: "bar" }, el("label", { for: "slider" }, "Through training"), slider, told, last > 0 ? play : ""), text, grid);
+}
+
+function playing(button, next) {
+  clearInterval(ui.timer);
+  const on = button.getAttribute("aria-pressed") !== "true";
+  button.setAttribute("aria-pressed", String(on));
+  button.textContent = on ? "Pause" : "Play";
+  if (on) ui.timer = setInterval(() => (button.isConnected ? next() : clearInterval(ui.timer)), 700);
+}
+
+// One image large beside the same of the first evaluation; left and right arrows go through training.
+function enlarge(run, prompt, index, evaluation) {
+  const list = run.pictures.evaluations.filter((each) => sourceOf(run, each, prompt.place, index));
+  const policy = list.filter((each) => !each.baseline);
+  let at = list.indexOf(evaluation);
+  const body = el("div", { class: "two" }), title = el("h3", { "aria-live": "polite" });
+  const large = (each) => el("figure", { class: "shot" },
+    el("img", { src: sourceOf(run, each, prompt.place, index), alt: `${versionName(each)}: ${prompt.text.slice(0, 200)}`,
+      onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL * 2) }),
+    el("figcaption", {}, versionName(each), el("br"), scoreText(each.prompts[prompt.place], index)));
+  const show = () => {
+    title.textContent = `${versionName(list[at])}, image ${index + 1}`;
+    body.replaceChildren(large(policy[0] || list[0]), large(list[at]));
+  };
+  const move = (step) => { at = Math.min(list.length - 1, Math.max(0, at + step)); show(); };
+  const dialog = el("dialog", { "aria-label": "Image", onclose: () => dialog.remove(), onkeydown: (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (step) { event.preventDefault(); move(step); }
+  } }, el("div", { class: "bar" }, title, el("button", { onclick: () => move(-1) }, "Earlier"), el("button", { onclick: () => move(1) }, "Later"),
+    el("button", { onclick: () => dialog.close(), autofocus: true }, "Close")), body, el("p", { class: "prompt", dir: "auto" }, prompt.text));
+  document.body.append(dialog);
+  show();
+  dialog.showModal();
+}

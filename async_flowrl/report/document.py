@@ -1,0 +1,174 @@
+"""What a report shows, read from run directories as one JSON-able document.
+
+    document(runs: Sequence[Path]) -> dict
+
+reads only files (config.yaml, metrics.jsonl, events.jsonl, evaluations.jsonl, summary.json, images/, checkpoints/ and
+logs/controller.log), each of which may be missing or, in a run that still goes on, unfinished. Nothing that a
+configuration names is imported. The same files give the same document: there is no clock in it and no randomness.
+
+The document:
+
+    {"title": str, "headline": str, the result in one sentence
+     "runs": [run, ...],             as given; each has "name", "folder", "state" (running, finished, stopped, failed,
+                                     unfinished), "result", "bottleneck", "x", "lines", "timeline", "pictures", ...
+     "panels": [panel, ...],         charts: which of the runs' "lines" are drawn together, with their title and help
+     "differences": table | None,    of the configurations, where there are several runs
+     "max_mib": float,               of pictures inside a page
+     "notes": [str, ...]}            what was thinned, in words
+
+`page.render` turns it into a page, whose function `show(document)` draws all of it; called again with a newer document
+it draws that one. A server of a live report answers `document.json` with this document.
+
+Pictures are named, not contained: `pictures["evaluations"][i]["folder"]` and file names below it. A page asks for the
+URL `images/<number of the run, from 0>/<folder>/<file>`, which is `<run's folder>/images/<folder>/<file>`.
+
+Its size is bounded whatever a run's length: curves have at most thin.MAX_POINTS points, the mean and range of equally
+many consecutive steps each (thin.py); timelines have exact bars of a few windows of steps, and shares of time in bins
+for the rest (schedule.py); pictures of at most pictures.MAX_EVALUATIONS evaluations are named.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.report.advice import advice_for
+from async_flowrl.report.evaluated import evaluations_of
+from async_flowrl.report.facts import environment_of, facts_of, plan_of, pools_of, verification_of
+from async_flowrl.report.lines import lines_of
+from async_flowrl.report.panels import panels_for
+from async_flowrl.report.pictures import first_screen, pictures_of
+from async_flowrl.report.records import Records, read_run
+from async_flowrl.report.result import REWARD, change_of, result_of, training_of
+from async_flowrl.report.schedule import timeline_of
+from async_flowrl.report.settings import differences, settings_of, shown
+from async_flowrl.report.thin import MAX_POINTS, Buckets, rounded
+
+Document = dict[str, Any]
+MAX_MIB = 16.0
+"""Of pictures inside a page, where no configuration says."""
+
+
+def document(runs: Sequence[Path]) -> Document:
+    """The document about these run directories. Raises FileNotFoundError naming one that has no metrics.jsonl, and
+    ValueError naming a file that is broken."""
+    records = [read_run(Path(run)) for run in runs]
+    names = names_of([run.root for run in records])
+    found = [run_document(run, name) for run, name in zip(records, names, strict=True)]
+    return {
+        "title": names[0] if len(names) == 1 else f"{len(names)} runs",
+        "headline": found[0]["result"]["headline"] if len(found) == 1 else compared(found),
+        "runs": found,
+        "panels": panels_for(key for run in found for key in run["lines"]),
+        "differences": differences(records),
+        "max_mib": max(float(run.setting("monitor.report_mib", MAX_MIB)) for run in records),
+        "notes": [note for run, each in zip(records, found, strict=True) for note in notes_on(run, each)],
+    }
+
+
+def run_document(run: Records, name: str) -> Document:
+    """What is shown of one run."""
+    x, lines = lines_of(run)
+    evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
+    pictures = pictures_of(run)
+    return {
+        "name": name,
+        "folder": str(run.root),
+        "state": run.state,
+        "result": result_of(run),
+        "change": _change(run),
+        "training": _training(run),
+        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
+        "facts": facts_of(run),
+        "pools": pools_of(run),
+        "plan": plan_of(run),
+        "warnings": advice_for(run, evaluations),
+        "x": x,
+        "lines": lines,
+        "evaluations": evaluations,
+        "timeline": timeline_of(run),
+        "pictures": pictures,
+        "pairs": first_screen(pictures) if pictures else [],
+        "settings": settings_of(run),
+        "environment": environment_of(run),
+        "verification": verification_of(run),
+    }
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """The folders' own names; where two have the same, with as many of the folders above as tell them apart."""
+    parts = [root.resolve().parts for root in roots]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(root) for root in roots]
+
+
+def compared(runs: Sequence[Document]) -> str:
+    """What several runs come to, in one sentence: which ended highest, where their evaluations are alike."""
+    states = Counter(run["state"] for run in runs)
+    count = f"{len(runs)} runs, " + ", ".join(f"{n} {state}" for state, n in states.items())
+    changes = [(run["change"], run["name"]) for run in runs if run["change"]]
+    if len(changes) < 2 or any(change["of"] != changes[0][0]["of"] for change, _ in changes):
+        return f"{count}. No evaluations of the same prompts, noises and reward compare them{_trained(runs)}."
+    best, name = max(changes, key=lambda each: float(each[0]["after"]))
+    ends = sorted(change["after"] for change, _ in changes)
+    return (
+        f"{count}. On the same evaluated prompts {name} ended highest, at {best['after']:.3g} from "
+        f"{best['before']:.3g}; the others at {ends[0]:.3g}" + (f" to {ends[-2]:.3g}." if len(ends) > 2 else ".")
+    )
+
+
+def _trained(runs: Sequence[Document]) -> str:
+    """Where the training reward ended, for runs with the same reward: second best, as it is of other samples."""
+    trained = [run for run in runs if run["training"]]
+    if len(trained) < 2 or any(run["training"]["of"] != trained[0]["training"]["of"] for run in trained):
+        return ""
+    best = sorted(trained, key=lambda run: float(-run["training"]["last"]))[:3]
+    ends = ", ".join(f"{run['training']['last']:.3g} ({run['name']})" for run in best)
+    return f"; their training rewards ended {'highest ' if len(best) < len(trained) else ''}at {ends}"
+
+
+def notes_on(run: Records, whole: Document) -> list[str]:
+    """What was thinned, in words."""
+    found, name = [], whole["name"]
+    if (width := Buckets(run.steps).width) > 1:
+        found.append(
+            f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
+            f"are drawn as at most {MAX_POINTS} points."
+        )
+    timeline, pictures, evaluations = whole["timeline"], whole["pictures"], whole["evaluations"]
+    if timeline and timeline["shown"] < timeline["workers"]:
+        found.append(f"{name}: the timeline shows {timeline['shown']} of {timeline['workers']} workers.")
+    if timeline and timeline["mark_count"] > len(timeline["marks"]):
+        found.append(f"{name}: {len(timeline['marks'])} of {timeline['mark_count']} faults and recoveries are shown.")
+    if pictures and pictures["count"] > len(pictures["evaluations"]):
+        found.append(f"{name}: {len(pictures['evaluations'])} of {pictures['count']} evaluations show their images.")
+    if evaluations and evaluations["count"] > len(evaluations["rows"]):
+        found.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
+    return found
+
+
+def _training(run: Records) -> Document | None:
+    """The training reward at both ends, and the terms it is the sum of."""
+    found = training_of(run)
+    if found is None:
+        return None
+    return {"first": rounded(found[0]), "last": rounded(found[1]), "of": shown(run.setting("reward.terms"))}
+
+
+def _change(run: Records) -> Document | None:
+    """The reward of evaluations before and after, for a table of runs."""
+    found = change_of(run)
+    if found is None:
+        return None
+    before, after, moved = found
+    return {
+        "before": rounded(before),
+        "after": rounded(after),
+        "mean": rounded(moved.mean),
+        "half": rounded(moved.half),
+        "of": [run.policy[-1].setting, run.policy[-1].curves[REWARD].source],
+    }

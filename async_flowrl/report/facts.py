@@ -1,0 +1,136 @@
+"""Single numbers and names of a run: what was done how fast, by which pools, on which software, with which digest."""
+
+import json
+import shlex
+from typing import Any
+
+from async_flowrl.observability.bottleneck import step_pools
+from async_flowrl.observability.ledger import STATES
+from async_flowrl.observability.mfu import mfu
+from async_flowrl.report.records import Records
+from async_flowrl.report.thin import rounded
+
+Row = tuple[str, str]
+
+
+def facts_of(run: Records) -> list[Row]:
+    """Label and value of what the run did; without what is not known (yet)."""
+    summary = run.summary
+    images = sum(int(line.get("images") or 0) for line in run.metrics)
+    found: list[tuple[str, str | None]] = [
+        ("Mode", str(summary.get("mode") or run.setting("mode") or "–")),
+        ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
+        ("Steps", f"{run.steps} of {run.total_steps}" if run.total_steps else str(run.steps)),
+        ("Training images", f"{images:,}"),
+        ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
+        ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
+        ("Efficiency: busier pool ÷ measured", percent(summary.get("efficiency"))),
+        ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
+        ("MFU", mfu(summary) or None),
+        ("Tickets", _tickets(summary.get("tickets") or {})),
+        ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
+        ("Weights sent", _sync(summary.get("sync") or {})),
+        ("Finished", summary.get("finished")),
+    ]
+    return [(label, value) for label, value in found if value]
+
+
+def pools_of(run: Records) -> list[dict[str, Any]]:
+    """Per pool its workers and the share of their time in each state, while steps were made."""
+    counts: dict[str, int] = {}
+    for track in run.workers:
+        pool = track.place.rsplit("-", 1)[0]
+        counts[pool] = counts.get(pool, 0) + 1
+    found = []
+    for pool, seconds in step_pools(run.workers, run.window).items():
+        total = sum(seconds.values())
+        if total > 0:
+            shares = {state: rounded(seconds[state] / total) for state in STATES}
+            found.append({"pool": pool, "workers": counts[pool], "shares": shares})
+    return found
+
+
+def environment_of(run: Records) -> list[Row]:
+    """Software, device and nodes, as the newest checkpoint and the events name them."""
+    checkpoints = sorted(
+        (run.root / "checkpoints").glob("step_*/controller.json"), key=lambda p: _number(p.parent.name)
+    )
+    numerics = json.loads(checkpoints[-1].read_text(encoding="utf-8")).get("numerics", {}) if checkpoints else {}
+    rows = [(key, _text(value) or "null") for key, value in numerics.items() if "." not in key and value is not None]
+    nodes = sorted({str(e["node"]) for e in run.history if e["event"] == "worker"})
+    if nodes:
+        rows.append(("nodes", ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")))
+    return [(key, value) for key, value in rows if value]
+
+
+def verification_of(run: Records) -> dict[str, Any]:
+    """The digest of the final weights and the commands that check this run, or make it again."""
+    folder = shlex.quote(str(run.root))
+    commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
+    if run.state not in ("finished", "running"):
+        commands = [("go on from the last checkpoint", f"async-flowrl train … output_dir={folder} resume=auto")]
+    return {
+        "digest": run.summary.get("weights_digest"),
+        "commands": commands,
+        "overrides": overrides_of(run),
+    }
+
+
+def overrides_of(run: Records) -> list[str]:
+    """What was typed on the command line, as Hydra's record has it."""
+    path = run.root / ".hydra" / "overrides.yaml"
+    if not path.exists():
+        return []
+    return [line.removeprefix("- ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+
+
+def plan_of(run: Records) -> dict[str, Any] | None:
+    """What the planner predicted for the run's second half, and what it took."""
+    plan = run.summary.get("plan")
+    if not plan:
+        return None
+    rows = [
+        {"name": name, "predicted": rounded(plan["predicted"][name]), "actual": rounded(plan["actual"].get(name))}
+        for name in plan["predicted"]
+    ]
+    return {"sentence": plan["sentence"], "rows": rows}
+
+
+def duration(seconds: float | None) -> str | None:
+    """ "1 h 5 min" for 3,900 s; None for none."""
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.0%}"
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _tickets(counts: dict[str, int]) -> str | None:
+    if not counts:
+        return None
+    more = [f"{counts[key]} {key}" for key in ("skipped", "retried", "duplicate") if counts.get(key)]
+    return ", ".join([f"{counts['trained']:,} of {counts['issued']:,} trained", *more])
+
+
+def _sync(sync: dict[str, Any]) -> str | None:
+    if not sync:
+        return None
+    again = f", {sync['retries']} sent again" if sync.get("retries") else ""
+    return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{again}"
+
+
+def _number(folder: str) -> int:
+    digits = folder.removeprefix("step_")
+    return int(digits) if digits.isdigit() else -1

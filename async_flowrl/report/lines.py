@@ -1,0 +1,101 @@
+"""Curves of a run against steps, images and wall clock."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_flowrl.observability.evaluations import TRAINED, Evaluation
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.metrics import Metrics
+from async_flowrl.report.records import Records
+from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen, rounded
+
+
+def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(x axes by name, curves by key). A curve has the name of its axes, `y`, and perhaps the band `low` to `high`."""
+    steps = [int(line["step"]) for line in run.metrics]
+    images, seconds = images_so_far(run.metrics), seconds_so_far(run)
+    buckets = Buckets(len(steps))
+    x: dict[str, Any] = {
+        "training": {
+            "step": buckets.lasts(steps),
+            "images": buckets.lasts(images),
+            "seconds": buckets.lasts(seconds),
+        }
+    }
+    lines = {key: {"x": "training", **buckets.line(values)} for key, values in columns(run.metrics).items()}
+    evaluated = chosen(run.policy, MAX_POINTS)
+    by_step = {step: (i, s) for step, i, s in zip(steps, images, seconds, strict=True)}
+    before = [by_step.get(e.version - 1, (0, 0.0)) for e in evaluated]
+    x["evaluation"] = {
+        "step": [e.version for e in evaluated],
+        "images": [i for i, _ in before],
+        "seconds": [rounded(s) for _, s in before],
+    }
+    return x, lines | evaluation_lines(evaluated)
+
+
+def columns(metrics: Sequence[Metrics]) -> dict[str, list[float | None]]:
+    """Every number of metrics.jsonl by key, a value per line; and `kept:<age>`, the share of the gradient kept."""
+    keys = dict.fromkeys(key for line in metrics for key in line)
+    found = {key: [_number(line.get(key)) for line in metrics] for key in keys}
+    for key in [key for key in keys if key.startswith("kept_of/")]:
+        age = key.removeprefix("kept_of/")
+        pairs = zip(found.get(f"kept/{age}", [None] * len(metrics)), found[key], strict=True)
+        found[f"kept:{age}"] = [(kept or 0.0) / of if of else None for kept, of in pairs]
+    return {key: values for key, values in found.items() if any(value is not None for value in values)}
+
+
+def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
+    """By `evaluation:<kind>:<name>` the means of a curve, with their 95 % interval where there is one."""
+    kinds = {name: curve.kind for e in evaluated for name, curve in e.curves.items()}
+    lines: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        found = [e.curves[name].estimate() if name in e.curves else None for e in evaluated]
+        line: dict[str, Any] = {"x": "evaluation", "y": [rounded(e.mean) if e else None for e in found]}
+        if any(e is not None and e.low is not None for e in found):
+            line |= {"low": [rounded(e.low) if e else None for e in found]}
+            line |= {"high": [rounded(e.high) if e else None for e in found]}
+        lines[f"evaluation:{kind}:{name}"] = line
+    total = lines.get(f"evaluation:{TRAINED}:reward")
+    same = [key for key, line in lines.items() if key.startswith(f"evaluation:{TRAINED}:") and line is not total]
+    for key in [key for key in same if lines[key] == total]:
+        del lines[key]  # of a single term with weight 1, which is the reward
+    return lines
+
+
+def images_so_far(metrics: Sequence[Metrics]) -> list[int]:
+    """Training images with a score, this step's included."""
+    total, counts = 0, []
+    for line in metrics:
+        total += int(line.get("images") or 0)
+        counts.append(total)
+    return counts
+
+
+def seconds_so_far(run: Records) -> list[float]:
+    """Wall clock from the start of the first step to the end of each one, without the pauses between attempts."""
+    ends: Mapping[int, Event] = {int(e["step"]): e for e in run.step_events}
+    if ends and all(int(line["step"]) in ends for line in run.metrics):
+        start, gaps = run.window[0], pauses(run.history)
+        moments = [float(ends[int(line["step"])]["ended"]) for line in run.metrics]
+        return [end - start - sum(b - a for a, b in gaps if start <= a < end) for end in moments]
+    total, seconds = 0.0, []
+    for line in run.metrics:
+        total += line.get("timing/step") or 0.0
+        seconds.append(total)
+    return seconds
+
+
+def pauses(history: Sequence[Event]) -> list[tuple[float, float]]:
+    """From the last event of each attempt to the first of the next one."""
+    starts = [i for i in range(1, len(history)) if history[i]["event"] == "rollback" and _starts(history, i)]
+    return [(history[i - 1]["time"], history[i]["time"]) for i in starts]
+
+
+def _starts(history: Sequence[Event], index: int) -> bool:
+    """Whether an attempt begins with this rollback: it is followed by what its inputs are."""
+    return index + 1 < len(history) and history[index + 1]["event"] == "inputs"
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

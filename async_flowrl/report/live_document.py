@@ -1,0 +1,113 @@
+"""The document of runs that still go on: read again only when their files have changed, and not too often."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from async_flowrl.observability.run_directory import is_held
+from async_flowrl.report.command import MAX_RUNS, NoRun, is_run, runs_in
+from async_flowrl.report.document import Document, document
+from async_flowrl.report.page import render
+
+MIN_SECONDS = 1.0
+"""Between two readings, however many browsers ask."""
+MAX_SHARE = 0.1
+"""Of its time that a core may spend on reading: a long run is read less often."""
+FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "summary.json", "logs/controller.log")
+FOLDERS = ("images", "checkpoints")
+
+Fingerprint = tuple[object, ...]
+
+
+class LiveDocument:
+    """Safe between threads: whoever asks first reads, the others wait for it."""
+
+    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+        self.trouble: str | None = None
+        """Why the newest reading failed; the document of before is kept."""
+        self.readings = 0
+        """How often the files were read."""
+        self._runs: Sequence[Path] = ()
+        self._folders, self._clock = list(folders), clock
+        self._turn = threading.Lock()
+        self._document: Document | None = None
+        self._content: bytes | None = None
+        self._page: bytes | None = None
+        self._seen: Fingerprint | None = None
+        self._next = float("-inf")
+
+    def content(self) -> bytes | None:
+        """The document as JSON; None before a run has its first files."""
+        with self._turn:
+            self._renew()
+            return self._content
+
+    def page(self) -> bytes | None:
+        """The page that begins with the newest document."""
+        with self._turn:
+            self._renew()
+            if self._page is None and self._document is not None:
+                self._page = render(self._document, live=True).encode()
+            return self._page
+
+    def runs(self) -> Sequence[Path]:
+        """Run directories of the document, in its order."""
+        with self._turn:
+            if not self._runs:
+                self._renew()
+            return self._runs
+
+    def _renew(self) -> None:
+        began = self._clock()
+        if began < self._next:
+            return
+        runs = begun(self._folders)
+        seen = tuple(map(fingerprint, runs))
+        self._next = began + MIN_SECONDS
+        if not runs or seen == self._seen:
+            return
+        self.readings += 1
+        try:
+            found = document(runs)
+            content = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
+        except (ValueError, OSError) as error:  # a file that is just being written; it is read again
+            self.trouble = str(error)
+        else:
+            self.trouble, self._seen = None, seen
+            self._runs, self._document, self._content, self._page = runs, found, content, None
+        ended = self._clock()
+        self._next = max(began + MIN_SECONDS, ended + (ended - began) / MAX_SHARE)
+
+
+def begun(folders: Sequence[Path]) -> list[Path]:
+    """The run directories that the folders are or hold, as far as they have begun; those of a sweep come one by one."""
+    found: list[Path] = []
+    for folder in folders:
+        if is_run(folder) or not (folder / "config.yaml").is_file():
+            try:
+                found += [run for run in runs_in([folder]) if run not in found]
+            except NoRun:
+                continue
+    return found[:MAX_RUNS]
+
+
+def may_begin(folder: Path) -> bool:
+    """Whether it is a run directory, if only one of a run that is starting, or holds any."""
+    return any(any(folder.glob(f"{below}config.yaml")) for below in ("", "*/", "*/*/"))
+
+
+def fingerprint(run: Path) -> Fingerprint:
+    """Changes with whatever a document says of a run: its files, and whether a controller still runs in it."""
+    folders = [run / name for name in FOLDERS]
+    folders += [path for path in (run / "images").glob("*") if path.is_dir()]
+    return (*(_state(run / name) for name in FILES), *(_state(path) for path in folders), is_held(run / ".lock"))
+
+
+def _state(path: Path) -> tuple[str, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return path.name, found.st_mtime_ns, found.st_size

@@ -1,0 +1,50 @@
+"""Pictures of a run by the path that a browser asks for: only files, only below images/, never through a link."""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_flowrl.report.page import TYPES
+
+MAX_BYTES = 64 * 2**20
+"""Of a picture."""
+MAX_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Picture:
+    content: bytes
+    kind: str
+
+
+def open_picture(folder: Path, below: str) -> Picture | None:
+    """The picture at a path below a folder; None for what is not there, no picture, or reached by a link."""
+    parts = below.split("/")
+    wrong = any(not part or part.startswith(".") or "\\" in part or "\0" in part for part in parts)
+    kind = TYPES.get(Path(parts[-1]).suffix)
+    if wrong or kind is None or len(parts) > MAX_DEPTH:
+        return None
+    try:
+        content = _read(folder, parts)
+    except (OSError, ValueError):
+        return None
+    return None if content is None else Picture(content, kind)
+
+
+def _read(folder: Path, parts: list[str]) -> bytes | None:
+    """Goes down folder by folder, so that no part can be a link, or become one meanwhile."""
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        file = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    finally:
+        os.close(at)
+    with open(file, "rb") as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            return None
+        return opened.read(MAX_BYTES)

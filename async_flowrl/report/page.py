@@ -1,0 +1,125 @@
+"""The page about a document: one HTML file with its styles, its scripts and uPlot inside.
+
+    render(document, live=False) -> str
+
+A finished report (`live=False`) asks nobody for anything: its pictures are inside it as data, as many as fit
+`max_mib`, and its Content-Security-Policy forbids every request. A live page (`live=True`) starts from the same
+document, asks for `document.json` beside itself every two seconds (relative URL, with the ETag of the last answer in
+If-None-Match; 304 means unchanged), passes what it gets to the same `show(document)`, and refers to pictures by URL:
+`images/<number of the run, from 0>/<path below the run's images folder>`. Its policy allows requests to its own
+origin alone.
+
+Whatever files say is data: it stands in the page as JSON in which `<`, `>` and `&` are escaped, and the scripts put it
+on the page as text, never as markup.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.report.document import Document
+
+SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
+"""In the order in which they are read; uPlot (MIT, assets/uPlot.LICENSE) comes before them."""
+TYPES = {".png": "image/png", ".webp": "image/webp"}
+
+
+def render(document: Document, live: bool = False, *, max_mib: float | None = None) -> str:
+    """The page. Pictures that are missing or larger together than `max_mib` are left out, and the page says so; None is
+    what the document says."""
+    limit = document["max_mib"] if max_mib is None else max_mib
+    pictures, left_out = ({}, None) if live else embedded(document, round(limit * 2**20))
+    style = _asset("uPlot.min.css") + _asset("page.css")
+    script = _asset("uPlot.iife.min.js") + "\n" + "\n".join(map(_asset, SCRIPTS))
+    values = {
+        "live": "true" if live else "false",
+        "policy": policy(style, script, live),
+        "title": escape(document["title"]),
+        "headline": escape(document["headline"]),
+        "document": as_data({**document, "left_out": left_out}),
+        "pictures": as_data(pictures),
+        "style": style,
+        "script": script,
+    }
+    parts = _asset("page.html").split("{{")
+    return parts[0] + "".join(values[name] + rest for name, _, rest in (part.partition("}}") for part in parts[1:]))
+
+
+def as_data(value: Any) -> str:
+    """JSON that stands in a page without ending its element or being read as markup; NaN becomes null."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def policy(style: str, script: str, live: bool) -> str:
+    """The Content-Security-Policy: these two texts, pictures inside the page, and in a live page its own origin."""
+    own = " 'self'" if live else ""
+    connect = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:{own}; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None]:
+    """Data URIs by `<number of the run>/<path below its images folder>`, as many as have at most `limit` bytes, and a
+    sentence about those that do not. Every prompt's first image of the first and last versions comes first."""
+    found: dict[str, str] = {}
+    size = count = 0
+    full = False
+    for name, path in in_order(document):
+        count += 1
+        if full or not path.exists():
+            continue
+        data = f"data:{TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        full = size + len(data) > limit
+        if not full:
+            found[name], size = data, size + len(data)
+    if len(found) == count:
+        return found, None
+    return found, (
+        f"{len(found)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
+        "(monitor.report_mib, or --max-mib of the command)."
+    )
+
+
+def in_order(document: Document) -> Iterator[tuple[str, Path]]:
+    """Name and file of every picture: first images before second ones, and of those the ends of the training first."""
+    ranked = []
+    for number, run in enumerate(document["runs"]):
+        evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]
+        for position, evaluation in enumerate(evaluations):
+            rank = spread(position, len(evaluations))
+            for place, prompt in evaluation["prompts"].items():
+                for index, file in enumerate(prompt["files"]):
+                    path = Path(evaluation["folder"]) / file
+                    at = Path(run["folder"]) / "images" / path
+                    ranked.append(((index, rank, int(place), number), f"{number}/{path.as_posix()}", at))
+    for _, name, path in sorted(ranked):
+        yield name, path
+
+
+def spread(position: int, count: int) -> int:
+    """0 for the first and the last of `count`, 1 for the one in the middle, 2 for those between these, and so on."""
+    low, high, rank = 0, count - 1, 0
+    while position not in (low, high):
+        middle, rank = (low + high) // 2, rank + 1
+        if position == middle:
+            return rank
+        low, high = (low, middle) if position < middle else (middle, high)
+    return rank
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("async_flowrl.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,92 @@
+"""The images of a run's evaluations by prompt, with every score they have."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
+from async_flowrl.observability.images import INDEX
+from async_flowrl.report.records import Records
+from async_flowrl.report.thin import chosen, rounded
+
+MAX_EVALUATIONS = 40
+"""Evaluations whose pictures are named; of more, the first, the last and evenly many between them."""
+MAX_PROMPTS = 64
+"""The first ones."""
+MAX_PROMPT = 2_000
+"""Characters of a prompt that are shown."""
+
+
+def pictures_of(run: Records) -> dict[str, Any] | None:
+    """`prompts` (place and text) and `evaluations`, oldest first, the baseline's before them: version, folder, and by
+    place of the prompt the `files` and `scores` (by curve) of its images, and what rewards said of them. None without.
+    """
+    kept = [(e, index) for e in run.evaluations if (index := _index(run.root, e)) is not None]
+    if not kept:
+        return None
+    texts: dict[int, str] = {}
+    evaluations = []
+    for evaluation, index in chosen(kept, MAX_EVALUATIONS):
+        shown = [each for each in index["prompts"] if each["files"]][:MAX_PROMPTS]
+        texts |= {int(each["place"]): str(each["prompt"]) for each in shown}
+        evaluations.append(
+            {
+                "version": evaluation.version,
+                "baseline": evaluation.baseline,
+                "folder": folder_of(evaluation),
+                "prompts": {str(each["place"]): _prompt(each, evaluation) for each in shown},
+            }
+        )
+    return {
+        "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
+        "evaluations": evaluations,
+        "count": len(kept),
+        "curves": list(dict.fromkeys(name for e, _ in kept for name, c in e.curves.items() if c.kind != DIVERSITY)),
+    }
+
+
+def folder_of(evaluation: Evaluation) -> str:
+    """Below the run's images folder."""
+    return "baseline" if evaluation.baseline else f"step_{evaluation.version:06d}"
+
+
+def _index(root: Path, evaluation: Evaluation) -> dict[str, Any] | None:
+    path = root / "images" / folder_of(evaluation) / INDEX
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _prompt(each: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+    place, count = int(each["place"]), len(each["files"])
+    scores = {
+        name: [rounded(score) for score in curve.scores[place][:count]]
+        for name, curve in evaluation.curves.items()
+        if curve.kind != DIVERSITY and place in curve.scores
+    }
+    said = [
+        " · ".join(_said(name, values[i]) for by in each["extras"].values() for name, values in by.items())
+        for i in range(count)
+    ]
+    return {"files": each["files"], "scores": scores, **({"said": said} if any(said) else {})}
+
+
+def _said(name: str, value: Any) -> str:
+    return f"{name} {value:.3g}" if isinstance(value, int | float) else f"{name}: {_short(str(value), 120)}"
+
+
+def _short(text: str, most: int = MAX_PROMPT) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def first_screen(pictures: dict[str, Any], most: int = 4) -> Sequence[dict[str, Any]]:
+    """Before and after: of the first prompts that both the first and the last evaluation have, the first image each.
+
+    They are taken in the prompts' order and not by their score.
+    """
+    policy = [e for e in pictures["evaluations"] if not e["baseline"]]
+    if len(policy) < 2:
+        return []
+    first, last = policy[0], policy[-1]
+    common = first["prompts"].keys() & last["prompts"].keys()
+    both = [prompt for prompt in pictures["prompts"] if str(prompt["place"]) in common]
+    return [{**prompt, "before": first["version"], "after": last["version"]} for prompt in both[:most]]

@@ -1,0 +1,144 @@
+"""The timeline of a run: who worked and who waited when, exact bars of a few steps and shares of time of the whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.intervals import Interval, intersect, length
+from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.timeline import Track
+from async_flowrl.report.records import Records
+from async_flowrl.report.thin import chosen
+
+MAX_STEPS = 6
+"""In a window of exact bars."""
+MAX_PLACES = 24
+"""Workers that are shown; of more, evenly many of each pool."""
+MAX_BARS = 240
+"""Of one worker in a window of exact bars; shorter ones are put together until there are so few."""
+MAX_EXACT = 1_500
+"""Bars of all workers with which the whole run is shown exactly, too."""
+BINS = 160
+"""Of the whole run."""
+MAX_MARKS = 200
+MARKED = ("fault", "rollback", "stall", "skipped", "hacking")
+"""Events that are marked on the timeline."""
+
+
+def timeline_of(run: Records) -> dict[str, Any] | None:
+    """`views`: parts of the run with their `lanes`, one per worker shown, as `bars` (start, end, state; in seconds
+    since the first step began) or as `bins` (state → share of each of as many parts); `marks`. None without workers."""
+    if not run.workers:
+        return None
+    start, end = run.window
+    shown = _places(run.workers)
+    marks = [_mark(event, start) for event in run.history if event["event"] in MARKED]
+    views = [_exact(shown, title, window, start) for title, window in _windows(run)]
+    moments = [start, end, *(start + mark["time"] for mark in marks)]
+    whole = min(moments), max(moments)
+    if sum(_bar_count(track, whole) for track in shown) <= MAX_EXACT:
+        views.append(_exact(shown, "The whole run", whole, start))
+    elif end > start:
+        views.append(_binned(shown, whole, start))
+    return {
+        "views": views,
+        "marks": chosen(marks, MAX_MARKS),
+        "mark_count": len(marks),
+        "steps": [
+            [int(e["step"]), round(e["started"] - start, 4), round(e["ended"] - start, 4)]
+            for e in chosen(run.step_events, 1_000)
+        ],
+        "workers": len(run.workers),
+        "shown": len(shown),
+    }
+
+
+def _windows(run: Records) -> list[tuple[str, Interval]]:
+    """The middle steps first: start-up and the end are not what a run is like."""
+    steps = run.step_events
+    if len(steps) <= MAX_STEPS:
+        return [(_title("Steps", steps), _span(steps))] if steps else []
+    middle = (len(steps) - MAX_STEPS) // 2
+    parts = {"Middle": middle, "First steps": 0, "Last steps": len(steps) - MAX_STEPS}
+    faults = [e["time"] for e in run.history if e["event"] == "fault"]
+    if faults:
+        first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
+        parts["First fault"] = min(max(0, first - 1), len(steps) - MAX_STEPS)
+    return [(_title(name, steps[at : at + MAX_STEPS]), _span(steps[at : at + MAX_STEPS])) for name, at in parts.items()]
+
+
+def _title(name: str, steps: Sequence[Event]) -> str:
+    return f"{name}: {steps[0]['step']} to {steps[-1]['step']}"
+
+
+def _span(steps: Sequence[Event]) -> Interval:
+    return float(steps[0]["started"]), float(steps[-1]["ended"])
+
+
+def _places(workers: Sequence[Track]) -> list[Track]:
+    """All of them, or as many of each pool as MAX_PLACES allows, in their order."""
+    if len(workers) <= MAX_PLACES:
+        return list(workers)
+    pools: dict[str, list[Track]] = {}
+    for track in workers:
+        pools.setdefault(pool_of(track.place), []).append(track)
+    kept: set[str] = set()
+    for left, members in zip(range(len(pools), 0, -1), sorted(pools.values(), key=len), strict=True):
+        kept |= {track.place for track in chosen(members, max(1, (MAX_PLACES - len(kept)) // left))}
+    return [track for track in workers if track.place in kept]
+
+
+def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
+    found = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
+    return {state: part for state, all_ in found.items() if (part := intersect(all_, [window]))}
+
+
+def _bar_count(track: Track, window: Interval) -> int:
+    return sum(len(intervals) for intervals in _states(track, window).values())
+
+
+def _exact(tracks: Sequence[Track], title: str, window: Interval, origin: float) -> dict[str, Any]:
+    lanes = [{"place": t.place, "pool": pool_of(t.place), "bars": _bars(t, window, origin)} for t in tracks]
+    return {"title": title, "start": window[0] - origin, "end": window[1] - origin, "lanes": lanes}
+
+
+def _bars(track: Track, window: Interval, origin: float) -> list[list[Any]]:
+    bars = sorted((a, b, state) for state, part in _states(track, window).items() for a, b in part)
+    if len(bars) > MAX_BARS:
+        # The gaps that the shortest bars leave are too narrow to see: what is longest stays.
+        bars = sorted(sorted(bars, key=lambda bar: (bar[0] - bar[1], bar[0]))[:MAX_BARS])
+    return [[round(a - origin, 4), round(b - origin, 4), state] for a, b, state in bars]
+
+
+def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[str, Any]:
+    width = (window[1] - window[0]) / BINS
+    lanes = []
+    for track in tracks:
+        bins: dict[str, list[float]] = {}
+        for state, part in _states(track, window).items():
+            shares = [0.0] * BINS
+            for a, b in part:
+                for index in range(int((a - window[0]) / width), min(BINS - 1, int((b - window[0]) / width)) + 1):
+                    left = window[0] + index * width
+                    shares[index] += length(intersect([(a, b)], [(left, left + width)])) / width
+            bins[state] = [round(share, 2) for share in shares]
+        lanes.append({"place": track.place, "pool": pool_of(track.place), "bins": bins})
+    return {
+        "title": "The whole run, shares of time",
+        "start": window[0] - origin,
+        "end": window[1] - origin,
+        "lanes": lanes,
+    }
+
+
+def _mark(event: Event, origin: float) -> dict[str, Any]:
+    """Seconds, kind and what there is to say, in one line."""
+    kind = str(event["event"])
+    told = {
+        "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",
+        "rollback": f"back to the checkpoint of step {event.get('step')}",
+        "stall": f"nothing happened for {event.get('seconds', 0):.0f} s",
+        "skipped": f"a group of step {event.get('step')} has no reward: {event.get('message')}",
+        "hacking": f"{event.get('curve')} has fallen since version {event.get('since')}",
+    }[kind]
+    return {"time": round(event["time"] - origin, 3), "kind": kind, "text": " ".join(told.split())[:300]}

@@ -1,0 +1,43 @@
+"""Whether the slowest answer that a reward waits for fits into `deadlines.score`: arithmetic before a run starts."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.rewards.registry import resolve_term
+from async_flowrl.rewards.waves import Waves
+
+
+def too_slow(config: Config) -> list[str]:
+    """A sentence for every term whose calls for one group may take longer than `deadlines.score`.
+
+    Such a worker is killed with answers that were on their way, and the failure does not name the server. Rewards say
+    what they call by `waves(images, **options)`. Raises ValueError for a reward that cannot be found.
+    """
+    allowed = config.deadlines.score
+    sentences = []
+    for where, images, name, term in _asked(config):
+        made: Any = getattr(resolve_term(name, term), "waves", None)
+        waves: Waves | None = made(images, **term.options) if made is not None else None
+        if waves is not None and waves.seconds > allowed:
+            sentences.append(
+                f"{where}.{name}: {images} images are {waves}, more than deadlines.score={allowed:g}, at which the "
+                f"worker is killed with the answers that it has; use deadlines.score={_round(waves.seconds)}, or in "
+                f"its options a shorter deadline" + (" or more concurrency" if waves.calls > waves.concurrency else "")
+            )
+    return sentences
+
+
+def _asked(config: Config) -> Iterator[tuple[str, int, str, RewardTerm]]:
+    """Where a term stands, the most images that it is given in one call, its name and itself."""
+    evaluated = config.evaluate.images_per_prompt  # every run has an evaluation, at its end
+    for name, term in config.reward.terms.items():
+        yield "reward.terms", max(config.group_size, evaluated), name, term
+    for name, term in config.evaluate.reward.terms.items():
+        yield "evaluate.reward.terms", evaluated, name, term
+
+
+def _round(seconds: float) -> int:
+    """With some room, in whole minutes."""
+    return math.ceil((seconds + 30.0) / 60.0) * 60

@@ -1,0 +1,154 @@
+"""The last lines of a run: what changed, where everything is, and what to type next."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from async_flowrl.config import exit_codes
+from async_flowrl.observability.evaluations import read_evaluations
+from async_flowrl.observability.mfu import mfu
+from async_flowrl.observability.result import result_sentences
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.run.stopping import StopRequest
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
+
+LABEL = 8
+"""Columns of what stands before each line."""
+MAX_WARNINGS = 5
+"""Of the summary's, shown here."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    prepared: Prepared
+    directory: RunDirectory
+    stop: StopRequest
+    command: str | None
+    """What the run was started with, and `resume=auto`; None where it did not come from a command line."""
+
+    @property
+    def quiet(self) -> bool:
+        return self.prepared.config.console == "quiet"
+
+    def say(self, label: str, text: object, *, whole: bool = False) -> None:
+        """`whole`: a path or a command, which is copied from the screen."""
+        sys.stdout.write(f"{label:{LABEL}} {text}\n" if whole else named_lines([(label, text)], LABEL))
+
+    @property
+    def goes_on(self) -> str:
+        """How to go on where the run was stopped."""
+        return self.command or "the same command with resume=auto"
+
+
+def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> int:
+    """Says how the run ended, and returns the exit code."""
+    stop, early = ending.stop, ending.stop() and summary["steps"] < summary["total_steps"]
+    hacked = early and stop.code == exit_codes.HACKING
+    if early:
+        instead = " and evaluate.on_hacking=warn" if hacked else ""
+        sys.stdout.write(
+            f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n"
+        )
+    if not ending.quiet:
+        if not early or hacked:
+            results(ending, summary, prediction)
+        else:
+            say_result(ending, summary)
+    for sentence in summary["failed"]:
+        ending.say("failed", sentence)
+    if not ending.quiet:
+        ending.say("next", following(ending, summary, early=early), whole=True)
+    if early:
+        return stop.code
+    return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
+
+
+def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> None:
+    """What was reached and where it lies."""
+    say, directory = ending.say, ending.directory
+    say_result(ending, summary)
+    if prediction:
+        say("plan", prediction)
+    if known := mfu(summary):
+        say("MFU", known)
+    if row := summary["evaluations"]["best"]:
+        say("best", f"{directory.lora_best} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
+    for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
+        if path != directory.report or path.exists():
+            say(label, path, whole=True)
+    say("summary", directory.summary, whole=True)
+    for sentence in summary["warnings"][:MAX_WARNINGS]:
+        say("warning", sentence)
+    if len(summary["warnings"]) > MAX_WARNINGS:
+        say("warning", f"{len(summary['warnings']) - MAX_WARNINGS} more in summary.json")
+
+
+def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
+    """What evaluations measured; of a run without two that compare, the rewards of its training."""
+    history = read_evaluations(ending.directory.evaluations)
+    for sentence in result_sentences(history, str(summary.get("evaluation_prompts"))) or [trained(summary)]:
+        ending.say("result", sentence)
+
+
+def trained(summary: Mapping[str, Any]) -> str:
+    first, last = summary["reward_first"], summary["reward_last"]
+    if first is None or last is None:
+        return "No step had a reward."
+    return (
+        f"The training reward went from {first:.3g} to {last:.3g} (first and last tenth of the steps); no two "
+        "evaluations say what that means for fixed prompts and seeds."
+    )
+
+
+def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str:
+    """The command to type next."""
+    root = shlex.quote(shown(ending.directory.root))
+    if early and ending.stop.code == exit_codes.HACKING:
+        return (
+            f"look whether the images are better, too: {shown(ending.directory.images)} and docs/reward_hacking.md\n"
+            f"{'':{LABEL}} to go on all the same: {ending.goes_on} evaluate.on_hacking=warn"
+        )
+    if early:
+        return ending.goes_on
+    if summary["failed"]:
+        return (
+            f"async-flowrl evaluate {root} (LoRA and summary are whole: it scores them)\n"
+            f"{'':{LABEL}} async-flowrl report {root} (writes the report anew)"
+        )
+    prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
+    lora = shlex.quote(shown(ending.directory.lora))
+    out = shlex.quote(shown(ending.directory.root / "before_after.png"))
+    return (
+        f"async-flowrl generate --lora {lora} --prompt {shlex.quote(prompts[0].text)} --out {out}\n"
+        f"{'':{LABEL}} async-flowrl evaluate {root}"
+    )
+
+
+def after_failure(ending: Ending) -> None:
+    """How to go on, for a run that ended in the middle and has a checkpoint."""
+    path = find_checkpoint(ending.directory.checkpoints)
+    if path is not None and not ending.quiet:
+        ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})", whole=True)
+
+
+def shown(path: Path) -> str:
+    """Relative where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
+def resume_command(hydra_record: Mapping[str, str]) -> str | None:
+    """The command line that Hydra recorded, with `resume=auto`."""
+    if not {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys():
+        return None
+    name = OmegaConf.select(OmegaConf.create(hydra_record["hydra.yaml"]), "hydra.job.config_name")
+    given = [str(override) for override in OmegaConf.create(hydra_record["overrides.yaml"])]
+    kept = [override for override in given if override.partition("=")[0] != "resume"]
+    return shlex.join(["async-flowrl", "train", *(["--config-name", str(name)] if name else []), *kept, "resume=auto"])

@@ -1,0 +1,47 @@
+"""What can be refused of a configuration before torch is imported: most of what a person gets wrong, at once."""
+
+from pathlib import Path
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.curves import check_curves
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.schema import Config, DataConfig
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies.model_path import local_index
+from async_flowrl.rewards.registry import check_rewards
+from async_flowrl.rewards.served import check_served
+
+
+def refuse_early(config: Config) -> None:
+    """Fields, rewards, and the files and folders that are named. Raises ConfigError."""
+    try:
+        check(config)
+        check_rewards(config.reward)
+        check_served(config)
+        check_curves(config)
+        check_prompt_files(config.data)
+        check_output(config)
+        local_index(config.model.path)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_prompt_files(config: DataConfig) -> None:
+    """Raises FileNotFoundError, with the nearest name, for prompts that are not there."""
+    find_data(config.train, key="data.train", folder=True)
+    if config.evaluation is not None:
+        find_data(config.evaluation, key="data.evaluation", folder=True)
+
+
+def check_output(config: Config) -> None:
+    """`resume=never` wants a fresh directory; a checkpoint path must exist."""
+    folder = Path(config.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file")
+    if config.resume == "never":
+        if RunDirectory(folder).used():
+            raise ConfigError(
+                f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
+            )
+    elif config.resume not in ("auto", "force") and not Path(config.resume).expanduser().is_dir():
+        raise ConfigError(f"resume={config.resume} is neither never, auto nor force, nor the folder of a checkpoint")

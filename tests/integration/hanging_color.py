@@ -1,0 +1,31 @@
+"""The color reward behind a server that hangs at every call while a file's number is above 0, which it counts down."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from async_flowrl.rewards.color import Color
+from async_flowrl.types import ByteArray, Prompt
+from tests.integration.dying_color import COUNT_FILE
+
+
+def _turn() -> bool:
+    file = Path(os.environ[COUNT_FILE])
+    left = int(file.read_text())
+    file.write_text(str(max(0, left - 1)))
+    return left > 0
+
+
+def stuck_color(images: ByteArray, prompt: Prompt) -> list[float]:
+    """The call never ends; the health path goes on answering."""
+    if _turn():
+        time.sleep(1e6)
+    return list(Color()(images, prompt))
+
+
+def stopped_color(images: ByteArray, prompt: Prompt) -> list[float]:
+    """The whole process stands still, as one whose driver hangs: connections are accepted, nothing is answered."""
+    if _turn():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return list(Color()(images, prompt))

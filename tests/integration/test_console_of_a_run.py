@@ -1,0 +1,101 @@
+"""What a person reads of a real run: on a terminal, in a pipe, quiet, and after Ctrl-C."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.config import exit_codes
+from async_flowrl.config.compose import composed, typed
+from async_flowrl.main import record
+from async_flowrl.run.job import run as run_config
+from tests.integration.runs import LOCAL
+from tests.support.terminal import Terminal
+
+COMMAND = ["-m", "async_flowrl.main", "--config-name", "one_step_off", *LOCAL]
+
+
+def test_the_screens_of_a_run(tmp_path: Path) -> None:
+    """First lines, panel and last screen, as they stand on a terminal of 80 columns at the end."""
+    folder = tmp_path / "run"
+    overrides = ["console=auto", f"output_dir={folder}", "evaluate.before_training=true", "evaluate.every=5"]
+    terminal = Terminal([*COMMAND, *overrides], 80, 50)
+    assert terminal.end() == exit_codes.OK and terminal.was_sane, terminal.text
+    lines = [*terminal.above, *terminal.lines]
+    assert max(map(len, lines)) <= 80
+    names = [name for line in lines if (name := line[:10].strip(" ─")) and not line.startswith("evaluation of")]
+    first = ["run", "model", "training", "evaluation", "reward", "devices", "files", "predicted", "predicted"]
+    assert names[: len(first)] == first
+    assert "one_step_off: the next step is generated while one is" in " ".join(" ".join(lines).split())
+    assert "tiny (qwen_image, float32, 32 px), LoRA of rank 8" in terminal.text
+    assert f"async-flowrl report {folder} --live" in "".join(line.strip() + " " for line in lines).replace(
+        "report  ", "report "
+    )
+    assert "no step time: no earlier steps here" in terminal.text and "no memory: no GPU to plan" in terminal.text
+    panel = next(n for n, line in enumerate(lines) if line.startswith("── one_step_off ─"))
+    assert [line[:10].strip() for line in lines[panel + 1 : panel + 9]] == [
+        *("step", "reward", "evaluated", "staleness", "rollout", "trainer", "rewards", "speed")
+    ]
+    assert "5/5" in lines[panel + 1] and "ETA 0:00" in lines[panel + 1]
+    assert "1 of at most 1" in lines[panel + 4]
+    last = "\n".join(lines[panel + 9 :])
+    assert re.search(r"^result   On 2 training prompts, the reward went from ", last, re.MULTILINE)
+    for label, path in (("LoRA", "lora"), ("images", "images"), ("summary", "summary.json")):
+        assert f"{label:8} {folder}/{path}"[:80] in last
+        assert (folder / path).exists()
+    assert "report  " not in last, "monitor.report=false writes none"
+    joined = re.sub(r"\n(?=\S)", "", last)
+    assert (
+        f"next     async-flowrl generate --lora {folder}/lora --prompt 'red red red red' --out {folder}/before_"
+        in joined
+    )
+    assert f"async-flowrl evaluate {folder}" in joined
+
+
+def run(*overrides: str) -> int:
+    """A run of this process, with what a command line leaves in `.hydra/`."""
+    values = composed("one_step_off", [*LOCAL, *overrides])
+    config = typed(values)
+    return run_config(config, record(values, values.hydra, config.output_dir))
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a pipe: plain lines, one per step; then the command that its last line names."""
+    folder, limit = tmp_path / "a_run", ("time_limit=4", "debug.delays.update=0.5", "console=auto")
+    assert run("total_steps=200", f"output_dir={folder}", "data.train='a b.txt'", *limit) == exit_codes.CONFIG
+    assert run("total_steps=200", f"output_dir={folder}", "resume=auto", *limit) == exit_codes.RESUMABLE
+    out = capfd.readouterr().out
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert steps and "\x1b" not in out
+    form = r"step (\d+)/200 \| reward -?\d\.\d{4} \| staleness [01] \| \d+\.\d\d s/step \| ETA (\d+:)?\d+:\d\d"
+    found = [re.fullmatch(form, line) for line in steps]
+    assert [int(match[1]) for match in found if match] == list(range(1, len(steps) + 1))
+    (command,) = (line.removeprefix("next").strip() for line in out.splitlines() if line.startswith("next "))
+    assert command.startswith("async-flowrl train --config-name one_step_off total_steps=5 ")
+    assert command.endswith(" console=auto resume=auto") and command.count("resume") == 1
+
+
+def test_quiet_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run of two steps, and its refusal when it is started again."""
+    wanted = ("console=quiet", "total_steps=2", f"output_dir={tmp_path / 'run'}")
+    assert run(*wanted) == exit_codes.OK
+    assert tuple(capfd.readouterr()) == ("", "")
+    assert run(*wanted) == exit_codes.CONFIG
+    said = capfd.readouterr()
+    assert said.out == "" and "is not empty" in said.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path, presses: int) -> None:
+    overrides = ["console=auto", f"output_dir={tmp_path / 'run'}", "total_steps=500", "debug.delays.update=0.3"]
+    terminal = Terminal([*COMMAND, *overrides, "save.every=1"])
+    terminal.until(lambda t: re.search(r"^step +[3-9]/", t.text, re.MULTILINE) is not None, "a third step")
+    for _ in range(presses):
+        terminal.child.sendintr()
+    code = terminal.end()
+    assert code in (exit_codes.INTERRUPTED, -signal.SIGINT) and terminal.was_sane
+    if presses == 1:
+        assert terminal.lines[-1] == "async_flowrl: interrupted"
+        assert "resume=auto (goes on from step " in "".join(line.rstrip() for line in terminal.lines).replace("\n", "")

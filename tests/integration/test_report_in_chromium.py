@@ -1,0 +1,228 @@
+"""The report of real runs in a real browser: it asks nobody, logs no error, fits its window and works by keyboard."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.report.command import main as report
+from async_flowrl.report.document import document
+from async_flowrl.report.page import render
+from tests.integration.runs import Run, train
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+
+NASTY = (
+    "red square",
+    'red </script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">',
+    "green \u202eمربع أحمر \"'&amp; ${alert(1)} {{document}}",
+    "blue " * 2000,
+)
+EVALUATED = ("evaluate.every=2", "evaluate.before_training=true", "evaluate.images_per_prompt=2")
+WIDTHS = (1280, 390)
+LONG = "a_run_of_a_sweep,trainer.learning_rate=0.001,algorithm.noise_level=0.7,seed=8"
+SHORT = "a_run_of_a_s…level=0.7,seed=8"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps on prompts that try to get out of where they stand; a fault is added to its events."""
+    folder = tmp_path_factory.mktemp("report")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in NASTY))
+    data = (f"data.train={prompts}", "evaluate.max_prompts=4", "group_size=2", "trainer.micro_batch_size=2")
+    ran = train(folder / "run", "one_step_off", *EVALUATED, *data, "total_steps=4", "monitor.report=true")
+    steps = [event for event in ran.events if event["event"] == "step"]
+    fault = {"time": steps[1]["ended"], "event": "fault", "worker": "rollout-0", "kind": "WorkerDied"}
+    with (ran.root / "events.jsonl").open("a") as file:
+        file.write(json.dumps({**fault, "message": "</script><b>killed</b>"}) + "\n")
+    return Run(ran.root.rename(folder / "a <b> & c"))
+
+
+@pytest.fixture(scope="module")
+def browser(run: Run) -> Iterator[Any]:
+    """After the run: playwright occupies this thread's event loop."""
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Opened:
+    """A page with what it logged and asked for."""
+
+    def __init__(self, browser: Any, url: str, *, width: int = 1280, scheme: str = "light") -> None:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        self.page = context.new_page()
+        self.page.set_default_timeout(60_000)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda each: self.errors.append(each.text) if each.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda each: self.asked.append(each.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("#result")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def press(self, selector: str, *keys: str) -> None:
+        self.page.focus(selector)
+        for key in keys:
+            self.page.keyboard.press(key)
+
+
+@pytest.fixture(scope="module")
+def url(run: Run) -> str:
+    assert report([str(run.root)]) == 0
+    return (run.root / "report.html").as_uri()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_whole_and_fits(browser: Any, url: str, width: int, scheme: str) -> None:
+    opened = Opened(browser, url, width=width, scheme=scheme)
+    page = opened.page
+    for summary in page.query_selector_all("details > summary"):
+        summary.click()
+    assert opened.errors == []
+    assert [each for each in opened.asked if not each.startswith("data:")] == [url]
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("window.hacked") is None
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0] > 128")
+    assert light == (scheme == "light")
+    assert page.evaluate("[...document.images].every((each) => each.complete && each.naturalWidth > 0)")
+    assert page.evaluate("[...document.querySelectorAll('.uplot canvas')].every((each) => each.clientWidth > 150)")
+
+
+def test_the_first_screen_says_what_came_of_it(browser: Any, url: str) -> None:
+    page = Opened(browser, url).page
+    assert page.inner_text(".headline").startswith("On 4 training prompts, the reward went from ")
+    bottoms = {name: page.query_selector(name).bounding_box() for name in (".pairs img", "#chart-evaluated canvas")}
+    assert all(box["y"] + box["height"] < 800 for box in bottoms.values()), bottoms
+    assert page.query_selector(".pairs img").bounding_box()["width"] > 100
+    assert page.query_selector("#timeline rect[data-state]") is not None
+    assert page.query_selector("#timeline path[data-tip]").get_attribute("data-tip").endswith("</script><b>killed</b>")
+    assert page.inner_text("#verify").count("async-flowrl verify") == 1
+
+
+def test_prompts_are_shown_as_they_are(browser: Any, url: str) -> None:
+    page = Opened(browser, url).page
+    options = page.eval_on_selector_all("#prompt option", "(all) => all.map((each) => each.textContent)")
+    assert options[2] == f"2: {NASTY[1][:70]}"
+    page.select_option("#prompt", "1")
+    assert page.inner_text("#images .prompt") == NASTY[1]
+    page.select_option("#prompt", "3")
+    assert "9,999 characters" in page.inner_text("#images .prompt")
+
+
+def test_slider_tabs_charts_and_images_work_by_keyboard(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    assert "version 4" in opened.text("#images output")
+    last = page.get_attribute("#images img", "src")
+    opened.press("#slider", "Home")
+    assert "version 0" in opened.text("#images output") and page.get_attribute("#images img", "src") != last
+    opened.press("#view-0", "ArrowRight")
+    assert page.get_attribute("#view-1", "aria-selected") == "true"
+    assert page.evaluate("document.activeElement.id") == "view-1"
+    opened.press("#chart-reward-plot", "ArrowRight", "ArrowRight")
+    assert opened.text("#chart-reward .readout").startswith("step 1: reward ")
+    opened.press("#chart-reward-plot", "+")
+    assert page.evaluate("ui.zoom.reward[1] - ui.zoom.reward[0]") == pytest.approx(1.5)
+    opened.press("#chart-reward-plot", "0")
+    assert page.evaluate("ui.zoom.reward") is None
+    opened.press("#timeline-plot", "+")
+    assert page.evaluate("Object.keys(ui.zoom).length") == 1
+    opened.press("#images .shot button", "Enter", "ArrowLeft")
+    assert page.evaluate("document.querySelector('dialog').open")
+    page.keyboard.press("Escape")
+    assert page.query_selector("dialog") is None
+    opened.press("#chart-reward summary", "Enter")
+    sync_api.expect(page.locator("#chart-reward tbody tr")).to_have_count(4)
+    page.select_option("#axis", "seconds")
+    assert page.inner_text("#chart-reward thead").lower().startswith("wall clock")
+    assert opened.errors == []
+
+
+def test_dragging_zooms_and_hovering_reads(browser: Any, url: str) -> None:
+    opened = Opened(browser, url)
+    page = opened.page
+    page.evaluate("document.getElementById('chart-reward').scrollIntoView({block: 'center', behavior: 'instant'})")
+    box = page.query_selector("#chart-reward .u-over").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.3 * box["width"], middle)
+    assert opened.text("#chart-reward .readout").startswith("step 1:")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], middle)
+    page.mouse.up()
+    low, high = page.evaluate("ui.zoom.reward")
+    assert (low, high) == (pytest.approx(0.9, abs=0.05), pytest.approx(2.1, abs=0.05))
+    page.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center', behavior: 'instant'})")
+    bars = [bar.bounding_box() for bar in page.query_selector_all("#timeline rect[data-state=busy]")]
+    widest = max(bars, key=lambda each: each["width"])
+    page.mouse.move(widest["x"] + widest["width"] / 2, widest["y"] + widest["height"] / 2)
+    assert " works " in opened.text(".tip")
+
+
+def test_two_runs_are_overlaid_and_their_difference_stands_in_a_table(browser: Any, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.root, tmp_path / "runs" / "0")
+    shutil.copytree(run.root, tmp_path / "runs" / LONG)
+    changed = (run.root / "config.yaml").read_text().replace("learning_rate: 0.003", "learning_rate: 0.001")
+    (tmp_path / "runs" / LONG / "config.yaml").write_text(changed)
+    (tmp_path / "runs" / LONG / "summary.json").unlink()
+    assert report([str(tmp_path / "runs")]) == 0
+    opened = Opened(browser, (tmp_path / "runs" / "report.html").as_uri(), width=390)
+    page = opened.page
+    keys = page.eval_on_selector_all("#chart-evaluated .key", "(all) => all.map((each) => each.textContent)")
+    assert keys == ["0", SHORT]
+    rows = page.eval_on_selector_all("#configuration tbody tr", "(all) => all.map((each) => each.innerText)")
+    assert rows[0].split() == ["trainer.learning_rate", "0.003", "0.001"]
+    assert "2 runs, 1 finished, 1 unfinished." in page.inner_text(".headline")
+    page.select_option("#run", LONG)
+    assert page.inner_text("#timeline h3") == f"Timeline: {SHORT}"
+    page.click("#run-key-1")
+    assert len(page.query_selector_all("#chart-evaluated .key")) == 1
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert opened.errors == []
+
+
+def test_a_live_page_shows_what_comes_and_keeps_what_was_chosen(browser: Any, run: Run) -> None:
+    """Served here as the contract in page.py says: document.json with an ETag, pictures by URL."""
+    whole = document([run.root])
+    early = json.loads(json.dumps(whole))
+    early["runs"][0]["result"]["headline"] = "early"
+    answers: list[int] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+
+    def serve(route: Any) -> None:
+        path = route.request.url.removeprefix("http://live.test/")
+        if path == "document.json":
+            known = route.request.headers.get("if-none-match") == '"2"'
+            answers.append(304 if known else 200)
+            route.fulfill(status=answers[-1], headers={"ETag": '"2"'}, body="" if known else json.dumps(whole))
+        elif path.startswith("images/0/"):
+            route.fulfill(path=run.root / "images" / path.removeprefix("images/0/"))
+        else:
+            route.fulfill(content_type="text/html", body=render(early, live=True))
+
+    context.route("http://live.test/**", serve)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("console", lambda each: errors.append(each.text) if each.type == "error" else None)
+    page.goto("http://live.test/")
+    assert page.inner_text(".headline") == "early"
+    page.focus("#slider")
+    page.keyboard.press("Home")
+    sync_api.expect(page.locator(".headline")).not_to_have_text("early", timeout=60_000)
+    assert page.evaluate("document.activeElement.id") == "slider"
+    assert "version 0" in page.inner_text("#images output")
+    page.wait_for_timeout(4500)
+    assert page.evaluate("document.images[0].naturalWidth") > 0
+    assert answers[0] == 200 and set(answers[1:]) == {304}
+    assert [error for error in errors if "304" not in error] == []

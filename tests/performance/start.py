@@ -1,0 +1,89 @@
+"""python -m tests.performance.start [--rounds 3] [key=value ...]: CPU seconds from a command to its first step's end.
+
+A run of the tiny model as a user starts it, once on Ray and once in one process, in turns; by process. CPU seconds, so
+that it can be read on a busy machine.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from async_flowrl.benchmark.describe import machine_description
+from async_flowrl.benchmark.table import as_sentence, markdown_table
+from tests.performance.processes import Tree
+
+BACKENDS = ("ray", "local")
+SHORT = ("total_steps=3", "monitor.report=false")
+POLL_SECONDS = 0.02
+
+
+def to_first_step(overrides: Sequence[str], directory: Path) -> dict[str, float]:
+    """CPU seconds by part of one run until its first step is in metrics.jsonl. Raises RuntimeError if there is none."""
+    out, log = directory / "run", directory / "output.txt"
+    command = [sys.executable, "-m", "async_flowrl.main", *SHORT, *overrides, f"output_dir={out}"]
+    with log.open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        tree = Tree(run.pid, out)
+        while not has_a_step(out / "metrics.jsonl"):
+            if run.poll() is not None:
+                raise RuntimeError(f"the run ended before its first step:\n{log.read_text()}")
+            tree.look()
+            time.sleep(POLL_SECONDS)
+        tree.look()
+        parts = tree.by_part()
+        if run.wait() != 0:
+            raise RuntimeError(log.read_text())
+    return parts
+
+
+def has_a_step(metrics: Path) -> bool:
+    return metrics.exists() and any("loss" in json.loads(line) for line in whole_lines(metrics))
+
+
+def whole_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def measure(overrides: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
+    """Backend → part → median of the rounds, which take the backends in turns."""
+    taken: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
+    for _ in range(rounds):
+        for backend in BACKENDS:
+            with tempfile.TemporaryDirectory() as directory:
+                parts = to_first_step([f"runtime.backend={backend}", *overrides], Path(directory))
+            taken[backend].append({**parts, "all": sum(parts.values())})
+    return {backend: medians(each) for backend, each in taken.items()}
+
+
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in rounds for name in each)
+    return {name: median(each.get(name, 0.0) for each in rounds) for name in names}
+
+
+def markdown(measured: dict[str, dict[str, float]]) -> str:
+    rows = [
+        (backend, part, f"{seconds:.2f}")
+        for backend, parts in measured.items()
+        for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
+    ]
+    table = markdown_table(("backend", "process", "CPU s to the end of step 1"), rows)
+    return f"{as_sentence(machine_description())}\n\n{table}\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.performance.start")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args()
+    sys.stdout.write(markdown(measure(given.overrides, given.rounds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

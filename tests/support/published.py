@@ -1,0 +1,47 @@
+"""A hub cache that knows of published models which pipeline each is and how its latents look, and nothing more."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
+FOUR_WIDTHS = {"block_out_channels": [128, 256, 512, 512]}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "Qwen/Qwen-Image": {
+        "model_index.json": {"_class_name": "QwenImagePipeline"},
+        "transformer/config.json": {
+            "in_channels": 64, "patch_size": 2, "joint_attention_dim": 3584, "guidance_embeds": False,
+        },
+        "vae/config.json": {"temperal_downsample": [False, True, True]},
+    },
+    "stabilityai/stable-diffusion-3.5-medium": {
+        "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
+        "transformer/config.json": {"in_channels": 16, "patch_size": 2, **TEXT_DIM},
+        "vae/config.json": FOUR_WIDTHS,
+    },
+    "black-forest-labs/FLUX.1-dev": {
+        "model_index.json": {"_class_name": "FluxPipeline"},
+        "transformer/config.json": {"in_channels": 64, "guidance_embeds": True, **TEXT_DIM},
+        "vae/config.json": FOUR_WIDTHS,
+    },
+}  # fmt: skip
+"""Model → file → what is asked of it before a run."""
+
+
+def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `folder` the hub's cache of this process, and the hub unreachable."""
+    from huggingface_hub import constants
+
+    for model, files in MODELS.items():
+        repository = folder / f"models--{model.replace('/', '--')}"
+        for file, content in files.items():
+            path = repository / "snapshots" / COMMIT / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content))
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -1,0 +1,242 @@
+"""What a run says on stdout: lines, the rows of the panel, the first and the last screen."""
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.observability.console import Lines, Silent, console_of, open_display, show_what_can_be_shown
+from async_flowrl.observability.evaluations import Curve, Evaluation
+from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.panel_rows import ASCII, Glyphs, Now, rows, spark
+from async_flowrl.observability.progress import Progress
+from async_flowrl.observability.result import result_sentences
+from async_flowrl.observability.wrapped import named_lines
+
+METRICS = {
+    "reward/mean": 0.25,
+    "staleness/mean": 1.0,
+    "images": 32,
+    "clip_fraction": 0.5,
+    "pool/rollout/busy": 0.9,
+}
+UNICODE = Glyphs()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(progress: Progress, now: Now, width: int = 80, height: int = 24, glyphs: Glyphs = UNICODE) -> list[str]:
+    return [row.plain for row in rows(progress, now, width, height, glyphs)]
+
+
+def after(steps: int, seconds: float = 0.5, total: int = 100) -> tuple[Progress, Clock]:
+    clock = Clock()
+    progress = Progress(total, clock)
+    for step in range(steps):
+        clock.now += seconds
+        progress.step(step, METRICS)
+    return progress, clock
+
+
+def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(Progress(100, clock))
+    for step in range(100):
+        clock.now += 0.5
+        lines.log(step, METRICS)
+    lines.evaluation(100, {"reward/mean": 0.5, "reward/change": 0.25, "reward/change_stderr": 0.01})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:50"
+    assert said[99] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00"
+    assert said[100:] == ["evaluation of version 100: reward 0.5000 (+0.25 ± 0.01)"]
+
+
+def test_a_resumed_run_counts_on_from_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines(Progress(100, Clock())).log(40, {})
+    assert capsys.readouterr().out.startswith("step 41/100 | reward - | staleness - |")
+
+
+def test_lines_name_what_was_trained_without(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(Progress(10, Clock()))
+    lines.log(0, {"tickets_skipped": 2, "reward/judge/missing": 1})
+    lines.log(1, {"tickets_skipped": 1, "reward/judge/missing": 3})
+    assert "| 3 tickets skipped | 4 groups without judge |" in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "wanted", "found"),
+    [
+        (True, "xterm", "auto", "panel"),
+        (True, "dumb", "auto", "lines"),
+        (True, "", "auto", "lines"),
+        (False, "xterm", "auto", "lines"),
+        (True, "xterm", "lines", "lines"),
+        (True, "xterm", "quiet", "quiet"),
+    ],
+)
+def test_the_console_suits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, term: str, wanted: str, found: str
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Tty() if terminal else io.StringIO())
+    monkeypatch.setenv("TERM", term)
+    assert console_of(wanted) == found
+
+
+def test_a_panel_is_refused_where_it_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(ConfigError, match=r"console=panel needs a terminal .* stdout is none: use auto or lines"):
+        console_of("panel")
+    monkeypatch.setattr(sys, "stdout", Tty())
+    monkeypatch.setenv("TERM", "dumb")
+    with pytest.raises(ConfigError, match="TERM=dumb cannot move its cursor"):
+        console_of("panel")
+
+
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = open_display(compose_config("sync", ["console=quiet", "output_dir=unused"]), held_out=False)
+    assert type(display) is Silent
+    display.log(0, METRICS)
+    display.evaluation(1, {"reward/mean": 1.0})
+    display.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_stdout_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    show_what_can_be_shown()
+    sys.stdout.write("0.5 ± 0.1\n")
+    sys.stdout.flush()
+    assert written.getvalue() == b"0.5 ? 0.1\n"
+
+
+def test_the_panel_says_what_a_run_is_doing() -> None:
+    progress, clock = after(50)
+    progress.evaluation = "version 40", {"reward/mean": 0.8, "reward/change": 0.4, "reward/change_stderr": 0.05}
+    clock.now += 1.0
+    pools = {"rollout": {"busy": 3, "wait_weights": 1}, "trainer": {"wait_data": 1}, "reward": {"idle": 2}}
+    shown = "\n".join(drawn(progress, Now("signs", pools=pools, mfu={"rollout": 0.4}, held_out=True, bound=1)))
+    for expected in (
+        "50/100",
+        "0.5 s/step",
+        "ETA 0:24",
+        "reward     0.2500",
+        "held-out   reward 0.8000 (+0.4 ± 0.05 since the first)   version 40",
+        "staleness  1 of at most 1   clipped 50.0%",
+        "rollout    ● generating 3/4, waiting for weights 1/4   busy 90%   MFU 40.0%",
+        "trainer    ● waiting for images",
+        "rewards    ● idle 2/2",
+        "speed      64 images/s",
+    ):
+        assert expected in shown, shown
+
+
+def test_a_run_that_has_no_step_yet_says_what_it_waits_for() -> None:
+    progress, clock = after(0)
+    clock.now = 65.0
+    shown = drawn(progress, Now("signs", phase="loading the models"))
+    assert shown[1] == "step       0/100   loading the models   1:05"
+    assert len(shown) == 2
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@pytest.mark.parametrize("height", [1, 5, 10, 40])
+@pytest.mark.parametrize("glyphs", [Glyphs(), ASCII])
+def test_rows_fit_any_terminal(width: int, height: int, glyphs: Glyphs) -> None:
+    progress, _ = after(70)
+    progress.evaluation = "version 40", {"reward/mean": 0.8, "held_out/a_long_name_of_a_term/mean": 0.4}
+    now = Now("a name " * 20, pools={"rollout": {"busy": 1}, "界" * 30: {"idle": 1}}, warnings=["w 界" * 50] * 2)
+    found = drawn(progress, now, width, height, glyphs)
+    assert 1 <= len(found) <= height
+    assert max(map(cell_len, found)) <= width
+    if glyphs is ASCII:
+        assert all("…" not in row and "━" not in row and "●" not in row for row in found)
+
+
+def test_a_spark_line_shows_the_whole_run_in_any_width() -> None:
+    assert spark([0.0, 1.0], 10, Glyphs()) == "▁█"
+    assert spark(list(range(100)), 8, Glyphs()) == "▁▂▃▄▅▆▇█"
+    assert spark([2.0] * 5, 10, ASCII) == ASCII.spark[3] * 5
+
+
+def test_steps_that_are_made_again_are_counted_once() -> None:
+    progress, clock = after(10)
+    clock.now += 1.0
+    progress.step(6, METRICS)
+    assert progress.done == 7
+    assert [step for step, _ in progress.rewards] == [*range(6), 6]
+
+
+def test_the_ledger_says_what_pools_do_now() -> None:
+    ledger = PoolLedger(Clock())
+    for worker, state in (
+        ("rollout-0", "busy"),
+        ("rollout-1", "wait_work"),
+        ("rollout-1.1", "busy"),
+        ("trainer-0", "sync"),
+    ):
+        ledger.enter(worker, state)
+    assert ledger.now() == {"rollout": {"busy": 2}, "trainer": {"sync": 1}}
+
+
+def evaluation(version: int, scores: list[float], kind: str = "trained", name: str = "reward") -> Evaluation:
+    curves = {"reward": Curve("trained", 1.0, "x", {place: (score,) for place, score in enumerate(scores)})}
+    if name != "reward":
+        curves[name] = Curve(kind, 1.0, "y", {place: (score,) for place, score in enumerate(scores)})
+    return Evaluation(version, False, "same", steps=6, guidance=1.0, curves=curves)
+
+
+def test_the_result_is_a_sentence_with_its_error() -> None:
+    before, after_ = evaluation(0, [0.1, 0.2, 0.3, 0.2]), evaluation(60, [0.6, 0.75, 0.8, 0.7])
+    (sentence,) = result_sentences([before, after_], "held_out")
+    assert sentence.startswith("On 4 held-out prompts, the reward went from 0.2 to 0.713 in 60 steps: +0.512 ± 0.")
+    assert not sentence.endswith("no more than noise.")
+    (noise,) = result_sentences([before, evaluation(60, [0.2, 0.1, 0.35, 0.2])], "training")
+    assert "4 training prompts" in noise and noise.endswith("no more than noise.")
+    assert result_sentences([before], "held_out") == [] == result_sentences([], "held_out")
+    _, term = result_sentences(
+        [evaluation(version, [version, 1.0 + version], "held_out", "sharp") for version in (0, 3)], "held_out"
+    )
+    assert term.startswith("The held-out term sharp went from 0.5 to 3.5: +3")
+
+
+def test_lines_wrap_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_ = [("files", "one two three four five six seven eight nine ten")]
+    monkeypatch.setenv("COLUMNS", "31")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert named_lines(rows_, 8) == "files    one two three four five six seven eight nine ten\n"
+    monkeypatch.setattr(sys, "stdout", Tty())
+    wrapped = ["files    one two three four", "         five six seven eight", "         nine ten"]
+    assert named_lines(rows_, 8).splitlines() == wrapped
+
+
+def test_a_run_directory_of_another_version_is_read_and_what_is_unknown_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from async_flowrl.config.compose import read_config
+
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 7\nmonitor: {progress: false, tensorboard: true}\nold: 1\n")
+    with caplog.at_level(logging.WARNING):
+        config = read_config(file)
+    assert (config.seed, config.monitor.tensorboard) == (7, True)
+    assert "does not know: monitor.progress, old" in caplog.text
+    file.write_text("one: 1\ntwo: 2\n")
+    with pytest.raises(ValueError, match="is not the configuration of a run"):
+        read_config(file)

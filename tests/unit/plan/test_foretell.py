@@ -1,0 +1,88 @@
+"""What a run is told before its first step: from earlier steps of its directory, and of devices that were found."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.plan import foretell
+from async_flowrl.plan.foretell import device_memory, step_time, workers_before
+from tests.support.recorded import recorded
+from tests.support.toy import toy_config, virtual
+
+GIB = 2**30
+
+
+def write_run(folder: Path, steps: int, *, rollouts: int = 1) -> None:
+    """Steps of 4 s: each ticket is generated in 3 s beside an update of 4 s."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("prompts_per_step: 1\ngroup_size: 4\ntotal_steps: 20\n")
+    metrics = [
+        {"step": s, "timing/update": 4.0, "timing/step": 4.0, "timing/wait_rollout": 0.0, "reward/mean": 0.1}
+        for s in range(steps)
+    ]
+    events: list[dict[str, Any]] = [{"time": 0.0, "event": "worker", "worker": "rollout-9", "pid": 1}]
+    events.append({"time": 0.0, "event": "rollback", "step": 0})
+    names = [*(f"rollout-{n}" for n in range(rollouts)), "trainer-0"]
+    events += [{"time": 0.0, "event": "worker", "worker": name, "pid": 2} for name in names]
+    for s in range(steps):
+        at = {"time": 4.0 * s, "event": "ticket", "kind": "train", "ordinal": s, "step": s, "worker": "rollout-0"}
+        events += [at | {"state": "GENERATING"}, at | {"state": "SCORING", "time": 4.0 * s + 3.0}]
+        events.append({"time": 4.0 * s + 4.0, "event": "step", "step": s, "started": 4.0 * s, "ended": 4.0 * s + 4.0})
+    for name, lines in (("metrics", metrics), ("events", events)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def config(*overrides: str) -> Any:
+    return compose_config("one_step_off", ["output_dir=unused", "total_steps=20", *overrides])
+
+
+def test_the_step_time_is_that_of_earlier_steps(tmp_path: Path) -> None:
+    """A toy run whose steps took as long as they did, planned as if it were to go on for ten steps more."""
+    settings = toy_config(1, steps=20)
+    run = virtual(settings)
+    folder = recorded(tmp_path / "run", run, settings)
+    names = [f"rollout-{index}" for index in range(settings.rollout.num_workers)] + ["trainer-0"]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": 0, "event": "worker", "worker": n, "pid": 1}) + "\n" for n in names)
+    said = step_time(replace(settings, total_steps=30), folder)
+    seconds, left = re.fullmatch(
+        r"(\S+) s per step, as earlier steps took, (\S+) for the 10 that are left", said
+    ).groups()  # type: ignore[union-attr]
+    steps = run.observer.of("step")[4:]
+    took = (steps[-1]["ended"] - steps[0]["started"]) / len(steps)
+    assert float(seconds) == pytest.approx(took, rel=0.1)
+    minutes, rest = left.split(":")
+    assert 60 * int(minutes) + int(rest) == pytest.approx(10 * took, rel=0.1, abs=1)
+
+
+def test_too_few_or_other_steps_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 2)
+    assert step_time(config(), tmp_path / "run") == "no step time: too few earlier steps"
+    assert workers_before(tmp_path / "run") == {"rollout": 1, "trainer": 1}, "those of the newest attempt"
+    assert step_time(config("rollout.num_workers=2"), tmp_path / "run") == (
+        "no step time: other workers made earlier steps"
+    )
+
+
+def test_whatever_goes_wrong_is_said_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run", 2)
+    (tmp_path / "run/events.jsonl").write_text("{\n")
+    assert step_time(config(), tmp_path / "run") == "no step time: the planner failed"
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(foretell, "plan_memory", broken)
+    assert device_memory(config(), {"rollout": GIB}) == "no memory: the planner failed"
+    assert device_memory(config(), {"reward": GIB}) == "no memory: only rewards have GPUs"
+
+
+def test_the_memory_of_devices_that_were_found() -> None:
+    said = device_memory(config(), {"rollout": 24 * GIB, "trainer": 24 * GIB})
+    assert said.startswith("memory: trainer rank 1.") and said.count(" of 24 GiB") == 2
+    assert device_memory(config("model.path=/nowhere"), {"rollout": GIB}) == "no memory: model cannot be planned"
