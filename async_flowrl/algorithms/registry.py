@@ -12,7 +12,7 @@ from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
 from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, check_density, uses_density
 from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
-from async_flowrl.algorithms.window import check_window, possible_steps, trains_on_final_images
+from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import import_named
@@ -31,6 +31,7 @@ def build_algorithm(run: Config) -> Algorithm:
     factory = _factory(config.name)
     own = config.name not in BUILT_IN
     final = trains_on_final_images(config)
+    check_levels(config, run.rollout.num_inference_steps)
     if not final:
         check_window(config, run.rollout.num_inference_steps)
         _check_noise(config)

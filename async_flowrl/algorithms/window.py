@@ -35,7 +35,8 @@ def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int,
     shared = config.window_per == "step" or config.global_std
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
     if trains_on_final_images(config):
-        return Window((), _subset(range(num_inference_steps), rows_per_image(config, num_inference_steps), source))
+        low, high = level_range(config, num_inference_steps)
+        return Window((), _subset(range(low, high), rows_per_image(config, num_inference_steps), source))
     low, high = step_range(config, num_inference_steps)
     if config.window == "none":
         steps = tuple(range(low, high))
@@ -107,9 +108,32 @@ def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:
     return config.sde_window_size or 0
 
 
+def level_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
+    """Half-open range of the schedule's noise levels at which final images may be trained."""
+    return config.timestep_range or (0, num_inference_steps)
+
+
 def rows_per_image(config: AlgorithmConfig, num_inference_steps: int) -> int:
-    """How many noise levels each final image is trained at: `timestep_fraction` of the schedule, at least one."""
-    return max(1, int(num_inference_steps * config.timestep_fraction))
+    """How many noise levels each final image is trained at: `timestep_fraction` of the range, at least one."""
+    low, high = level_range(config, num_inference_steps)
+    return max(1, int((high - low) * config.timestep_fraction))
+
+
+def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
+    """ValueError where `timestep_range` does not suit a schedule of `num_inference_steps` levels, or has no meaning."""
+    if config.timestep_range is None:
+        return
+    if not trains_on_final_images(config):
+        raise ValueError(
+            f"algorithm.timestep_range chooses the noise levels of final images, and {config.name} trains on recorded "
+            "steps: set algorithm.timestep_range=null and algorithm.sde_window_range instead"
+        )
+    low, high = config.timestep_range
+    if not 0 <= low < high <= num_inference_steps:
+        raise ValueError(
+            f"algorithm.timestep_range must lie in (0, {num_inference_steps}), the noise levels of "
+            f"rollout.num_inference_steps={num_inference_steps}, got ({low}, {high})"
+        )
 
 
 def window_start(train_steps: Sequence[int]) -> int:

@@ -47,6 +47,9 @@ class AlgorithmConfig:
     timestep_fraction: float = setting(1.0, above=0, at_most=1)
     """Share of the noisy steps (fraction) or of the schedule's levels (algorithms on final images) that is trained,
     drawn at random; 1 = all."""
+    timestep_range: tuple[int, int] | None = setting(None, pair=True)
+    """Algorithms on final images: half-open range of the schedule's noise levels, by index from the noisiest on, at
+    which images may be trained; null = all of them. timestep_fraction is then the share of these."""
     same_initial_noise: bool = False
     """All images of a group start from one noise (DanceGRPO), so that only the noise of the steps tells them apart."""
     clip_range: float = setting(1e-4, above=0)

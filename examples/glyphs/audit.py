@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config.schema import ModelConfig
+from async_flowrl.observability.statistics import diversity
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.types import ByteArray, FloatArray
 from examples.glyphs.flow import DETECTING_READER, STEPS, generate, legibility
@@ -33,7 +34,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pipeline = open_model(arguments.model)
-    print("| | OCR | other reader | wrong word | letters by template | sharpness |\n|---|---|---|---|---|---|")
+    print("| | OCR | other reader | wrong word | letters by template | sharpness | variety | contrast |")
+    print("|---|---|---|---|---|---|---|---|")
     drawn = [draw_many([word] * arguments.copies, random.Random(number)) for number, word in enumerate(TEST)]
     print(row("drawn words", np.stack(drawn)[..., None].repeat(3, axis=-1)), flush=True)
     rows = []
@@ -53,23 +55,26 @@ def open_model(path: str = str(WEIGHTS)) -> Any:
     return load_pipeline(resolve_model(ModelConfig(path=path)), dtype="float32", device="cpu")
 
 
-def trained_images(pipeline: Any, lora: Path, copies: int) -> ByteArray:
+def trained_images(pipeline: Any, lora: Path, copies: int, steps: int = STEPS) -> ByteArray:
     """Held-out words under a trained adapter, which is taken off again."""
     pipeline.load_lora_weights(lora, adapter_name="trained")
     try:
-        return generate(pipeline, TEST, copies, steps=STEPS)
+        return generate(pipeline, TEST, copies, steps=steps)
     finally:
         pipeline.unload_lora_weights()
 
 
 def scores(images: ByteArray) -> dict[str, float]:
-    """Of images [len(TEST), copies, H, W, 3]: OCR, OCR by another reader, against other words, and so on."""
+    """Of images [len(TEST), copies, H, W, 3]: OCR, by another reader, against other words, by template; then how the
+    images look."""
     return {
         "ocr": legibility(images, TEST),
         "other_reader": legibility(images, TEST, DETECTING_READER),
         "wrong_word": legibility(images, TEST[5:] + TEST[:5]),
         "templates": template_accuracy(images, TEST),
         "sharpness": sharpness(images),
+        "variety": variety(images),
+        "contrast": contrast(images),
     }
 
 
@@ -82,6 +87,18 @@ def sharpness(images: ByteArray) -> float:
     """Mean absolute difference of neighbouring pixels, as a share of the range of grey."""
     grey = images.astype(np.float32).mean(-1) / 255
     return float(np.abs(np.diff(grey, axis=-1)).mean() + np.abs(np.diff(grey, axis=-2)).mean())
+
+
+def variety(images: ByteArray) -> float:
+    """How much the images of one word differ from each other (`statistics.diversity`), averaged over the words."""
+    return float(np.mean([diversity(group) or 0.0 for group in images]))
+
+
+def contrast(images: ByteArray) -> float:
+    """Mean range of an image's greys, from their 5th to their 95th percentile, as a share of all greys."""
+    flat = images.astype(np.float32).mean(-1).reshape(-1, images.shape[-2] * images.shape[-3]) / 255
+    low, high = np.percentile(flat, (5, 95), axis=1)
+    return float(np.mean(high - low))
 
 
 def template_accuracy(images: ByteArray, words: Sequence[str]) -> float:

@@ -22,11 +22,14 @@ import torch
 from async_flowrl.benchmark.page import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
+from examples.glyphs.flow import STEPS
 from examples.glyphs.result import Result, load_all
-from examples.glyphs.result_picture import FLOW_GRPO, draw, table
+from examples.glyphs.result_picture import FAST, FAST_AGAINST, FLOW_GRPO, draw, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)
+JUDGED_FAST = (14, 15, 16, 17, 18)
+"""Seeds on which nothing was chosen: `--variants one_step_off fast --seeds 14 15 16 17 18`."""
 COPIES = 64
 """Images per held-out word at the end: 1,024 images, whose mean score has a standard error of 0.011."""
 
@@ -39,6 +42,8 @@ class Variant:
     overrides: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
     experiment: str = "glyphs"
+    sampling_steps: int = STEPS
+    """Denoising steps of the images that are measured at the end."""
 
 
 def flow_grpo(mode: str, *overrides: str, seeds: tuple[int, ...] = (5, 6, 7)) -> Variant:
@@ -52,6 +57,7 @@ VARIANTS = {
     "sync_all_cores": Variant("sync", ("rollout.threads=2", "trainer.threads=2"), seeds=(0,)),
     "fully_async": Variant("fully_async", ("max_staleness=3",)),
     "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), seeds=(0,)),
+    "fast": Variant("one_step_off", seeds=JUDGED_FAST, experiment="glyphs_fast", sampling_steps=8),
     "grpo_sync": flow_grpo("sync"),
     "grpo_one_step_off": flow_grpo("one_step_off"),
     "grpo_fully_async": flow_grpo("fully_async", "max_staleness=3"),
@@ -77,12 +83,29 @@ def main() -> None:
         asked = [(name, arguments.seeds or VARIANTS[name].seeds) for name in arguments.variants]
         for seed in sorted({seed for _, seeds in asked for seed in seeds}):
             for variant in (name for name, seeds in asked if seed in seeds):
-                complete(variant, seed, steps=arguments.steps, runs=arguments.runs, results=arguments.results)
+                complete(
+                    variant,
+                    VARIANTS[variant],
+                    seed,
+                    steps=arguments.steps,
+                    runs=arguments.runs,
+                    results=arguments.results,
+                )
     found = load_all(arguments.results)
     if not found:
         raise SystemExit(f"compare: {arguments.results} has no results yet")
-    show([result for result in found if not result.variant.startswith(FLOW_GRPO)], "compare", arguments)
-    show([result for result in found if result.variant.startswith(FLOW_GRPO)], "flow_grpo", arguments)
+    for name, results in sections(found).items():
+        show(results, name, arguments)
+
+
+def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
+    """Markers on the page to the runs that are shown there; the fast recipe beside the one it is measured against."""
+    slow = [result for result in found if not result.variant.startswith(FLOW_GRPO) and result.variant != FAST]
+    fast = [result for result in found if result.variant == FAST]
+    seeds = {result.seed for result in fast}
+    beside = [result for result in slow if result.variant == FAST_AGAINST and result.seed in seeds]
+    flow_grpo_runs = [result for result in found if result.variant.startswith(FLOW_GRPO)]
+    return {"compare": slow, "flow_grpo": flow_grpo_runs, "fast": [*fast, *beside]}
 
 
 def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) -> None:
@@ -96,18 +119,20 @@ def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) ->
     print(table(results))
 
 
-def complete(variant: str, seed: int, *, steps: int | None, runs: Path, results: Path) -> None:
-    """Trains and measures what is not in `results` yet."""
-    name = f"{variant}_seed{seed}"
-    target = results / f"{name}.json"
+def complete(
+    name: str, variant: Variant, seed: int, *, steps: int | None, runs: Path, results: Path, copies: int = COPIES
+) -> None:
+    """Trains and measures what is not in `results` yet, with `copies` images per held-out word at the end."""
+    run = f"{name}_seed{seed}"
+    target = results / f"{run}.json"
     if target.is_file():
-        print(f"{name}: already in {results}", flush=True)
+        print(f"{run}: already in {results}", flush=True)
         return
-    folder = runs / name
-    train(VARIANTS[variant], seed, folder, steps=steps)
-    result = collect(variant, seed, folder)
+    train(variant, seed, runs / run, steps=steps)
+    result = collect(name, seed, runs / run, copies, variant.sampling_steps)
     result.save(target)
-    print(f"{name}: held-out OCR {result.final['ocr']:.3f} after {result.images[-1]:.0f} images", flush=True)
+    said = f"held-out OCR {result.final['ocr']:.3f} after" if result.final else "trained on"
+    print(f"{run}: {said} {result.images[-1]:.0f} images", flush=True)
 
 
 def train(variant: Variant, seed: int, folder: Path, *, steps: int | None) -> None:
@@ -123,17 +148,18 @@ def overrides(variant: Variant, seed: int, folder: Path, *, steps: int | None) -
     return ["--config-name", variant.mode, f"experiment={variant.experiment}", *given, *length, *variant.overrides]
 
 
-def collect(variant: str, seed: int, folder: Path) -> Result:
-    """The curve of a finished run, and its adapter measured on the held-out words."""
-    curve, images = read(folder), trained_images(open_model(), folder / "lora", COPIES)
+def collect(name: str, seed: int, folder: Path, copies: int, sampling_steps: int = STEPS) -> Result:
+    """The curve of a finished run, and its adapter measured on `copies` images per held-out word, if any."""
+    curve = read(folder)
+    final = scores(trained_images(open_model(), folder / "lora", copies, sampling_steps)) if copies else {}
     return Result(
-        variant=variant,
+        variant=name,
         seed=seed,
         images=curve.images,
         seconds=[round(second, 2) for second in curve.seconds],
         reward=[round(value, 4) for value in curve.reward],
         evaluations=[(step, round(score, 4)) for step, score in curve.evaluations],
-        final={name: round(value, 4) for name, value in scores(images).items()},
+        final={key: round(value, 4) for key, value in final.items()},
         load=os.getloadavg()[2],
         niceness=os.nice(0),
         cores=os.cpu_count() or 1,

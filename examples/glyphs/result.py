@@ -25,7 +25,7 @@ class Result:
     reward: list[float]
     evaluations: list[tuple[int, float]]
     final: dict[str, float]
-    """Scores of the trained adapter: ocr, other_reader, wrong_word, templates, sharpness."""
+    """Scores of the trained adapter (`audit.scores`); empty where it was not measured."""
     load: float
     """Load average of the machine over the last 15 minutes of the run."""
     niceness: int
@@ -46,8 +46,15 @@ class Result:
 
     def seconds_to(self, score: float) -> float | None:
         """Seconds of training until the first evaluation with at least `score`; None if there was none."""
+        return self._until(score, self.seconds)
+
+    def images_to(self, score: float) -> float | None:
+        """Images trained on until then."""
+        return self._until(score, self.images)
+
+    def _until(self, score: float, along: list[float]) -> float | None:
         reached = [step for step, value in self.evaluations if value >= score]
-        return None if not reached else 0.0 if reached[0] < 0 else self.seconds[reached[0]]
+        return None if not reached else 0.0 if reached[0] < 0 else along[reached[0]]
 
 
 def load_all(folder: Path) -> list[Result]:
@@ -67,9 +74,10 @@ def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result,
     ]
 
 
-def score_differences(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Final OCR score of `one` less that of `other`, by seed."""
-    return [a.final["ocr"] - b.final["ocr"] for a, b in pairs(results, one, other)]
+def score_differences(results: Sequence[Result], one: str, other: str, *, key: str = "ocr") -> list[float]:
+    """Final score of `one` less that of `other`, by seed, where both have it."""
+    both = pairs(results, one, other)
+    return [a.final[key] - b.final[key] for a, b in both if key in a.final and key in b.final]
 
 
 def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:

@@ -104,6 +104,15 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"window_interval": 0}, "window_interval must be at least 1"),
         ({"window_interval_min": 0}, "interval_min must be at least 1"),
         ({"timestep_fraction": 0.0}, "timestep_fraction must be above 0 and at most 1, got 0"),
+        (
+            {"timestep_range": (0, 3)},
+            "timestep_range chooses the noise levels of final images, and flow_grpo trains on",
+        ),
+        (
+            {"name": "diffusion_nft", "timestep_range": (0, 99)},
+            r"timestep_range must lie in \(0, \d+\), .*got \(0, 99\)",
+        ),
+        ({"name": "diffusion_nft", "timestep_range": (3, 3)}, r"got \(3, 3\)"),
     ],
 )
 def test_refusals(fields: dict[str, Any], message: str) -> None:

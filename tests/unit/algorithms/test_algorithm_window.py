@@ -129,6 +129,17 @@ def test_final_image_algorithms_sample_without_noise(name: str, fraction: float,
     assert all(abs(counts[level] - 2000 * share) <= 5 * (2000 * share * (1 - share)) ** 0.5 for level in range(T))
 
 
+def test_final_images_are_trained_at_levels_of_the_range_alone() -> None:
+    whole = AlgorithmConfig(name="diffusion_nft", timestep_range=(1, 4))
+    assert {draw(whole, step=step).train_steps for step in range(20)} == {(1, 2, 3)}
+    share = replace(whole, timestep_fraction=0.7)
+    assert rows_per_image(share, T) == 2
+    assert {draw(share, step=step).train_steps for step in range(60)} == {(1, 2), (1, 3), (2, 3)}
+    everything = AlgorithmConfig(name="diffusion_nft", timestep_fraction=0.6)
+    named = replace(everything, timestep_range=(0, T))
+    assert all(draw(everything, step=step) == draw(named, step=step) for step in range(20))
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]),

@@ -6,7 +6,7 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.main import command_line
 from examples.glyphs.audit import open_model
-from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides
+from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides, sections
 from examples.glyphs.flow import STEPS, generate, legibility
 from examples.glyphs.result import Result, goal_ratios, interval, load_all, score_differences, time_ratios
 from examples.glyphs.result_picture import COLOURS, FLOW_GRPO, draw, table
@@ -80,7 +80,7 @@ def test_table_and_picture_show_every_run(tmp_path: Path) -> None:
 
 def test_a_run_whose_result_is_there_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result("sync", 4).save(tmp_path / "results" / "sync_seed4.json")
-    complete("sync", 4, steps=None, runs=tmp_path / "runs", results=tmp_path / "results")
+    complete("sync", VARIANTS["sync"], 4, steps=None, runs=tmp_path / "runs", results=tmp_path / "results")
     assert "sync_seed4: already in" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
@@ -97,6 +97,25 @@ def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monke
     assert config.algorithm.name == expected and name.removeprefix(FLOW_GRPO) in COLOURS
 
 
+def test_the_fast_recipe_is_measured_against_the_other_at_the_same_seeds() -> None:
+    found = [result("one_step_off", seed, 0.8, steps=6) for seed in (0, 14, 15)]
+    found += [replace(result("fast", seed, 0.85, steps=6), seconds=[0.6] * 6) for seed in (14, 15)] + [
+        result("grpo_sync", 14)
+    ]
+    parts = sections(found)
+    assert [(each.variant, each.seed) for each in parts["fast"]] == [
+        ("fast", 14),
+        ("fast", 15),
+        ("one_step_off", 14),
+        ("one_step_off", 15),
+    ]
+    assert [each.seed for each in parts["compare"]] == [0, 14, 15] and len(parts["flow_grpo"]) == 1
+    text = table(parts["fast"])
+    assert "ocr of fast less that of one_step_off, by seed: +0.050, +0.050" in text and "variety of" not in text
+    assert "Seconds of fast ÷ one_step_off until the first evaluation of 0.8 or more: 0.10, 0.10; median 0.10" in text
+    assert "fast" not in table(parts["compare"])
+
+
 @pytest.mark.slow
 def test_the_shipped_model_is_small_and_writes_badly() -> None:
     assert sum(path.stat().st_size for path in WEIGHTS.rglob("*")) < 10_000_000
@@ -107,11 +126,13 @@ def test_the_shipped_model_is_small_and_writes_badly() -> None:
 def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     kept = load_all(ROOT / "examples/glyphs/results")
     page = (ROOT / "docs/glyphs.md").read_text(encoding="utf-8")
-    for experiment in ("glyphs", "glyphs_flow_grpo"):
+    for experiment in ("glyphs", "glyphs_flow_grpo", "glyphs_fast"):
         given = [f"experiment={experiment}", "model.path=tiny", f"output_dir={tmp_path / 'run'}"]
         config = compose_config(overrides=given)
         mine = [result for result in kept if VARIANTS[result.variant].experiment == experiment]
         images = config.total_steps * config.prompts_per_step * config.group_size
-        assert mine and all(result.images[-1] == images for result in mine)
+        assert all(result.images[-1] == images for result in mine)
         assert all(result.evaluations[-1][0] == config.total_steps - 1 for result in mine)
-        assert table(mine) in page, "run: python -m examples.glyphs.compare --draw"
+    shown = {name: results for name, results in sections(kept).items() if results}
+    assert set(shown) >= {"compare", "flow_grpo"}
+    assert all(table(each) in page for each in shown.values()), "run: python -m examples.glyphs.compare --draw"
