@@ -37,7 +37,8 @@ def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> No
 
 
 def _load(family: str, dtype: str) -> dict[str, Any]:
-    world, model = World.current(), resolve_model(replace(model_config(family), dtype=dtype))
+    world = replace(World.current(), per_replica=World.current().size)
+    model = resolve_model(replace(model_config(family), dtype=dtype))
     policy = load_policy(model, dtype=dtype, device="cpu", parts="structure")
     digest = digest_of_stored(model, world, {name for name, _ in policy.transformer.named_parameters()})
     add_lora(policy.transformer, LoraConfig(rank=2), policy, seed=0)
