@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -31,6 +31,7 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.terminal import say
 from separation.imports import without_collections
 
 
@@ -50,10 +51,10 @@ def main() -> int:
         config = typed(values)
         return train(config, record(values, values.hydra, config.output_dir))
     except (ConfigError, GuardError) as error:
-        sys.stderr.write(f"async_flowrl: {error}\n")
+        say(f"async_flowrl: {error}\n", sys.stderr)
         return exit_codes.CONFIG
     except KeyboardInterrupt:
-        sys.stderr.write("async_flowrl: interrupted\n")
+        say("async_flowrl: interrupted\n", sys.stderr)
         return exit_codes.INTERRUPTED
 
 
@@ -116,12 +117,19 @@ def report_over(folders: Sequence[Path]) -> None:
     runs = [folder for folder in folders if (folder / "report.html").exists()]
     if len(runs) > 1:
         path = Path(os.path.commonpath(runs)) / "report.html"
-        sys.stdout.write(f"{'report':8} {write_page(runs, path)}: all {len(runs)} runs\n")
+        say(f"{'report':8} {write_page(runs, path)}: all {len(runs)} runs\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `async-flowrl train --help` shows how it is written")
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
     """What the arguments say, and whether Hydra itself is asked for something (`--multirun`, `--cfg job`, `--help`)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=DEFAULT)
     parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
     for flag in (("--cfg", "-c"), ("--package", "-p"), ("--info", "-i"), ("--config-path", "-cp")):
@@ -148,7 +156,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
                 folders.append(Path(config.output_dir))
             codes.append(train(config, record(values, own, config.output_dir)))
         except ConfigError as error:
-            sys.stderr.write(f"async_flowrl: {error}\n")
+            say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)
         if codes[-1] in (exit_codes.INTERRUPTED, exit_codes.RESUMABLE):
             raise SystemExit(codes[-1])  # whoever stopped this job meant the whole sweep

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -41,7 +42,7 @@ from separation.placement import (
 )
 from separation.processes import alive, descendants, kill, kill_remaining
 from separation.ray_group import Place, RayGroup
-from separation.ray_head import only_what_runs
+from separation.ray_head import start_with_what_runs
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ ONE_NODE_SECONDS = 20.0
 """How long a gang waits for the one node that had room for it, before it takes several."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
+_REACH_SECONDS = 20.0
+"""How long a cluster that exists may take to accept a connection."""
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 """Ray's settings for a cluster of our own, whose task history and metrics nothing reads."""
 
@@ -65,9 +68,14 @@ class RaySession:
         self._daemons: list[psutil.Process] = []
         if self._connected:
             before = descendants(os.getpid())
-            with _sigterm_ours_alone():
-                self._connect(address)
-            self._daemons = [process for process in descendants(os.getpid()) if process not in before]
+            try:
+                with _sigterm_ours_alone():
+                    self._connect(address)
+            except BaseException:  # a second Ctrl-C, too: Ray forgets the workers that it was starting
+                self._daemons = _started_since(before)
+                self.close()
+                raise
+            self._daemons = _started_since(before)
 
     async def start(
         self,
@@ -123,20 +131,21 @@ class RaySession:
 
     def _connect(self, address: str | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"address": address}
+        common: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "job_config": JobConfig(_py_driver_sys_path=import_path()),
+        }
         if address is None:
-            cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
-            options = {"address": "local", "num_cpus": cpus, "resources": custom, "include_dashboard": False}
-            options["_system_config"] = dict(_UNWATCHED)
             # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
             os.environ.setdefault("RAY_worker_niceness", "0")
-        with only_what_runs():
-            ray.init(
-                **options,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                job_config=JobConfig(_py_driver_sys_path=import_path()),
-            )
+            cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
+            own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
+            own["_system_config"] = dict(_UNWATCHED)
+            start_with_what_runs(lambda: ray.init("local", **own, **common))
+        else:
+            _check_reachable(address)
+            ray.init(address, **common)
         _log_raylet_messages()
 
     def _processes(self) -> list[psutil.Process]:
@@ -183,6 +192,24 @@ class RaySession:
             remove_placement_group(taken)
             self._placement_groups.remove(taken)
         return taken
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ResourcesMissing where nothing listens at `host:port`: Ray would try for minutes, and hear no signal."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not (host and port.isdigit()):
+        return  # "auto", or ray://…: Ray knows what is meant
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ResourcesMissing(
+            f"no Ray cluster answers at the address {address} ({error}): start one with `ray start --head` and take "
+            "the address that it prints, or leave the address out for a cluster of this machine"
+        ) from error
+
+
+def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in descendants(os.getpid()) if process not in before]
 
 
 def free_by_node() -> list[Resources]:

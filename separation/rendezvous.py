@@ -11,6 +11,8 @@ from typing import Any
 from separation.group import WorkerGroup
 from separation.supervise import deadline, together
 
+LONGEST_TIMEOUT = 20 * 86_400.0
+"""Seconds, for those who want to wait for ever: torch takes no infinity, and counts some waits in 31 bits of ms."""
 _stores: dict[int, Any] = {}
 
 
@@ -85,7 +87,7 @@ async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
 
     `timeout`, seconds, is that of joining and of every collective of the group later. Raises DeadlineExceeded.
     """
-    world = len(group.workers)
+    world, timeout = len(group.workers), min(timeout, LONGEST_TIMEOUT)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
         await together(*(worker.call("separation.rendezvous:leave") for worker in group.workers))
         master = group.workers[0]

@@ -136,6 +136,8 @@ def _known(written: DictConfig, unknown: list[str]) -> Any:
 
 def check_words(name: str, overrides: Sequence[str], folder: Path | None = None) -> None:
     """Raises ConfigError, with the nearest match, for unknown configurations, options of groups and keys."""
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder} is no folder")
     folders = [config_dir(), *([folder] if folder else [])]
     top = [path.stem for each in folders for path in each.glob("*.yaml") if path.stem != "base"]
     if name.removesuffix(".yaml") not in top:

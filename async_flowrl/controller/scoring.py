@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from async_flowrl.config.reward_pools import reward_pools
-from async_flowrl.controller.context import Context, book_span
+from async_flowrl.controller.context import Context, Servers, book_span
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.combine import combined
 from async_flowrl.tickets.table import TRAIN, Ticket, describe
@@ -79,7 +79,7 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     only: tuple[str, ...] | None = None
     for attempt in range(config.retries + 1):
         await ctx.servers.up(terms)
-        if gone := _gone(ctx, only or terms):
+        if gone := without_server(ctx.servers, only or terms):
             parts.append(gone)
             only = tuple(name for name in only or terms if name not in gone.failed)
             if not only:
@@ -108,9 +108,9 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     return scores
 
 
-def _gone(ctx: Context, terms: Sequence[str]) -> Scores | None:
+def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
     """The failure of those of the terms that have no server any more; None where there is none to ask in vain."""
-    failed = {name: Failure(why, final=True) for name, why in ctx.servers.lost().items() if name in terms}
+    failed = {name: Failure(why, final=True) for name, why in servers.lost().items() if name in terms}
     return Scores((), {}, failed=failed) if failed else None
 
 

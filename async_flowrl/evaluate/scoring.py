@@ -5,6 +5,7 @@ from concurrent.futures import Executor
 
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.controller.context import Servers
+from async_flowrl.controller.scoring import without_server
 from async_flowrl.rewards.combine import combined
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.seen import seen_by
@@ -27,6 +28,11 @@ async def scored(
     asked = tuple(config.terms)
     for attempt in range(config.retries + 1):
         await servers.up(asked)
+        if (gone := without_server(servers, asked)) is not None:
+            parts.append(gone)
+            asked = tuple(name for name in asked if name not in gone.failed)
+            if not asked:
+                break
         parts.append(await reward.attempt(prompt, images, executor, only=asked))
         servers.heard({term.name: seen.take() for term in reward.terms if (seen := seen_by(term.reward)) is not None})
         asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)

@@ -1,6 +1,7 @@
 """The servers of rewards that have some, beside an evaluation: as in a run, in pools of this process, one per term."""
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -65,7 +66,7 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
 def _config(job: Job, folder: Path, device: str) -> Config:
     """The job's terms with one server each, as the terms of a run in `folder` on this machine."""
-    free = list(range(1, torch.cuda.device_count())) if device != "cpu" else None
+    free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
     terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
     config = job.config
     return replace(
@@ -77,7 +78,13 @@ def _config(job: Job, folder: Path, device: str) -> Config:
     )
 
 
-def _single(name: str, term: RewardTerm, free: list[int] | None) -> RewardTerm:
+def _visible(count: int) -> list[str]:
+    """What the devices of this process are called in CUDA_VISIBLE_DEVICES: it may itself have been shown but some."""
+    shown = os.environ.get(VISIBLE_DEVICES)
+    return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
+
+
+def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
     """With one server, on GPUs that are taken from `free`: the first one makes the images.
 
     Raises ValueError where there are too few.
@@ -93,7 +100,5 @@ def _single(name: str, term: RewardTerm, free: list[int] | None) -> RewardTerm:
             f"left; let it share that one with serve.gpus=0 in RUN/config.yaml, or name other rewards with --reward"
         )
     own, free[:count] = free[:count], []
-    seen: ServeConfig = replace(
-        serve, replicas=1, environment={**serve.environment, VISIBLE_DEVICES: ",".join(map(str, own))}
-    )
+    seen: ServeConfig = replace(serve, replicas=1, environment={**serve.environment, VISIBLE_DEVICES: ",".join(own)})
     return replace(term, serve=seen)

@@ -12,6 +12,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.progress import Progress, duration, evaluated, evaluation_line, number
+from async_flowrl.observability.terminal import say
 from async_flowrl.observability.trackers import Sample
 
 DUMB = ("", "dumb", "unknown")
@@ -78,8 +79,7 @@ class Lines(Silent):
         self._say(f"evaluation of {whose or f'version {version}'}: {evaluation_line(metrics)}")
 
     def _say(self, line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        say(line + "\n")
 
 
 def step_line(progress: Progress) -> str:

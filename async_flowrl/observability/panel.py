@@ -47,6 +47,8 @@ class Panel:
         self._widths: tuple[int, tuple[int, ...]] = (self._console.width, ())
         self._failure: Exception | None = None
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+        self._turn = threading.Lock()
+        """Of the progress: a step that is entered while the timer's thread goes over it would make that raise."""
         self._closed = threading.Event()
         own_stderr = sys.stderr.isatty()
         self._live = Live(
@@ -68,7 +70,8 @@ class Panel:
         """Raises what went wrong when the panel was drawn last."""
         if self._failure is not None:
             raise self._failure
-        self._progress.step(step, metrics)
+        with self._turn:
+            self._progress.step(step, metrics)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         whose, metrics = evaluated(metrics)
@@ -96,15 +99,16 @@ class Panel:
         logging.getLogger().removeHandler(self._warnings)
         try:
             self._live.stop()
-        except OSError as error:  # the terminal is gone
-            logger.warning("the console could not be closed: %s", error)
+        except Exception as error:  # the terminal is gone, for example; the run is whole all the same
+            logger.warning("the panel could not be drawn a last time: %s: %s", type(error).__name__, error)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._failure is not None:
             yield Text("", end="")
             return
         width = options.max_width
-        drawn = rows(self._progress, self._now, width, max(1, options.size.height - MIN_ROOM), self._glyphs)
+        with self._turn:
+            drawn = rows(self._progress, self._now, width, max(1, options.size.height - MIN_ROOM), self._glyphs)
         self._widths = width, tuple(row.cell_len for row in drawn)
         yield Text("\n", end="", no_wrap=True).join(drawn)
 

@@ -18,6 +18,9 @@ from async_flowrl.config.schema import Config
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
 """What is written before a run has its first result."""
 
+ATTEMPT = "an attempt begins"
+"""In the controller's log, where what an earlier attempt wrote ends."""
+
 LOCK_ATTEMPTS, LOCK_PAUSE = 4, 0.05
 """Times that a lock is tried, and the seconds between them: `is_held` takes it for an instant."""
 

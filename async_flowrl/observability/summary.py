@@ -12,6 +12,7 @@ from async_flowrl.observability.intervals import Interval, intersect, length, un
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.mfu import utilisation
+from async_flowrl.observability.result import tenths
 from async_flowrl.observability.timeline import Track, tracks
 
 WARM_UP_STEPS = 2
@@ -84,6 +85,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= first)
     kept = gradient_kept(metrics)
+    trained = tenths(metrics)
     return {
         "steps": len(metrics),
         "images": sum(images),
@@ -124,8 +126,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "gradient_kept": kept,
         "skipped": skipped(metrics),
         "warnings": warnings_of(metrics),
-        "reward_first": _tenth(metrics, first=True),
-        "reward_last": _tenth(metrics, first=False),
+        "reward_first": trained[0] if trained else None,
+        "reward_last": trained[1] if trained else None,
     }
 
 
@@ -248,11 +250,3 @@ def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | No
     if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
         return None
     return (len(ends) - WARM_UP_STEPS) * images_per_step / float(ends[-1] - ends[WARM_UP_STEPS - 1])
-
-
-def _tenth(metrics: Sequence[Metrics], *, first: bool) -> float | None:
-    """Mean reward over the first or the last tenth of the steps, at least one."""
-    count = max(1, len(metrics) // 10)
-    lines = metrics[:count] if first else metrics[-count:]
-    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
-    return sum(rewards) / len(rewards) if rewards else None

@@ -16,7 +16,8 @@ from async_flowrl.observability.ledger import place_of, pool_of
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
-from async_flowrl.plan.work import Layout, Work
+from async_flowrl.plan.work import Layout, Work, largest_share
+from async_flowrl.tickets.arithmetic import parts_per_group
 from async_flowrl.tickets.table import TRAIN, State
 
 MIN_SLOWNESS = 1.15
@@ -65,11 +66,10 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         if event["event"] == "span" and event["name"] == "optimizer" and place_of(event["worker"]) == "trainer-0"
     ]
     finish = fmean(finishes) * config.trainer.updates_per_batch if finishes else 0.0
-    # A rank's share of a group; on a single rank it would take as many times as long.
-    per_group = [
-        max(0.0, line["timing/update"] - finish) / config.prompts_per_step * config.trainer.num_workers
-        for line in lines
-    ]
+    parts = config.prompts_per_step // config.trainer.updates_per_batch * parts_per_group(config)
+    # The rank with most of them decided how long it took; on a single rank it would take as many times as long.
+    share = largest_share(parts, config.trainer.num_workers)
+    per_group = [max(0.0, line["timing/update"] - finish) / config.prompts_per_step / share for line in lines]
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
     slow = slow_places(tickets)
     scores = score_times(history, [pool.name for pool in reward_pools(config.reward)])
@@ -77,6 +77,7 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         prompts_per_step=config.prompts_per_step,
         tickets_per_group=config.group_size // config.images_per_ticket,
         group_size=config.group_size,
+        parts=parts,
         # As if every worker were as fast as the middle one: the layout has the slow ones.
         generate=Law.measured([seconds / slow.get(place, 1.0) for place, seconds in tickets]),
         update=Law.measured(per_group),

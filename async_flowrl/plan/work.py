@@ -24,6 +24,8 @@ class Work:
     tickets_per_group: int = 1
     group_size: int = 0
     """Images per group, where they are known."""
+    parts: int = 0
+    """Parts that the groups of one optimizer step are cut into, where they are known: ranks share no less."""
     finish: Law = field(default_factory=lambda: Law(0.0))
     """End of an update, after its last group."""
     score: Law = field(default_factory=lambda: Law(0.0))
@@ -49,11 +51,16 @@ class Work:
 
     def update_on(self, ranks: int) -> Law:
         """Forward and backward of one group shared by `ranks` ranks (Amdahl)."""
-        return self.update.scaled(self.serial + (1.0 - self.serial) / ranks)
+        return self.update.scaled(self.serial + (1.0 - self.serial) * largest_share(self.parts, ranks))
 
     def score_in(self, pool: str) -> Law:
         """Rewards of one group on one worker of a reward pool."""
         return self.score if pool == SHARED else self.own_scores[pool]
+
+
+def largest_share(parts: int, ranks: int) -> float:
+    """Share of an optimizer step that the rank with most of its parts computes; 0 parts: as fine as it takes."""
+    return -(-parts // ranks) / parts if parts else 1.0 / ranks
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.observability.result import REWARD, tenths
 from async_flowrl.report.advice import advice_for
 from async_flowrl.report.evaluated import evaluations_of
 from async_flowrl.report.facts import environment_of, facts_of, plan_of, pools_of, verification_of
@@ -40,7 +41,7 @@ from async_flowrl.report.lines import lines_of
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import first_screen, pictures_of
 from async_flowrl.report.records import Records, read_run
-from async_flowrl.report.result import REWARD, change_of, result_of, training_of
+from async_flowrl.report.result import change_of, result_of
 from async_flowrl.report.schedule import timeline_of
 from async_flowrl.report.settings import differences, settings_of, shown
 from async_flowrl.report.thin import MAX_POINTS, Buckets, rounded
@@ -115,9 +116,12 @@ def compared(runs: Sequence[Document]) -> str:
         return f"{count}. No evaluations of the same prompts, noises and reward compare them{_trained(runs)}."
     best, name = max(changes, key=lambda each: float(each[0]["after"]))
     ends = sorted(change["after"] for change, _ in changes)
+    if ends[0] == ends[-1]:
+        return f"{count}. On the same evaluated prompts all that were evaluated ended at {ends[0]:.3g}."
+    others = f"the others at {ends[0]:.3g} to {ends[-2]:.3g}" if len(ends) > 2 else f"the other one at {ends[0]:.3g}"
     return (
         f"{count}. On the same evaluated prompts {name} ended highest, at {best['after']:.3g} from "
-        f"{best['before']:.3g}; the others at {ends[0]:.3g}" + (f" to {ends[-2]:.3g}." if len(ends) > 2 else ".")
+        f"{best['before']:.3g}; {others}."
     )
 
 
@@ -153,7 +157,7 @@ def notes_on(run: Records, whole: Document) -> list[str]:
 
 def _training(run: Records) -> Document | None:
     """The training reward at both ends, and the terms it is the sum of."""
-    found = training_of(run)
+    found = tenths(run.metrics)
     if found is None:
         return None
     return {"first": rounded(found[0]), "last": rounded(found[1]), "of": shown(run.setting("reward.terms"))}

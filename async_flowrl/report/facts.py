@@ -2,8 +2,10 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.typed import resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES
 from async_flowrl.observability.mfu import mfu
@@ -64,24 +66,23 @@ def environment_of(run: Records) -> list[Row]:
 
 
 def verification_of(run: Records) -> dict[str, Any]:
-    """The digest of the final weights and the commands that check this run, or make it again."""
+    """The digest of the final weights, the command that was `typed`, and those that check this run or go on with it."""
     folder = shlex.quote(str(run.root))
+    record = hydra_record(run.root)
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
     if run.state not in ("finished", "running"):
-        commands = [("go on from the last checkpoint", f"async-flowrl train … output_dir={folder} resume=auto")]
+        unknown = f"async-flowrl train … output_dir={folder} resume=auto"
+        commands = [("go on from the last checkpoint", resume_command(record, run.root) or unknown)]
     return {
         "digest": run.summary.get("weights_digest"),
         "commands": commands,
-        "overrides": overrides_of(run),
+        "typed": typed_command(record),
     }
 
 
-def overrides_of(run: Records) -> list[str]:
-    """What was typed on the command line, as Hydra's record has it."""
-    path = run.root / ".hydra" / "overrides.yaml"
-    if not path.exists():
-        return []
-    return [line.removeprefix("- ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+def hydra_record(root: Path) -> dict[str, str]:
+    """The files of `.hydra/` by name; empty for a run that no command line started."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / ".hydra").glob("*.yaml"))}
 
 
 def plan_of(run: Records) -> dict[str, Any] | None:

@@ -16,11 +16,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from async_flowrl.config.listening import LOOPBACK, ServeError, is_loopback
 from async_flowrl.report.live_document import LiveDocument, may_begin
@@ -39,9 +41,11 @@ HEADERS = {
 }
 WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
 <meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
-<title>A run is starting</title></head><body style="font: 1.1em system-ui; margin: 3em"><h1>The run is starting</h1>
-<p>It has no step yet; this page looks again every two seconds.</p></body></html>
+<title>{title}</title></head><body style="font: 1.1em system-ui; margin: 3em; overflow-wrap: anywhere"><h1>{title}</h1>
+<p>{why}; this page looks again every two seconds.</p></body></html>
 """
+TROUBLE = "Report-Trouble"
+"""Header that says, percent-encoded, why the newest files cannot be read while an older document is served."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,10 @@ class Access:
 
         Any port: a tunnel may end at another one. Where there is a token, it decides.
         """
-        name = urlsplit(f"//{asked}").hostname or ""
+        try:
+            name = urlsplit(f"//{asked}").hostname or ""
+        except ValueError:  # "[::1", say
+            return False
         return self.token is not None or is_loopback(name)
 
     def knows(self, authorization: str) -> bool:
@@ -117,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or another one",
                         {"WWW-Authenticate": 'Basic realm="async-flowrl report", charset="UTF-8"'})  # fmt: skip
         else:
-            self.answer(urlsplit(self.path).path)
+            self.answer(self.path.partition("?")[0])
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -129,37 +136,37 @@ class Handler(BaseHTTPRequestHandler):
         live = self.server.live
         if path == "/":
             page = live.page()
-            self.send(WAITING.encode() if page is None else page, "text/html; charset=utf-8")
+            self.send(waiting(live.trouble) if page is None else page, "text/html; charset=utf-8")
         elif path == "/document.json":
             content = live.content()
             if content is None:
                 self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, live.trouble or "the run is starting")
             else:
-                self.send(content, "application/json")
+                self.send(content, "application/json", {TROUBLE: quote(live.trouble)} if live.trouble else {})
         elif path == "/favicon.ico":  # browsers ask for it by themselves
             self.reply(HTTPStatus.NO_CONTENT, b"", {})
         elif path.startswith("/images/"):
-            self.picture(unquote(path, errors="strict") if "%" in path else path)
+            self.picture(unquote(path))
         else:
             self.refuse(HTTPStatus.NOT_FOUND, "there is /, /document.json and /images/")
 
     def picture(self, path: str) -> None:
         number, _, below = path.removeprefix("/images/").partition("/")
         runs = self.server.live.runs()
-        known = number.isascii() and number.isdigit() and int(number) < len(runs)
-        picture: Picture | None = open_picture(runs[int(number)] / "images", below) if known else None
+        numbered = {str(index): run for index, run in enumerate(runs)}
+        picture: Picture | None = open_picture(numbered[number] / "images", below) if number in numbered else None
         if picture is None:
             self.refuse(HTTPStatus.NOT_FOUND, "no such picture")
             return
         self.send(picture.content, picture.kind)
 
-    def send(self, content: bytes, kind: str) -> None:
+    def send(self, content: bytes, kind: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
         """The content, or 304 where the browser has it."""
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         if tag in [each.strip().removeprefix("W/") for each in self.headers.get("If-None-Match", "").split(",")]:
-            self.reply(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
+            self.reply(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag, **more})
         else:
-            self.reply(HTTPStatus.OK, content, {"ETag": tag, "Content-Type": kind})
+            self.reply(HTTPStatus.OK, content, {"ETag": tag, "Content-Type": kind, **more})
 
     def refuse(self, status: HTTPStatus, sentence: str, more: Mapping[str, str] | None = None) -> None:
         self.reply(status, f"{sentence}\n".encode(), {"Content-Type": "text/plain; charset=utf-8", **(more or {})})
@@ -179,6 +186,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nobody reads a line for every two seconds and browser."""
+
+
+def waiting(trouble: str | None) -> bytes:
+    """The page before there is any document: the run has no files yet, or they cannot be read."""
+    title = "The run cannot be read" if trouble else "The run is starting"
+    return WAITING.format(title=title, why=escape(trouble or "It has no step yet")).encode()
 
 
 for _method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):

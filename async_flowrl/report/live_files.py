@@ -1,12 +1,12 @@
-"""Pictures of a run by the path that a browser asks for: only files, only below images/, never through a link."""
+"""Pictures of a run by the path that a browser or an index of images names: only files, only below images/, never
+through a link."""
 
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_flowrl.report.page import TYPES
-
+TYPES = {".png": "image/png", ".webp": "image/webp"}
 MAX_BYTES = 64 * 2**20
 """Of a picture."""
 MAX_DEPTH = 4

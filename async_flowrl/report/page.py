@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.report.document import Document
+from async_flowrl.report.live_files import open_picture
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
 """In the order in which they are read; uPlot (MIT, assets/uPlot.LICENSE) comes before them."""
-TYPES = {".png": "image/png", ".webp": "image/webp"}
 
 
 def render(document: Document, live: bool = False, *, max_mib: float | None = None) -> str:
@@ -52,7 +52,7 @@ def render(document: Document, live: bool = False, *, max_mib: float | None = No
 
 
 def as_data(value: Any) -> str:
-    """JSON that stands in a page without ending its element or being read as markup; NaN becomes null."""
+    """JSON that stands in a page without ending its element or being read as markup. ValueError for NaN."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -71,26 +71,32 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
     """Data URIs by `<number of the run>/<path below its images folder>`, as many as have at most `limit` bytes, and a
     sentence about those that do not. Every prompt's first image of the first and last versions comes first."""
     found: dict[str, str] = {}
-    size = count = 0
+    size = count = missing = 0
     full = False
-    for name, path in in_order(document):
+    for name, folder, below in in_order(document):
         count += 1
-        if full or not path.exists():
+        picture = None if full else open_picture(folder, below)
+        if picture is None:
+            missing += not full
             continue
-        data = f"data:{TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+        data = f"data:{picture.kind};base64,{base64.b64encode(picture.content).decode()}"
         full = size + len(data) > limit
         if not full:
             found[name], size = data, size + len(data)
     if len(found) == count:
         return found, None
+    absent = f"{missing} of {count} images are not in the run directory, or are no pictures. " if missing else ""
+    if not full:
+        return found, absent.strip()
     return found, (
-        f"{len(found)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
+        f"{absent}{len(found)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
         "(monitor.report_mib, or --max-mib of the command)."
     )
 
 
-def in_order(document: Document) -> Iterator[tuple[str, Path]]:
-    """Name and file of every picture: first images before second ones, and of those the ends of the training first."""
+def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
+    """Name, folder and path below it of every picture: first images before second ones, and of those the
+    ends of the training first."""
     ranked = []
     for number, run in enumerate(document["runs"]):
         evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]
@@ -98,11 +104,11 @@ def in_order(document: Document) -> Iterator[tuple[str, Path]]:
             rank = spread(position, len(evaluations))
             for place, prompt in evaluation["prompts"].items():
                 for index, file in enumerate(prompt["files"]):
-                    path = Path(evaluation["folder"]) / file
-                    at = Path(run["folder"]) / "images" / path
-                    ranked.append(((index, rank, int(place), number), f"{number}/{path.as_posix()}", at))
-    for _, name, path in sorted(ranked):
-        yield name, path
+                    below = f"{evaluation['folder']}/{file}"
+                    at = Path(run["folder"]) / "images"
+                    ranked.append(((index, rank, int(place), number), f"{number}/{below}", at, below))
+    for _, name, folder, below in sorted(ranked):
+        yield name, folder, below
 
 
 def spread(position: int, count: int) -> int:

@@ -1,8 +1,6 @@
 """The files of one run directory, read for a report; each may be missing or unfinished."""
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, tracks
 
 NOT_READ = ('"event": "ticket"', '"event": "version"')
@@ -83,12 +82,8 @@ class Records:
 
     @cached_property
     def failure(self) -> str | None:
-        """The cause of the last failure that the controller's log names, in one line."""
-        log = self.root / "logs" / "controller.log"
-        if not log.exists():
-            return None
-        text = log.read_bytes()[-LOG_TAIL:].decode(errors="replace")
-        _, error, told = text.rpartition(" ERROR ")
+        """The cause of the last attempt's failure that the controller's log names, in one line."""
+        _, error, told = _log(self.root).rpartition(" ERROR ")
         causes = [match for line in told.splitlines() if (match := CAUSE.match(line))]
         return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE] if error and causes else None
 
@@ -145,22 +140,16 @@ def _summary(path: Path, steps: int) -> dict[str, Any]:
 def _state(root: Path, summary: dict[str, Any], steps: int) -> str:
     if summary:
         return "finished" if steps >= int(summary.get("total_steps", steps)) else "stopped"
-    if _locked(root / ".lock"):
+    if is_held(root / ".lock"):
         return "running"
+    return "failed" if " ERROR " in _log(root) else "unfinished"
+
+
+def _log(root: Path) -> str:
+    """The end of what the controller logged in its last attempt."""
     log = root / "logs" / "controller.log"
-    failed = log.exists() and b" ERROR " in log.read_bytes()[-LOG_TAIL:]
-    return "failed" if failed else "unfinished"
-
-
-def _locked(path: Path) -> bool:
-    """Whether a controller holds the run's lock; it is let go of at once if it was free."""
-    if not path.exists():
-        return False
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_TAIL))
+        return file.read().decode(errors="replace").rpartition(ATTEMPT)[2]

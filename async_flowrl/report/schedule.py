@@ -20,6 +20,8 @@ MAX_EXACT = 1_500
 """Bars of all workers with which the whole run is shown exactly, too."""
 BINS = 160
 """Of the whole run."""
+MAX_STEP_NAMES = 1_000
+"""Steps of the whole run that can be named."""
 MAX_MARKS = 200
 MARKED = ("fault", "rollback", "stall", "skipped", "hacking")
 """Events that are marked on the timeline."""
@@ -45,8 +47,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
         "marks": chosen(marks, MAX_MARKS),
         "mark_count": len(marks),
         "steps": [
-            [int(e["step"]), round(e["started"] - start, 4), round(e["ended"] - start, 4)]
-            for e in chosen(run.step_events, 1_000)
+            [int(e["step"]), round(e["started"] - start, 4), round(e["ended"] - start, 4)] for e in _named_steps(run)
         ],
         "workers": len(run.workers),
         "shown": len(shown),
@@ -65,6 +66,14 @@ def _windows(run: Records) -> list[tuple[str, Interval]]:
         first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
         parts["First fault"] = min(max(0, first - 1), len(steps) - MAX_STEPS)
     return [(_title(name, steps[at : at + MAX_STEPS]), _span(steps[at : at + MAX_STEPS])) for name, at in parts.items()]
+
+
+def _named_steps(run: Records) -> list[Event]:
+    """All steps of the exact windows, and evenly many of the others."""
+    windows = [window for _, window in _windows(run)]
+    inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
+    found = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
+    return [found[step] for step in sorted(found)]
 
 
 def _title(name: str, steps: Sequence[Event]) -> str:

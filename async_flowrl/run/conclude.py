@@ -2,19 +2,17 @@
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from async_flowrl.config import exit_codes
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.mfu import mfu
-from async_flowrl.observability.result import result_sentences
+from async_flowrl.observability.result import result_sentences, training_sentence
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
@@ -40,7 +38,7 @@ class Ending:
 
     def say(self, label: str, text: object, *, whole: bool = False) -> None:
         """`whole`: a path or a command, which is copied from the screen."""
-        sys.stdout.write(f"{label:{LABEL}} {text}\n" if whole else named_lines([(label, text)], LABEL))
+        say(f"{label:{LABEL}} {text}\n" if whole else named_lines([(label, text)], LABEL))
 
     @property
     def goes_on(self) -> str:
@@ -54,9 +52,7 @@ def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None)
     hacked = early and stop.code == exit_codes.HACKING
     if early:
         instead = " and evaluate.on_hacking=warn" if hacked else ""
-        sys.stdout.write(
-            f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n"
-        )
+        say(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n")
     if not ending.quiet:
         if not early or hacked:
             results(ending, summary, prediction)
@@ -94,18 +90,9 @@ def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) 
 def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
     """What evaluations measured; of a run without two that compare, the rewards of its training."""
     history = read_evaluations(ending.directory.evaluations)
-    for sentence in result_sentences(history, str(summary.get("evaluation_prompts"))) or [trained(summary)]:
+    found = result_sentences(history, str(summary.get("evaluation_prompts")))
+    for sentence in found or [training_sentence(summary["reward_first"], summary["reward_last"])]:
         ending.say("result", sentence)
-
-
-def trained(summary: Mapping[str, Any]) -> str:
-    first, last = summary["reward_first"], summary["reward_last"]
-    if first is None or last is None:
-        return "No step had a reward."
-    return (
-        f"The training reward went from {first:.3g} to {last:.3g} (first and last tenth of the steps); no two "
-        "evaluations say what that means for fixed prompts and seeds."
-    )
 
 
 def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str:
@@ -142,13 +129,3 @@ def after_failure(ending: Ending) -> None:
 def shown(path: Path) -> str:
     """Relative where that is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
-
-
-def resume_command(hydra_record: Mapping[str, str]) -> str | None:
-    """The command line that Hydra recorded, with `resume=auto`."""
-    if not {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys():
-        return None
-    name = OmegaConf.select(OmegaConf.create(hydra_record["hydra.yaml"]), "hydra.job.config_name")
-    given = [str(override) for override in OmegaConf.create(hydra_record["overrides.yaml"])]
-    kept = [override for override in given if override.partition("=")[0] != "resume"]
-    return shlex.join(["async-flowrl", "train", *(["--config-name", str(name)] if name else []), *kept, "resume=auto"])

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
 from async_flowrl.run.launch import pools
 from async_flowrl.run.prepare import Prepared
@@ -125,7 +125,7 @@ async def say_step_time(foretell: ForetellSteps, config: Config, directory: RunD
     sentence = "no step time: no earlier steps here"
     if directory.events.exists():
         sentence = await asyncio.to_thread(foretell, config, directory.root)
-    sys.stdout.write(_lines([("predicted", sentence)]))
+    say(_lines([("predicted", sentence)]))
 
 
 async def say_memory(foretell: ForetellMemory, config: Config, memory: Mapping[str, int]) -> None:
@@ -133,7 +133,7 @@ async def say_memory(foretell: ForetellMemory, config: Config, memory: Mapping[s
     if config.console == "quiet":
         return
     sentence = await asyncio.to_thread(foretell, config, memory) if memory else "no memory: no GPU to plan"
-    sys.stdout.write(_lines([("predicted", sentence)]))
+    say(_lines([("predicted", sentence)]))
 
 
 def training(prepared: Prepared) -> str:

@@ -22,7 +22,7 @@ def refuse_early(config: Config) -> None:
         check_prompt_files(config.data)
         check_output(config)
         local_index(config.model.path)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
 
 

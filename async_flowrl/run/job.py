@@ -14,6 +14,7 @@ from typing import Any
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
+from async_flowrl.config.typed import resume_command
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.checkpoints import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.inputs import inputs_of
@@ -27,8 +28,9 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
-from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.run.conclude import Ending, after_failure, conclude, resume_command
+from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
+from async_flowrl.observability.terminal import say
+from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines, say_memory, say_step_time
 from async_flowrl.run.devices import compare_devices
 from async_flowrl.run.finish import finish, foresee, peak_of
@@ -72,13 +74,14 @@ def run(
         resume = find_resume(prepared.requests, directory)
         if config.dry_run:
             directory.claim()
-            sys.stdout.write(describe_inputs(prepared) + describe_run(prepared))
+            say(describe_inputs(prepared) + describe_run(prepared))
             return exit_codes.OK
         directory.create(prepared.config, hydra_record)
     except ConfigError as error:
         return _fail(error, exit_codes.CONFIG)
     log_to(directory.logs / "controller.log")
-    sys.stdout.write(first_lines(prepared, directory.root))
+    logger.info(ATTEMPT)
+    say(first_lines(prepared, directory.root))
     ending = Ending(prepared, directory, StopRequest(), resume_command(hydra_record))
     for sentence in doubts_of(prepared):
         logger.warning("%s", sentence)
@@ -120,7 +123,7 @@ async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) 
         if version is None:
             raise
         logger.exception("workers died after the run was asked to stop")
-        sys.stdout.write(
+        say(
             f"stopped by {stop.reason}, which ended workers too ({first_cause(error)}); "
             f"continue from step {version} with resume=auto\n"
         )
@@ -231,5 +234,5 @@ def log_to(path: Path) -> None:
 
 
 def _fail(message: object, code: int) -> int:
-    sys.stderr.write(f"async_flowrl: {message}\n")
+    say(f"async_flowrl: {message}\n", sys.stderr)
     return code

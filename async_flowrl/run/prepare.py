@@ -58,7 +58,7 @@ def prepare(config: Config) -> Prepared:
                 check_prompts_of(model, prompts)
         shapes = shapes_of(model, config.rollout.resolution)
         check_lora_targets(model, config.lora)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
     requests = RequestBuilder(
         config,

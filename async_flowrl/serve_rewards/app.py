@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards import http_pickle
@@ -197,6 +198,8 @@ async def _body(request: Request, limit: int, share: Share) -> bytes:
                 body += chunk
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise Refused(400, f"the client hung up after {len(body)} bytes of the request") from None
     except Full:
         size = share.room.size
         raise Refused(429, f"all requests together have {size} bytes already; ask again later", retry_after=1) from None

@@ -16,6 +16,7 @@ from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.rewards.http_dialects import DIALECTS
 from async_flowrl.serve_rewards.app import OWN, Score, Settings, build_app
+from async_flowrl.serve_rewards.connections import Connection
 from async_flowrl.types import Prompt
 
 ALL = 4
@@ -87,6 +88,7 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
     sys.stdout.flush()
     config = uvicorn.Config(
         build_app(score, settings),
+        http=Connection,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -29,6 +29,12 @@ def trained_steps(config: Config) -> int:
     return len(draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0).train_steps)
 
 
+def parts_per_group(config: Config) -> int:
+    """Parts that a group whose images all differ is cut into; an own algorithm that selects few images has fewer."""
+    selected = 2 if config.algorithm.name == "dpo" else config.group_size
+    return -(-selected // config.trainer.micro_batch_size)
+
+
 def check_batching(config: Config) -> None:
     """Raises ValueError, in one sentence with the nearest valid values, for counts that do not divide."""
     trainer, size = config.trainer, config.group_size

@@ -12,6 +12,7 @@ skipped from then on; an interrupted one goes on from its last checkpoint in --r
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -113,10 +114,11 @@ def reference(target: Path) -> None:
 
 
 def show(league: League, picture: Path, to: Path) -> None:
-    """Draws the judged runs and writes the tables between the page's markers."""
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(league, picture)
-    text = page(league)
+    """Draws the judged runs, if there are any, and writes what is known between the page's markers."""
+    if any(league.judged.values()):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(league, picture)
+    text = page(league, Path(os.path.relpath(picture, to.parent)).as_posix())
     to.write_text(between_markers(to.read_text(encoding="utf-8"), "league", text), encoding="utf-8")
     print(text)
 

@@ -21,12 +21,24 @@ COLUMNS = {
     "sharpness": "sharpness",
 }
 NOT_RUN = "not run"
+NOTHING = (
+    "**No judged run of the league has been made yet**, so this page has no scores, no picture and no order of the\n"
+    "algorithms. The first command above makes the runs, and puts the tables and the picture here."
+)
+CAPTION = "Held-out words; thin lines are seeds, thick ones their means"
 
 
-def page(league: League) -> str:
-    """Three tables: scores at the end, what it took to get to the goals, and how the learning rates were chosen."""
-    parts = ["### Scores at the end", scores_table(league), "### Images and seconds to a score", goals_table(league)]
-    return "\n\n".join([*parts, "### Tuning", tuning_table(league)])
+def page(league: League, picture: str) -> str:
+    """Three tables (scores at the end, what it took to get to the goals, how the learning rates were chosen) and the
+    picture at `picture`.
+
+    Without a judged run it is one sentence that says so, and the tuning where some of it was run.
+    """
+    tuning = ["### Tuning", tuning_table(league)]
+    if not any(league.judged.values()):
+        return "\n\n".join([NOTHING, *(tuning if any(league.tuning.values()) else [])])
+    scores = ["### Scores at the end", scores_table(league), f"![{CAPTION}]({picture})"]
+    return "\n\n".join([*scores, "### Images and seconds to a score", goals_table(league), *tuning])
 
 
 def ranked(league: League) -> list[str]:
@@ -120,7 +132,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw(league: League, out: Path) -> None:
     """Held-out words against images, and against seconds where the pace is known: a thick line for the mean of the
-    seeds, thin ones for each."""
+    seeds, thin ones for each. There must be a judged run."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -140,8 +152,7 @@ def draw(league: League, out: Path) -> None:
         panel.set(xlabel=axis, ylim=(0, 1))
         panel.grid(alpha=0.3)
     grid[0][0].set_ylabel("OCR score of held-out words")
-    if shown:
-        grid[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    grid[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(out, dpi=110)
     pyplot.close(figure)

@@ -58,6 +58,8 @@ def main() -> int:
     parser.add_argument("--weights", type=Path, required=True, help="folder with mask2former_swin-s-…_coco.pth")
     server.add_arguments(parser)
     given = parser.parse_args()
+    if given.token_file is not None:
+        given.token_file = given.token_file.expanduser().resolve()  # it is read again behind the chdir of `loaded`
     try:
         server.settings_of(given)
         return server.serve(scorer(loaded(given.checkout, given.config, given.weights)), given, "GenEval")

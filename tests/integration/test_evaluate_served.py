@@ -1,21 +1,28 @@
 """`evaluate` with rewards that have a server: started for it, the scores of a run's evaluations, nothing left."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl import evaluate
 from async_flowrl.config import exit_codes
-from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.controller.context import NoServers
 from async_flowrl.evaluate import serving
+from async_flowrl.evaluate.scoring import scored
 from async_flowrl.export import save_lora
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.types import ByteArray, Prompt
 from tests.integration.dying_color import COUNT_FILE
 from tests.integration.runs import LIMIT, ROOT, wait_until
 from tests.integration.test_reward_servers import left_behind, wait_for_none
@@ -91,7 +98,7 @@ def test_nothing_is_left_when_the_evaluation_is_killed(tmp_path: Path, temporary
 
 
 def test_servers_get_the_gpus_that_the_images_do_not_take() -> None:
-    free = [1, 2, 3]
+    free = ["1", "2", "3"]
     terms = {"a": 2.0, "b": 0.5, "c": 0.0}
     served = {name: RewardTerm(serve=ServeConfig(command="x {port}", gpus=gpus)) for name, gpus in terms.items()}
     found = [serving._single(name, term, free).serve for name, term in served.items()]
@@ -102,3 +109,39 @@ def test_servers_get_the_gpus_that_the_images_do_not_take() -> None:
     ]
     with pytest.raises(ValueError, match=r"the server of b wants 0\.5 GPUs beside the one .* images, and 0 are left"):
         serving._single("b", served["b"], free)
+
+
+@pytest.mark.parametrize(
+    ("shown", "found"), [(None, ["0", "1"]), ("5, 6,7", ["5", "6"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])]
+)
+def test_gpus_are_called_as_this_process_was_shown_them(
+    shown: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert serving._visible(2) == found
+
+
+class Lost(NoServers):
+    """The server of `served` is gone for good."""
+
+    def lost(self) -> dict[str, str]:
+        return {"served": "it died too often"}
+
+
+def test_a_term_whose_server_is_lost_is_not_asked() -> None:
+    asked: list[Prompt] = []
+
+    def ask(images: ByteArray, prompt: Prompt) -> list[float]:
+        asked.append(prompt)
+        return [0.5] * len(images)
+
+    config = RewardConfig(terms={"color": RewardTerm(), "served": RewardTerm(name="color", required=False)})
+    reward = build_reward(config)
+    reward = replace(reward, terms=(reward.terms[0], replace(reward.terms[1], reward=ask)))
+    images = np.zeros((2, 8, 8, 3), dtype=np.uint8)
+    with ThreadPoolExecutor(1) as executor:
+        found = asyncio.run(scored(reward, config, Lost(), executor, Prompt(0, "red"), images))
+    assert not asked and set(found.by_term) == {"color"}
+    assert found.failed["served"].reason == "it died too often"

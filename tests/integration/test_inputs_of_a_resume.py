@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import TinyConfig
+from async_flowrl.config.schema import RewardTerm, ServeConfig, TinyConfig
+from async_flowrl.controller.inputs import reward_sources
 from async_flowrl.policies.tiny.build import build_tiny
 from async_flowrl.run.job import run as run_config
 from async_flowrl.verify import verify
@@ -67,7 +68,7 @@ def test_a_resume_sees_what_was_edited(
     assert go(tmp_path, f"total_steps={STEPS + 1}", "resume=force") == 0
     warned = capfd.readouterr().err
     assert f"resume=force: {tmp_path / 'run'}" in warned
-    assert "the source file of the reward 'mean' has changed" in warned
+    assert "the source file of the reward 'mean', or its server's command, has changed" in warned
     assert "the prompts of evaluations have changed" in warned
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == STEPS + 1 and summary["evaluation_prompts"] == "training"
@@ -106,7 +107,8 @@ def test_an_edited_held_out_reward_begins_its_curve_anew(
     (tmp_path / "held_inputs.py").write_text(REWARD + "# another one\n")
     capfd.readouterr()
     line = goes_on(2)
-    assert "the source file of the held-out reward 'seen' has changed, so that its curve" in capfd.readouterr().err
+    said = "the source file of the held-out reward 'seen', or its server's command, has changed, so that its curve"
+    assert said in capfd.readouterr().err
     assert {after, later} <= line.keys() and before not in line
     assert {before, after, later} <= goes_on(3).keys(), "compared with the first one after the edit"
     assert "has changed" not in capfd.readouterr().err
@@ -129,3 +131,23 @@ def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest
     assert run("total_steps=2", "resume=force") == 0
     warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert any("was made on other base weights" in sentence for sentence in warnings)
+
+
+def test_another_server_behind_a_held_out_reward_is_another_source(tmp_path: Path) -> None:
+    """Its command, the Python file that the command names, and its requirements count; replicas and seats do not."""
+    script, requirements = tmp_path / "server.py", tmp_path / "needs.txt"
+    script.write_text("1")
+    requirements.write_text("numpy")
+
+    def source(command: str = f"python {script} --port {{port}}", **changed: object) -> str:
+        serve = ServeConfig(command=command, requirements=str(requirements), **changed)  # type: ignore[arg-type]
+        return reward_sources({"seen": RewardTerm(serve=serve)})["seen"]
+
+    first = source()
+    assert source(replicas=3, gpus=0.5, restarts=0) == first
+    assert source(f"python {script} --port {{port}} --model other") != first
+    script.write_text("2")
+    edited = source()
+    requirements.write_text("numpy<3")
+    assert len({first, edited, source()}) == 3
+    assert reward_sources({"color": RewardTerm()}) == {}

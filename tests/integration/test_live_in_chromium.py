@@ -1,7 +1,6 @@
 """The live report of a run that goes on beside it, in a real browser: new points and images appear without a reload."""
 
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import LOCAL, ROOT
+from tests.support.chromium import NONE, chromium
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = chromium()
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason=NONE),
     pytest.mark.slow,
 ]
 LIMIT = 240.0

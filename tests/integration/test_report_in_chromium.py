@@ -12,10 +12,11 @@ from async_flowrl.report.command import main as report
 from async_flowrl.report.document import document
 from async_flowrl.report.page import render
 from tests.integration.runs import Run, train
+from tests.support.chromium import NONE, chromium
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+CHROMIUM = chromium()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NONE)
 
 NASTY = (
     "red square",
@@ -109,6 +110,8 @@ def test_the_first_screen_says_what_came_of_it(browser: Any, url: str) -> None:
     assert page.query_selector("#timeline rect[data-state]") is not None
     assert page.query_selector("#timeline path[data-tip]").get_attribute("data-tip").endswith("</script><b>killed</b>")
     assert page.inner_text("#verify").count("async-flowrl verify") == 1
+    labels = page.evaluate("[0.0001, 0.00015, 2.5e-9].map(short)")
+    assert labels == ["1e-4", "1.5e-4", "2.5e-9"], "ticks that differ have labels that differ"
 
 
 def test_prompts_are_shown_as_they_are(browser: Any, url: str) -> None:
@@ -142,7 +145,7 @@ def test_slider_tabs_charts_and_images_work_by_keyboard(browser: Any, url: str) 
     opened.press("#images .shot button", "Enter", "ArrowLeft")
     assert page.evaluate("document.querySelector('dialog').open")
     page.keyboard.press("Escape")
-    assert page.query_selector("dialog") is None
+    sync_api.expect(page.locator("dialog")).to_have_count(0)
     opened.press("#chart-reward summary", "Enter")
     sync_api.expect(page.locator("#chart-reward tbody tr")).to_have_count(4)
     page.select_option("#axis", "seconds")
@@ -157,7 +160,7 @@ def test_dragging_zooms_and_hovering_reads(browser: Any, url: str) -> None:
     box = page.query_selector("#chart-reward .u-over").bounding_box()
     middle = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + 0.3 * box["width"], middle)
-    assert opened.text("#chart-reward .readout").startswith("step 1:")
+    sync_api.expect(page.locator("#chart-reward .readout")).to_contain_text("step 1:")
     page.mouse.down()
     page.mouse.move(box["x"] + 0.7 * box["width"], middle)
     page.mouse.up()
@@ -167,7 +170,7 @@ def test_dragging_zooms_and_hovering_reads(browser: Any, url: str) -> None:
     bars = [bar.bounding_box() for bar in page.query_selector_all("#timeline rect[data-state=busy]")]
     widest = max(bars, key=lambda each: each["width"])
     page.mouse.move(widest["x"] + widest["width"] / 2, widest["y"] + widest["height"] / 2)
-    assert " works " in opened.text(".tip")
+    sync_api.expect(page.locator(".tip")).to_contain_text(" works ")
 
 
 def test_two_runs_are_overlaid_and_their_difference_stands_in_a_table(browser: Any, run: Run, tmp_path: Path) -> None:
@@ -176,6 +179,9 @@ def test_two_runs_are_overlaid_and_their_difference_stands_in_a_table(browser: A
     changed = (run.root / "config.yaml").read_text().replace("learning_rate: 0.003", "learning_rate: 0.001")
     (tmp_path / "runs" / LONG / "config.yaml").write_text(changed)
     (tmp_path / "runs" / LONG / "summary.json").unlink()
+    metrics = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    only_here = "".join(json.dumps(line | {"constructor": 1.0, "__proto__": 2.0}) + "\n" for line in metrics)
+    (tmp_path / "runs" / LONG / "metrics.jsonl").write_text(only_here)
     assert report([str(tmp_path / "runs")]) == 0
     opened = Opened(browser, (tmp_path / "runs" / "report.html").as_uri(), width=390)
     page = opened.page
@@ -184,6 +190,7 @@ def test_two_runs_are_overlaid_and_their_difference_stands_in_a_table(browser: A
     rows = page.eval_on_selector_all("#configuration tbody tr", "(all) => all.map((each) => each.innerText)")
     assert rows[0].split() == ["trainer.learning_rate", "0.003", "0.001"]
     assert "2 runs, 1 finished, 1 unfinished." in page.inner_text(".headline")
+    page.click("#others summary")
     page.select_option("#run", LONG)
     assert page.inner_text("#timeline h3") == f"Timeline: {SHORT}"
     page.click("#run-key-1")

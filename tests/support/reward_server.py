@@ -9,12 +9,14 @@ from contextlib import contextmanager
 import uvicorn
 
 from async_flowrl.serve_rewards.app import Score, Settings, build_app
+from async_flowrl.serve_rewards.connections import Connection
 
 
 @contextmanager
 def served(score: Score, settings: Settings | None = None) -> Iterator[str]:
     """The server's URL while the body runs."""
-    config = uvicorn.Config(build_app(score, settings or Settings()), log_level="error", access_log=False)
+    app = build_app(score, settings or Settings())
+    config = uvicorn.Config(app, http=Connection, log_level="error", access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -1,6 +1,5 @@
 """One trainer rank's own code on fake tensors: loading, one update with all its passes, the staging of a version."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,15 +158,19 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
     columns = trained_steps(config) // (trainer.timesteps_per_forward or trained_steps(config))
-    # Of all ranks; the one with most decides how long a step takes.
-    of_group = -(-selected // trainer.micro_batch_size) * columns / trainer.num_workers
+    parts = -(-selected // trainer.micro_batch_size)
     groups, updates = config.prompts_per_step, trainer.updates_per_batch
     later = groups - groups // updates
+
+    def most(of_groups: int) -> int:
+        """Micro-batches of so many groups on the rank that has most of them, which decides how long they take."""
+        return -(-of_groups * parts // trainer.num_workers) * columns
+
     stale = config.max_staleness > 0 or worker.versions.sampling is not None
     behaviour = groups if algorithm.needs_behaviour and stale else 0
     reference = groups if algorithm.needs_reference else 0
     return {
-        "micro_batches": math.ceil(groups * of_group),
-        "frozen_passes": math.ceil((later + behaviour + reference) * of_group),
+        "micro_batches": updates * most(groups // updates),
+        "frozen_passes": most(later) + most(behaviour) + most(reference),
         "optimizer_steps": updates,
     }

@@ -13,7 +13,7 @@ function linesOf(panel, runs) {
   const single = runs.length === 1;
   const found = [];
   runs.forEach((run, r) => panel.lines.forEach((line, l) => {
-    const data = run.lines[line.key];
+    const data = Object.hasOwn(run.lines, line.key) ? run.lines[line.key] : null;
     if (!data || hiddenRuns.has(run.name)) return;
     const label = single ? line.label : panel.lines.length > 1 ? `${brief(run.name)}: ${line.label}` : brief(run.name);
     found.push({ ...data, label, id: `${run.name}/${line.key}`, tint: `c${(single ? l : r) % 8}`,
@@ -39,7 +39,7 @@ function columns(lines) {
     const stroke = () => colour(line.tint), faint = () => colour(line.tint) + "48";
     const part = [line.at];
     const add = (values, options) => { part.push(values); series.push({ spanGaps: true, points: { show: false }, ...options, line }); };
-    const points = { show: line.points || line.y.length < 12, size: 6 };
+    const points = { show: line.y.length < (line.points ? 60 : 12), size: 6 };
     if (smooth) add(line.y, { stroke: faint, width: 1, raw: true });
     add(smooth ? smoothed(line.y) : line.y, { stroke, width: 2, dash: line.dash, points, main: true });
     if (line.low) {
@@ -64,7 +64,7 @@ function axisOptions() {
 function short(value) {
   const size = Math.abs(value);
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(4))}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(5)));
+  return size !== 0 && size < 1e-3 ? Number(value.toPrecision(3)).toExponential() : String(Number(value.toPrecision(5)));
 }
 
 function chart(panel, runs, height = 210) {

@@ -57,7 +57,7 @@ function evaluations(page, run) {
         each.change === null || each.change === undefined ? "" : [el("br"), el("small", {}, `${signed(each.change)}${each.change_stderr === null ? "" : ` ± ${rough(each.change_stderr)}`}`)])
     : "–";
   const rows = data.rows.map((row) => [row.baseline ? `baseline (${row.steps} steps, guidance ${number(row.guidance)})` : `version ${row.version}`,
-    ...data.columns.map((column) => cell(row.cells[column.name]))]);
+    ...data.columns.map((column) => cell(Object.hasOwn(row.cells, column.name) && row.cells[column.name]))]);
   const heads = data.columns.map((column) => el("span", {}, column.name, el("br"), el("small", {}, column.kind)));
   return el("section", { id: "evaluations", tabindex: "-1" }, el("h2", { "data-nav": "Evaluations" }, titled("Evaluations", run)), charts(page, "evaluations"),
     el("div", { class: "card" }, table("Every evaluation", ["version", ...heads], rows), el("p", { class: "help" }, data.explained)));
@@ -118,9 +118,9 @@ function verification(run) {
     el("div", { class: "card" }, el("h3", {}, "The run in numbers"), definitions(run.facts)),
     el("div", { class: "card" }, el("h3", {}, "Environment"), run.environment.length ? definitions(run.environment) : el("p", {}, "No checkpoint has recorded it yet.")),
     el("div", { class: "card" }, el("h3", {}, "Verify"),
-      el("p", {}, "Digest of the final weights: ", el("code", {}, known.digest || "not yet: it is written at the end"), ". Equal digests are equal weights, bit for bit."),
+      el("p", {}, known.digest ? ["Digest of the final weights: ", el("code", {}, known.digest), ". Equal digests are equal weights, bit for bit."] : "The digest of the weights is written when the run ends."),
       known.commands.map(([what, command]) => [el("p", { class: "soft" }, `To ${what}:`), el("pre", { class: "wrap", tabindex: "0" }, command)]),
-      known.overrides.length ? [el("p", { class: "soft" }, "Typed on the command line of this run:"), el("pre", { class: "wrap", tabindex: "0" }, known.overrides.join("\n"))] : ""));
+      known.typed ? [el("p", { class: "soft" }, "This run was started with:"), el("pre", { class: "wrap", tabindex: "0" }, known.typed)] : ""));
 }
 
 const definitions = (rows) => el("dl", { class: "facts" }, rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));

@@ -1,7 +1,7 @@
 "use strict";
 // show(document): the whole page from a document. What a reader chose (`ui`) outlives the next document.
 
-const ui = { axis: "step", smooth: true, run: null, off: new Set(), zoom: {}, view: {}, gallery: {}, open: {}, timer: 0, lost: false };
+const ui = { axis: "step", smooth: true, run: null, off: new Set(), zoom: {}, view: {}, gallery: {}, open: {}, timer: 0, lost: false, trouble: "" };
 const hiddenRuns = new Set();
 let shown = null;
 let draws = [];
@@ -19,6 +19,7 @@ function redraw() {
   draws = [];
   clearInterval(ui.timer);
   const body = [
+    ui.trouble ? el("ul", { class: "callouts" }, el("li", { class: "alarm" }, `What is shown is older than the files, which cannot be read: ${ui.trouble}`)) : "",
     hero(page, run), page.runs.map((each) => warnings(each, several)), first(page, run), timeline(run),
     sectionOf(page, run, "learning"), evaluations(page, run),
     run.pictures ? el("section", { id: "images", tabindex: "-1" }, el("h2", { "data-nav": "Images" }, titled("Images", run)), browser(run)) : null,
@@ -40,7 +41,7 @@ function bar(page, run, main) {
   };
   return el("header", { class: "top" }, el("div", {}, el("h1", {}, page.title),
     page.runs.length === 1 ? el("span", { class: `badge ${run.state}` }, run.state) : "",
-    isLive ? el("span", { class: `badge ${ui.lost ? "failed" : "running"}`, role: "status" }, ui.lost ? "no answer: trying again" : "live") : "",
+    isLive ? el("span", { class: `badge ${ui.lost || ui.trouble ? "failed" : "running"}`, role: "status" }, ui.lost ? "no answer: trying again" : ui.trouble ? "not the newest" : "live") : "",
     el("nav", { "aria-label": "Sections" }, links.map(([id, text]) => el("a", { href: `#${id}` }, text))),
     el("div", { class: "tools" },
       page.runs.length > 1 ? choice("run", "Run for timeline, images and configuration", page.runs.map((each) => [each.name, each.name]), run.name, (name) => { ui.run = name; }) : "",
@@ -75,15 +76,14 @@ async function poll() {
     await new Promise((resolve) => setTimeout(resolve, 2000));
     try {
       const answer = await fetch("document.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-      const lost = !answer.ok && answer.status !== 304;
+      const lost = !answer.ok && answer.status !== 304, trouble = decodeURIComponent(answer.headers.get("Report-Trouble") || "");
+      const told = lost === ui.lost && trouble === ui.trouble;
+      ui.lost = lost;
+      ui.trouble = trouble;
       if (answer.ok) {
         tag = answer.headers.get("ETag");
-        ui.lost = false;
         show(await answer.json());
-      } else if (lost !== ui.lost) {
-        ui.lost = lost;
-        redraw();
-      }
+      } else if (!told) redraw();
     } catch {
       if (!ui.lost) { ui.lost = true; redraw(); }
     }

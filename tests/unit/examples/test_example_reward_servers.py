@@ -89,6 +89,23 @@ def test_geneval_gets_the_rows_of_the_prompt_file_and_the_checkout_its_paths(
     assert reply == [{"score": 0.5, "correct": 1.0, "strict": 0.0}, {"score": 0.5, "correct": 1.0, "strict": 0.0}]
 
 
+def test_geneval_finds_its_token_behind_the_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, tokens = example("geneval_server"), []
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "token").write_text("s3cret")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "loaded", lambda checkout, *others: monkeypatch.chdir(checkout))
+
+    def serve(score: object, given: Any, what: str) -> int:
+        tokens.append(module.server.settings_of(given).token)
+        return 0
+
+    monkeypatch.setattr(module.server, "serve", serve)
+    paths = ["--checkout", "checkout", "--config", "c", "--weights", "w", "--token-file", "token"]
+    monkeypatch.setattr(sys, "argv", ["geneval_server.py", *paths])
+    assert module.main() == 0 and tokens == ["s3cret"]
+
+
 @pytest.mark.parametrize("name", ["hpsv3_server", "image_reward_server", "geneval_server"])
 def test_they_need_nothing_of_ours_but_what_their_requirements_bring(name: str) -> None:
     paths = ["--checkout", ".", "--config", "c", "--weights", "w"] if name == "geneval_server" else []

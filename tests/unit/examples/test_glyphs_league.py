@@ -1,17 +1,20 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.algorithms.window import rows_per_image, trained_steps, trains_on_final_images
 from async_flowrl.config.compose import compose_config
 from async_flowrl.main import command_line
 from examples.glyphs.compare import ROOT, complete, overrides
-from examples.glyphs.league import RATES, SEEDS, UPDATES, play, variant
-from examples.glyphs.league_page import draw, goals_table, pace_of, page, scores_table, tuning_table
-from examples.glyphs.league_results import League, best_rate, load_league, named
+from examples.glyphs.league import RATES, SEEDS, STEPS, UPDATES, play, show, variant
+from examples.glyphs.league_page import NOTHING, draw, goals_table, pace_of, page, scores_table, tuning_table
+from examples.glyphs.league_results import best_rate, load_league, named
 from examples.glyphs.result import Result, load_all
 
+PICTURE = "images/glyphs_league.png"
 FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness", "variety", "contrast")
 
 
@@ -59,6 +62,24 @@ def test_every_entry_differs_in_its_algorithm_alone(
     assert shared == (120, 4, 12, 8)
 
 
+def test_the_page_says_how_many_levels_each_algorithm_trains() -> None:
+    text = (
+        (ROOT / "docs/league.md")
+        .read_text(encoding="utf-8")
+        .partition("Trained levels per image")[2]
+        .partition("\n- ")[0]
+    )
+    said: dict[str, int] = {}
+    for names, count in re.findall(r"((?:`\w+`[, \n]*(?:and )?)+) ?(\d)\b", text):
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", names), int(count))
+    assert set(said) == set(UPDATES)
+    for name, count in said.items():
+        config = compose_config("one_step_off", ["experiment=glyphs_league", f"algorithm={name}"])
+        final = trains_on_final_images(config.algorithm)
+        rows = (rows_per_image if final else trained_steps)(config.algorithm, STEPS)
+        assert rows == count, name
+
+
 def test_a_learning_rate_is_chosen_once_every_one_was_tried(tmp_path: Path) -> None:
     save(tmp_path, rates=RATES[:2])
     early = load_league(tmp_path, ["flow_grpo"], RATES)
@@ -99,8 +120,7 @@ def test_the_picture_is_drawn_with_and_without_seconds(tmp_path: Path) -> None:
     save(tmp_path)
     league = load_league(tmp_path, ["flow_grpo", "dpo"], RATES)
     timed = replace(league, pace={"flow_grpo": result("flow_grpo", 11)})
-    empty = League(("dpo",), RATES, {"dpo": {}}, {"dpo": []}, {}, {})
-    for number, each in enumerate((league, timed, empty)):
+    for number, each in enumerate((league, timed)):
         draw(each, tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -113,9 +133,26 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_page_shows_the_kept_results() -> None:
     league = load_league(ROOT / "examples/glyphs/league_results", list(UPDATES), RATES)
-    assert page(league) in (ROOT / "docs/league.md").read_text(encoding="utf-8"), (
-        "run: python -m examples.glyphs.league --draw"
-    )
+    text = (ROOT / "docs/league.md").read_text(encoding="utf-8")
+    assert page(league, PICTURE) in text, "run: python -m examples.glyphs.league --draw"
+    drawn = any(league.judged.values())
+    assert (ROOT / "docs" / PICTURE).is_file() is drawn and text.count(PICTURE) == drawn
+
+
+def test_without_a_judged_run_the_page_says_so_and_shows_no_picture(tmp_path: Path) -> None:
+    to, picture = tmp_path / "page.md", tmp_path / PICTURE
+    to.write_text("<!-- league: begin -->\nold\n<!-- league: end -->\n", encoding="utf-8")
+    show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
+    said = to.read_text(encoding="utf-8")
+    assert NOTHING in said and "|" not in said and not picture.exists()
+    save(tmp_path, seeds=())
+    show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
+    said = to.read_text(encoding="utf-8")
+    assert NOTHING in said and "### Tuning" in said and not picture.exists()
+    save(tmp_path)
+    show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
+    said = to.read_text(encoding="utf-8")
+    assert NOTHING not in said and f"]({PICTURE})" in said and picture.is_file()
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_a_panel_below_whatever_else_is_said() -> None:
 
 def test_a_small_terminal() -> None:
     terminal = Terminal([PROGRAM, *STEPS], 40, 12)
-    terminal.until(lambda t: step(t, 16), "a panel")
+    terminal.until(lambda t: step(t, 16) and "rollout" in t.text, "a panel, drawn to its end")
     seen = terminal.lines
     top = next(n for n, line in enumerate(seen) if line.startswith("── signs"))
     assert len(seen[top:]) <= 10 and seen[top + 1].startswith("step ")
@@ -197,4 +197,60 @@ def test_a_panel_that_cannot_be_drawn_is_switched_off_and_named(
     monitor.close()
     shown.close()
     assert monitor.failures == ["monitor panel: ZeroDivisionError: no width"]
+    assert sys.stdout is before
+
+
+def test_a_step_waits_while_the_panel_goes_over_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the timer's thread is reading would change below it, which raises and would end the run as incomplete."""
+    import io
+    import threading
+
+    from rich.console import Console
+
+    from async_flowrl.observability import panel
+    from async_flowrl.observability.panel_rows import Now
+    from async_flowrl.observability.progress import Progress
+
+    progress = Progress(2)
+    found: list[int] = []
+    others: list[threading.Thread] = []
+
+    def slow(*_: object) -> list[object]:
+        if not others:
+            others.append(threading.Thread(target=lambda: shown.log(0, {"reward/mean": 1.0})))
+            others[0].start()
+            others[0].join(0.3)
+            found.append(progress.done)
+        return []
+
+    drawing = threading.Event()
+    monkeypatch.setattr(panel, "rows", lambda *arguments: drawing.wait() and slow(*arguments))
+    shown = panel.Panel(progress, Now("signs"), Console(file=io.StringIO(), force_terminal=True))
+    drawing.set()
+    shown.close()
+    others[0].join()
+    assert found == [0] and progress.done == 1
+
+
+def test_a_last_panel_that_cannot_be_drawn_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run has its results by then."""
+    import io
+
+    from rich.console import Console
+
+    from async_flowrl.observability import panel
+    from async_flowrl.observability.panel_rows import Now
+    from async_flowrl.observability.progress import Progress
+
+    def broken(progress: Progress, now: Now, *_: object) -> list[object]:
+        if now.ended:
+            raise ValueError("I/O operation on closed file")
+        return []
+
+    monkeypatch.setattr(panel, "rows", broken)
+    before = sys.stdout
+    panel.Panel(Progress(2), Now("signs"), Console(file=io.StringIO(), force_terminal=True)).close()
+    assert "could not be drawn a last time: ValueError: I/O" in caplog.text
     assert sys.stdout is before

@@ -106,6 +106,13 @@ def test_more_ranks_shorten_an_update_but_for_its_serial_part() -> None:
     assert simulate(work, Layout(4, 3, 1, 1), steps=12).step_seconds == pytest.approx(4 * (0.2 + 0.8 / 3))
 
 
+def test_ranks_without_a_part_make_no_update_shorter() -> None:
+    """Four parts: three ranks take as long as two, and eight as long as four."""
+    work = Work(4, Law(0.1), Law(1.0), group_size=4, parts=4)
+    seconds = [simulate(work, Layout(4, ranks, 1, 1), steps=12).step_seconds for ranks in (1, 2, 3, 4, 8)]
+    assert seconds == pytest.approx([4.0, 2.0, 2.0, 1.0, 1.0])
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 6 steps"):
         simulate(Work(4, Law(1.0), Law(1.0)), Layout(1, 1, 1, 2), steps=5)

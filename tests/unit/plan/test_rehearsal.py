@@ -1,6 +1,8 @@
 """Rehearsals on fake tensors: every shipped recipe at full size, the tiny families, and the ledger's own counting."""
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from async_flowrl.plan.rehearsal.command import rehearse
 from async_flowrl.plan.rehearsal.estimate import peak
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
+from async_flowrl.plan.rehearsal.trainer import _counts
+from async_flowrl.tickets.arithmetic import trained_steps
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
 RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
@@ -154,3 +158,18 @@ def test_phases_count_what_happens_in_them() -> None:
     assert (inner.resident, inner.peak) == (rows.nbytes, rows.nbytes + out.nbytes)
     assert outer.peak == rows.nbytes + out.nbytes + kept.nbytes
     assert (inner.kernels, outer.kernels) == (1, 2)
+
+
+def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
+    """Two groups of two parts, each trained at several steps one by one: eight ranks take as long as four."""
+    config = compose_config("one_step_off", ["algorithm=diffusion_nft", "prompts_per_step=2", "group_size=4"])
+    config.trainer.micro_batch_size, config.trainer.timesteps_per_forward = 2, 1
+    steps = trained_steps(config)
+    chosen = SimpleNamespace(select=lambda advantages: range(len(advantages)), needs_behaviour=False)
+    chosen.needs_reference = True
+    worker = cast("Any", SimpleNamespace(algorithm=chosen, versions=SimpleNamespace(sampling=None)))
+    found = []
+    for config.trainer.num_workers in (1, 3, 4, 8):
+        counts = _counts(worker, config)
+        found.append((counts["micro_batches"] / steps, counts["frozen_passes"] / steps))
+    assert steps > 1 and found == [(4, 4), (2, 2), (1, 1), (1, 1)]

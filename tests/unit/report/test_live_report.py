@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -265,10 +266,34 @@ def test_a_file_that_is_being_written_keeps_the_last_document(run: Path, serving
     (run / "metrics.jsonl").write_text('{"step": 0}\n{"ste\n')
     now[0] += 60.0
     assert client.ask("/document.json")[0::2] == (200, before)
-    assert "metrics.jsonl:2: not JSON" in str(client.server.live.trouble)
+    for known in ({}, {"If_None_Match": client.ask("/document.json")[1]["ETag"]}):
+        told = unquote(client.ask("/document.json", **known)[1][live.TROUBLE])
+        assert "metrics.jsonl:2: not JSON" in told, "the page can say that what it shows is not the newest"
     write_steps(run, 5)
     now[0] += 60.0
-    assert client.ask("/document.json")[2] != before and client.server.live.trouble is None
+    _, headers, newest = client.ask("/document.json")
+    assert newest != before and live.TROUBLE not in headers
+
+
+def test_a_run_that_cannot_be_read_is_not_one_that_is_starting(run: Path, serving: Callable[..., Client]) -> None:
+    (run / "metrics.jsonl").write_text("<b>\n{}\n")
+    page = serving(run).ask("/")[2].decode()
+    assert "cannot be read" in page and "metrics.jsonl:1: not JSON" in page and "starting" not in page
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/", "[::1", 403),
+        ("/images/0/%ff%fe.png", "localhost", 404),
+        ("http://[x/", "localhost", 404),
+        (f"/images/{'9' * 5000}/x.png", "localhost", 404),
+    ],
+)
+def test_what_is_no_address_gets_an_answer(
+    run: Path, serving: Callable[..., Client], path: str, host: str, status: int
+) -> None:
+    assert serving(run).ask(path, Host=host)[0] == status
 
 
 def test_runs_of_a_sweep_appear_one_by_one(tmp_path: Path, run: Path) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.evaluations import Curve, Evaluation
+from async_flowrl.observability.evaluations import Curve, Evaluation, read_evaluations
 from async_flowrl.observability.images import write_images
+from async_flowrl.observability.result import result_sentences
+from async_flowrl.observability.run_directory import ATTEMPT
 from async_flowrl.report.command import main, runs_in
 from async_flowrl.report.document import document
 from async_flowrl.report.page import as_data, embedded, in_order, render, spread
@@ -78,6 +81,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
     (run,) = found["runs"]
     assert run["state"] == "finished" and run["verification"]["digest"] == "abc"
     assert found["headline"].startswith("On 3 held-out prompts, the reward went from 0.1 to 0.52 in 6 steps: +0.42")
+    of_the_console = result_sentences(read_evaluations(root / "evaluations.jsonl"), "held_out")
+    assert [found["headline"], *run["result"]["more"]] == of_the_console
     assert run["bottleneck"].startswith("The pools take turns: the trainer waited for images 50%")
     assert [each["text"] for each in run["warnings"]] == ["careful"]
     assert run["lines"]["reward/mean"]["y"][-1] == pytest.approx(5 / 6, rel=1e-5)
@@ -130,6 +135,7 @@ FAILED = """2026-01-01 INFO x: fine
         (True, "", "running", "Still running: 6 of 9 steps so far."),
         (False, FAILED, "failed", "Failed after 6 of 9 steps: separation.group.WorkerDied: rollout-0 died: killed"),
         (False, "", "unfinished", "Not finished: it ended after 6 of 9 steps without a word"),
+        (False, f"{FAILED}2026-01-02 INFO x: {ATTEMPT}\n", "unfinished", "Not finished: it ended after 6 of 9 steps"),
     ],
 )
 def test_a_run_without_its_summary(tmp_path: Path, lock: bool, log: str, state: str, sentence: str) -> None:
@@ -172,6 +178,13 @@ def test_a_long_run_stays_small_and_says_what_was_thinned(tmp_path: Path) -> Non
     assert len(json.dumps(found)) < 400_000
 
 
+def test_every_step_of_an_exact_window_is_named(tmp_path: Path) -> None:
+    (run,) = document([make_run(tmp_path / "run", 2_100)])["runs"]
+    middle = run["timeline"]["views"][0]
+    inside = [step for step, start, _ in run["timeline"]["steps"] if middle["start"] <= start < middle["end"]]
+    assert inside == [*range(1047, 1053)]
+
+
 def test_buckets_know_gaps() -> None:
     assert Buckets(3).line([1.0, None, 3.0]) == {"y": [1.0, None, 3.0]}
     line = Buckets(2 * MAX_POINTS).line([1.0, 3.0, None, 5.0] + [None] * (2 * MAX_POINTS - 4))
@@ -181,7 +194,7 @@ def test_buckets_know_gaps() -> None:
 
 def test_pictures_fill_the_page_from_the_ends_inwards(tmp_path: Path) -> None:
     found = document([make_run(tmp_path / "run", evaluations=5)])
-    names = [name for name, _ in in_order(found)]
+    names = [name for name, _, _ in in_order(found)]
     assert {name.split("/")[1] for name in names[:6]} == {"step_000000", "step_000006"}
     assert all(name.endswith("_0.png") for name in names[:15]), "first images before second ones"
     inside, left_out = embedded(found, 1_000)
@@ -189,6 +202,34 @@ def test_pictures_fill_the_page_from_the_ends_inwards(tmp_path: Path) -> None:
     assert left_out is not None and left_out.startswith(f"{len(inside)} of 30 images")
     assert embedded(found, 10**9)[1] is None and embedded(found, 0)[0] == {}
     assert [spread(i, 5) for i in range(5)] == [0, 2, 1, 2, 0] and spread(0, 1) == 0
+
+
+def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
+    """A run directory may come from somebody else, and its page go back there."""
+    root = make_run(tmp_path / "run", evaluations=1)
+    folder = root / "images" / "step_000000"
+    (tmp_path / "private.png").write_bytes((folder / "000_0.png").read_bytes())
+    (folder / "link.png").symlink_to(tmp_path / "private.png")
+    index = json.loads((folder / "index.json").read_text())
+    outside = ["../../../private.png", str(tmp_path / "private.png"), "link.png", "index.json", "gone.png"]
+    index["prompts"][0] |= {"files": [*outside, "000_0.png"], "extras": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    inside, left_out = embedded(document([root]), 10**9)
+    assert len(inside) == 5 and "0/step_000000/000_0.png" in inside
+    assert left_out == "5 of 10 images are not in the run directory, or are no pictures."
+
+
+def test_how_to_go_on_is_the_whole_command(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "my run", config="total_steps: 9\n")
+    (root / ".hydra").mkdir()
+    (root / ".hydra" / "hydra.yaml").write_text("hydra:\n  job:\n    config_name: one_step_off\n")
+    (root / ".hydra" / "overrides.yaml").write_text("- seed=2\n- output_dir=before/${name}\n- resume=never\n")
+    (run,) = document([root])["runs"]
+    assert run["verification"]["typed"] == (
+        "async-flowrl train --config-name one_step_off seed=2 'output_dir=before/${name}' resume=never"
+    )
+    ((_, command),) = run["verification"]["commands"]
+    assert shlex.split(command)[4:] == ["seed=2", f"output_dir='{root}'", "resume=auto"]
 
 
 def test_what_files_say_is_data(tmp_path: Path) -> None:
@@ -223,7 +264,11 @@ def test_folders_of_a_multirun_stand_for_their_runs(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"{sweep / 'report.html'}\n"
     found = document(runs_in([sweep]))
     assert found["differences"]["rows"] == [{"key": "lr", "values": ["2", "10", "lr=1"]}]
-    assert found["headline"].startswith("3 runs, 3 unfinished. On the same evaluated prompts 2 ended highest, at 0.52")
+    assert found["headline"] == (
+        "3 runs, 3 unfinished. On the same evaluated prompts all that were evaluated ended at 0.52."
+    )
+    better = document([sweep / "2", make_run(tmp_path / "better", evaluations=4)])["headline"]
+    assert "better ended highest, at 0.73 from 0.1; the other one at 0.52." in better
     (tmp_path / "other").mkdir()
     make_run(tmp_path / "other" / "2")
     assert [run["name"] for run in document([sweep / "2", tmp_path / "other" / "2"])["runs"]] == ["sweep/2", "other/2"]

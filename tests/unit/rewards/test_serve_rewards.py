@@ -165,8 +165,6 @@ def test_a_body_without_an_announced_length_is_cut_at_the_limit(url: str) -> Non
 def test_the_bodies_of_all_requests_together_are_bounded() -> None:
     """One that arrives slowly holds its announced size until it has its reply, and then gives it back."""
     content = json.dumps(body()).encode()
-    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content)}
-    head = "POST /v1/score HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items()) + "\r\n"
     settings = Settings(limits=Limits(body_bytes=2 * len(content)), all_bytes=2 * len(content) + 10)
 
     def chunks() -> Iterator[bytes]:
@@ -176,7 +174,7 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
         place = ("127.0.0.1", int(url.rpartition(":")[2]))
         slow = [stack.enter_context(socket.create_connection(place)) for _ in range(2)]
         for connection in slow:
-            connection.sendall(head.encode() + content[:5])
+            connection.sendall(_head(content) + content[:5])
         end = time.monotonic() + 60
         while (reply := post(f"{url}/v1/score")).status_code == 200 and time.monotonic() < end:
             pass  # the slow ones' heads are still on their way
@@ -189,6 +187,54 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
             connection.sendall(content[5:])
             assert connection.recv(15) == b"HTTP/1.1 200 OK"
         assert post(f"{url}/v1/score").status_code == 200
+
+
+def _idle(url: str, *sent: bytes) -> list[socket.socket]:
+    place = ("127.0.0.1", int(url.rpartition(":")[2]))
+    connections = [socket.create_connection(place) for _ in sent]
+    for connection, head in zip(connections, sent, strict=True):
+        connection.settimeout(60)
+        connection.sendall(head)
+    return connections
+
+
+def _head(content: bytes) -> bytes:
+    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content)}
+    lines = ["POST /v1/score HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones, and those that never end their headers; one that is being answered stays."""
+    monkeypatch.setattr("async_flowrl.serve_rewards.connections.ASK_SECONDS", 0.2)
+    go = threading.Event()
+
+    def slow(images: ByteArray, prompt: Prompt) -> list[Any]:
+        go.wait(60)
+        return brightness(images, prompt)
+
+    content = json.dumps(body()).encode()
+    with served(slow) as url, ExitStack() as stack:
+        connections = _idle(url, b"", b"GET /health HTTP/1.1\r\n", _head(content) + content)
+        silent, half, asking = (stack.enter_context(connection) for connection in connections)
+        assert silent.recv(1) == b"" and half.recv(1) == b""
+        go.set()
+        assert asking.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_client_that_hangs_up_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """A line in its log, and its bytes are given back."""
+    content = json.dumps(body()).encode()
+    settings = Settings(limits=Limits(body_bytes=len(content)), all_bytes=len(content))
+    with served(brightness, settings) as url:
+        (gone,) = _idle(url, _head(content) + b"{")
+        gone.close()
+        end = time.monotonic() + 60
+        while "the client hung up" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.01)
+        assert post(f"{url}/v1/score").status_code == 200
+    assert "the client hung up after 1 bytes of the request" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_the_token() -> None:

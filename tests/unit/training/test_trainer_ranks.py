@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trainer_rig as rig
-from trainer_ranks import Job, Outcome, run_alone, run_ranks
+from trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
 from async_flowrl.training.fsdp import is_sharded
 
@@ -28,14 +28,16 @@ def jobs() -> dict[str, Job]:
         "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0, shard="full"), batches),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
         "floats": (config, batches),
+        "overflow": (every, stale),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
     }
 
 
 @pytest.fixture(scope="module")
 def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    folder, mutants = tmp_path_factory.mktemp("two"), [list(jobs).index("floats")]
-    return dict(zip(jobs, run_ranks(2, list(jobs.values()), folder, mutants=mutants), strict=True))
+    floats, overflow = (list(jobs).index(name) for name in ("floats", "overflow"))
+    folder = tmp_path_factory.mktemp("two")
+    return dict(zip(jobs, run_ranks(2, list(jobs.values()), folder, mutants=[floats], narrow=[overflow]), strict=True))
 
 
 def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
@@ -81,6 +83,17 @@ def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[O
     config, batches = copy.deepcopy(jobs["every pass"])
     config.trainer.gradient_checkpointing = False
     assert rig.distance(one["tensors"], run_alone((config, batches))["tensors"]) < 1e-5
+
+
+def test_whether_a_sum_overflows_does_not_depend_on_the_ranks(
+    jobs: dict[str, Job], two: dict[str, list[Outcome]]
+) -> None:
+    """Of two optimizer steps per batch, with every pass: what is computed again uses what it used before."""
+    one, other = two["overflow"]
+    alone = run_alone(jobs["overflow"], NARROW)
+    assert NARROW < one["exponent"] == other["exponent"] == alone["exponent"] != two["every pass"][0]["exponent"]
+    assert one["digest"] == other["digest"] == alone["digest"]
+    assert one["metrics"] == alone["metrics"] and one["parts"] == two["every pass"][0]["parts"]
 
 
 def test_the_base_can_be_offloaded(two: dict[str, list[Outcome]]) -> None:

@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.owners import Owners
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training import update
-from async_flowrl.training.exact import Account, ExactSum
+from async_flowrl.training.exact import FIRST_EXPONENT, Account, ExactSum
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import TrainRequest, UpdateStats
@@ -27,6 +27,8 @@ from tests.support.ports import free_port
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
+NARROW = -80
+"""Multiples of 2^-80 are too small for these gradients: the first step is computed again."""
 
 
 class FloatSum(ExactSum):
@@ -52,24 +54,27 @@ class FloatSum(ExactSum):
         torch.div(self._floats, rows, out=out)
 
 
-def run_ranks(world: int, jobs: list[Job], folder: Path, *, mutants: Sequence[int] = ()) -> list[list[Outcome]]:
+def run_ranks(
+    world: int, jobs: list[Job], folder: Path, *, mutants: Sequence[int] = (), narrow: Sequence[int] = ()
+) -> list[list[Outcome]]:
     """Does each job with `world` processes and a fresh trainer; outcomes by job and rank.
 
-    `mutants`: the jobs whose gradients are added as floats.
+    `mutants`: the jobs whose gradients are added as floats; `narrow`: those whose sum begins with too small multiples.
     """
     for config, _ in jobs:
         resolve_model(config.model)
     port = free_port()
-    (folder / "jobs.pkl").write_bytes(pickle.dumps((jobs, mutants)))
+    (folder / "jobs.pkl").write_bytes(pickle.dumps((jobs, mutants, narrow)))
     processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
     return [_measured([outcomes[job] for outcomes in by_rank]) for job in range(len(jobs))]
 
 
-def run_alone(job: Job) -> Outcome:
+def run_alone(job: Job, exponent: int = FIRST_EXPONENT) -> Outcome:
     """The same job in this process, without a process group."""
     torch.set_num_threads(1)
-    (found,) = _measured([_train(TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0"), job)])
+    worker = TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0")
+    (found,) = _measured([_train(worker, job, exponent)])
     return found
 
 
@@ -88,20 +93,21 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     environment = rank_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
     outcomes: list[Outcome] = []
-    jobs, mutants = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
+    jobs, mutants, narrow = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
     for index, job in enumerate(jobs):
         update.ExactSum = FloatSum if index in mutants else ExactSum
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
             join(environment)
-        outcomes.append(_train(worker, job))
+        outcomes.append(_train(worker, job, NARROW if index in narrow else FIRST_EXPONENT))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
     leave()
 
 
-def _train(worker: TrainerWorker, job: Job) -> Outcome:
+def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
     config, batches = job
     info, stats, counted = worker.load(), [], []
+    worker.update.exponent = exponent
     owners = Owners(worker.world.size, info["ranks_per_replica"])
     updates = config.trainer.updates_per_batch
     if config.rollout.true_cfg_scale > 1:

@@ -1,0 +1,57 @@
+"""The command line of a run, from what Hydra recorded of it."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from async_flowrl.config.paths import config_dir
+
+
+def typed_command(hydra_record: Mapping[str, str]) -> str | None:
+    """What was typed; None for a run that no command line started. `hydra_record`: files of `.hydra/` by name."""
+    return _command(hydra_record, (), ())
+
+
+def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
+    """The same with `resume=auto`, in `output_dir`: by default what was typed, or a sweep's job's own folder."""
+    if not _is_whole(hydra_record):
+        return None
+    hydras = OmegaConf.create(hydra_record["hydra.yaml"])
+    if output_dir is None and str(OmegaConf.select(hydras, "hydra.mode")) in ("MULTIRUN", "RunMode.MULTIRUN"):
+        output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
+    if output_dir is None:
+        return _command(hydra_record, ("resume",), ("resume=auto",))
+    return _command(hydra_record, ("resume", "output_dir"), (f"output_dir={_quoted(str(output_dir))}", "resume=auto"))
+
+
+def _is_whole(hydra_record: Mapping[str, str]) -> bool:
+    return {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys()
+
+
+def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tuple[str, ...]) -> str | None:
+    if not _is_whole(hydra_record):
+        return None
+    hydras = OmegaConf.create(hydra_record["hydra.yaml"])
+    assert isinstance(hydras, DictConfig)
+    name, folder = OmegaConf.select(hydras, "hydra.job.config_name"), _own_folder(hydras)
+    overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
+    given = [str(override) for override in overrides or ()]
+    kept = [override for override in given if override.partition("=")[0].lstrip("+") not in without]
+    where = ["--config-dir", folder] if folder else []
+    return shlex.join(["async-flowrl", "train", *where, *(["--config-name", str(name)] if name else []), *kept, *more])
+
+
+def _own_folder(hydras: DictConfig) -> str | None:
+    """The folder of --config-dir: configurations lie there and in the package."""
+    sources = OmegaConf.select(hydras, "hydra.runtime.config_sources") or []
+    folders = [str(source["path"]) for source in sources if source["schema"] == "file"]
+    own = [folder for folder in folders if Path(folder) != config_dir()]
+    return own[0] if len(folders) > 1 and own else None
+
+
+def _quoted(text: str) -> str:
+    """As it is where Hydra's grammar of overrides allows that."""
+    plain = all(letter.isalnum() or letter in "/._-" for letter in text)
+    return text if plain else "'" + text.replace("'", "\\'") + "'"

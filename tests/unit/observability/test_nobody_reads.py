@@ -1,0 +1,39 @@
+"""A run whose stdout or stderr nobody reads any more goes on: `tee` dies of the Ctrl-C that ends the run in order."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from async_flowrl.observability.terminal import say
+
+stream = getattr(sys, sys.argv[1])
+logging.basicConfig(filename=sys.argv[2], level=logging.WARNING)
+sys.stdin.readline()
+for n in range(3):
+    say(f"line {n}\\n", stream)
+"""
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_nobody_reads_is_dropped_and_said_once(name: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process: subprocess.Popen[str] = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, name, str(log)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE if name == "stdout" else None,
+        stderr=subprocess.PIPE if name == "stderr" else None,
+        text=True,
+    )
+    reader = process.stdout if name == "stdout" else process.stderr
+    assert reader is not None and process.stdin is not None
+    reader.close()
+    process.stdin.write("go\n")
+    process.stdin.close()
+    assert process.wait(120) == 0
+    said = log.read_text()
+    assert said.count(f"nobody reads <{name}> any more") == 1
