@@ -62,8 +62,10 @@ class Host:
             limit_threads(self.threads)
             with without_collections():
                 make = resolve(factory)
-            limit_threads(self.threads)
+            limited = limit_threads(self.threads)
             self._target = make(**arguments)
+            if not limited:
+                limit_threads(self.threads)
         except Exception as error:
             raise RemoteError.of(error) from None
 
@@ -126,10 +128,15 @@ class ProcessHost(Host):
         return identity()
 
 
-def limit_threads(count: int) -> None:
-    """Sets torch's threads if torch is there already; before that the environment decides."""
-    if torch := sys.modules.get("torch"):
+def limit_threads(count: int) -> bool:
+    """Sets torch's threads and returns True if torch is there already.
+
+    Before that the environment decides, of which torch takes no more threads than the machine has cores.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(count)
+    return torch is not None
 
 
 def thread_environment(count: int) -> dict[str, str]:
