@@ -2,6 +2,8 @@
 
 import re
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,16 @@ from tests.support.terminal import Terminal
 COMMAND = ["-m", "async_flowrl.main", "--config-name", "one_step_off", *LOCAL]
 
 
-def test_the_screens_of_a_run(tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Its name leaves room in lines of 80 columns; pytest's own folders have names of any length."""
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        yield Path(folder)
+
+
+def test_the_screens_of_a_run(short_folder: Path) -> None:
     """First lines, panel and last screen, as they stand on a terminal of 80 columns at the end."""
-    folder = tmp_path / "run"
+    folder = short_folder / "run"
     overrides = ["console=auto", f"output_dir={folder}", "evaluate.before_training=true", "evaluate.every=5"]
     terminal = Terminal([*COMMAND, *overrides], 80, 50)
     assert terminal.end() == exit_codes.OK and terminal.was_sane, terminal.text
