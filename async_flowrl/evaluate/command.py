@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ServerLost as error:
         logger.error("%s", error)
         return exit_codes.ERROR
-    return exit_codes.OK
+    return exit_codes.INCOMPLETE if found.missing else exit_codes.OK
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,12 +62,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured: a row per score, over the prompts that have it before and after."""
+    """Everything that was measured: a row per score, over the prompts that have it before and after.
+
+    `missing` names scores of terms that are not required and that no prompt has before and after.
+    """
 
     job: Job
     rows: Mapping[str, Row]
     before: Images
     after: Images
+    missing: tuple[str, ...] = ()
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
@@ -88,21 +92,34 @@ async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -
         if job.lora is not None:
             apply_lora(pipeline, job.lora)
             after = await _scored(pipeline, job, reward, servers)
+    return compared(job, before, after)
+
+
+def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
+    """A row per score. Raises ValueError where a required term has none, and where nothing has one."""
     names = [*job.terms, *([TOTAL] if job.trained else [])]
-    rows = {name: row(name, job, before, after) for name in names}
-    return Comparison(job, rows, before.images, after.images if after is not None else {})
+    missing = tuple(name for name in names if not _common(name, before, after))
+    required = [name for name in missing if name in job.terms and job.terms[name].required]
+    if required or len(missing) == len(names):
+        raise ValueError(f"none of {len(job.prompts)} prompts could be scored by {(required or missing)[0]}")
+    for name in missing:
+        logger.warning("%s: no prompt was scored before and after, so it is left out", name)
+    rows = {name: row(name, job, before, after) for name in names if name not in missing}
+    return Comparison(job, rows, before.images, after.images if after is not None else {}, missing)
+
+
+def _common(name: str, before: Scored, after: Scored | None) -> list[int]:
+    """The prompts that have the score before and, given a LoRA, after."""
+    first = before.scores.get(name, {})
+    return sorted(first if after is None else first.keys() & after.scores.get(name, {}).keys())
 
 
 def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
-    """The statistics of one score. Raises ValueError where no prompt has it before and after."""
-    first = before.scores.get(name, {})
-    second = first if after is None else after.scores.get(name, {})
-    common = sorted(first.keys() & second.keys())
-    if not common:
-        raise ValueError(f"none of {len(job.prompts)} prompts could be scored by {name}")
+    """The statistics of one score, which at least one prompt has before and after."""
+    common = _common(name, before, after)
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
-    first, second = ({place: scores[place] for place in common} for scores in (first, second))
+    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after or before))
     kind, weight = (job.kinds[name], job.terms[name].weight) if name in job.kinds else (TRAINED, 1.0)
     if after is None:
         return Row(kind, weight, estimate(first), None, None, None, {"before": first})

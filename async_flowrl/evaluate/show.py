@@ -70,6 +70,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "true_cfg_scale": how.true_cfg_scale,
         "guidance_scale": how.guidance_scale,
         "rewards": {name: asdict(row) for name, row in found.rows.items()},
+        "missing": list(found.missing),
     }
 
 

@@ -16,6 +16,7 @@ from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_prompts
 from async_flowrl.evaluate import job_of_run, measure
 from async_flowrl.evaluate.measure import Scored
+from async_flowrl.evaluate.show import as_json
 from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
@@ -203,5 +204,19 @@ def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: 
     assert "color: means over 2 of 3 prompts" in caplog.text
     against = replace(job, terms={"color": RewardTerm(weight=-1.0)})
     assert measure.row("color", against, before, after).improved == 0.25
+
+
+def test_a_term_that_is_not_required_may_be_missing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other scores stand; a required one without any is refused, and so is a table without rows."""
+    job = job_of_run(read_config(run / "config.yaml"), run / "lora")
+    judge = RewardTerm(required=False)
+    job = replace(job, terms={"color": RewardTerm(), "judge": judge}, kinds={**job.kinds, "judge": "held_out"})
+    before = Scored({"color": {0: (1.0, 2.0)}, "judge": {0: (1.0, 1.0)}})
+    found = measure.compared(job, before, Scored({"color": {0: (2.0, 2.0)}}))
+    assert "color" in found.rows and "judge" not in found.rows and "judge" in found.missing
+    assert "judge: no prompt was scored before and after" in caplog.text
+    assert "judge" in as_json(found)["missing"]
     with pytest.raises(ValueError, match="none of 3 prompts could be scored by color"):
-        measure.row("color", job, before, Scored({"color": {}}))
+        measure.compared(job, before, Scored({"judge": {0: (1.0, 1.0)}}))
+    with pytest.raises(ValueError, match="none of 3 prompts could be scored by judge"):
+        measure.compared(replace(job, terms={"judge": judge}, kinds={"judge": "held_out"}), before, Scored({}))
