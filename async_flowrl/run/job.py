@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -65,6 +66,13 @@ def run(
     `hydra_record` holds the files of `.hydra/` by name.
     """
     directory = RunDirectory(Path(config.output_dir))
+    try:
+        return _run(config, directory, hydra_record, tools)
+    finally:
+        end_log(directory.logs)
+
+
+def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str], tools: Tools) -> int:
     try:
         prepared = prepare(config)
         check_machine(prepared)
@@ -231,6 +239,15 @@ def log_to(path: Path) -> None:
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     console.addFilter(lambda record: record.exc_info is None)
     logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
+
+
+def end_log(folder: Path) -> None:
+    """Closes the log files in a folder: a process may run something else afterwards, or move the run's directory."""
+    root, place = logging.getLogger(), os.path.abspath(folder)
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def _fail(message: object, code: int) -> int:

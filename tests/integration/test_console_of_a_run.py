@@ -1,5 +1,7 @@
 """What a person reads of a real run: on a terminal, in a pipe, quiet, and after Ctrl-C."""
 
+import logging
+import os
 import re
 import signal
 import tempfile
@@ -12,7 +14,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import composed, typed
 from async_flowrl.main import record
 from async_flowrl.run.job import run as run_config
-from tests.integration.runs import LOCAL
+from tests.integration.runs import LOCAL, ROOT
 from tests.support.terminal import Terminal
 
 COMMAND = ["-m", "async_flowrl.main", "--config-name", "one_step_off", *LOCAL]
@@ -53,9 +55,10 @@ def test_the_screens_of_a_run(short_folder: Path) -> None:
         assert (folder / path).exists()
     assert "report  " not in last, "monitor.report=false writes none"
     joined = "".join(last.split())  # long lines are wrapped wherever the width ends
-    following = f"next async-flowrl generate --lora {folder}/lora --prompt 'red red red red' --out {folder}/before_"
+    shown = min(str(folder), os.path.relpath(folder, ROOT), key=len)
+    following = f"next async-flowrl generate --lora {shown}/lora --prompt 'red red red red' --out {shown}/before_"
     assert following.replace(" ", "") in joined
-    assert f"async-flowrl evaluate {folder}".replace(" ", "") in joined
+    assert f"async-flowrl evaluate {shown}".replace(" ", "") in joined
 
 
 def run(*overrides: str) -> int:
@@ -104,3 +107,10 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path, presses: int) -> N
     if presses == 1:
         assert terminal.lines[-1] == "async_flowrl: interrupted"
         assert "resume=auto (goes on from step " in "".join(line.rstrip() for line in terminal.lines).replace("\n", "")
+
+
+def test_a_run_in_this_process_leaves_no_log_file_open(tmp_path: Path) -> None:
+    """Whoever logs afterwards would bring the file back, or fail where its folder was moved."""
+    assert run(f"output_dir={tmp_path / 'run'}", "total_steps=1", "console=quiet") == exit_codes.OK
+    assert (tmp_path / "run/logs/controller.log").stat().st_size > 0
+    assert not [handler for handler in logging.getLogger().handlers if type(handler) is logging.FileHandler]
