@@ -1,4 +1,4 @@
-"""Where a server of ours may listen, and the token that it asks for where others than this machine reach it."""
+"""Rules for the servers of this project: the addresses they may listen on, and the token that other machines need."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""Which rank trains which part of a group.
+"""The assignment of the parts of groups to trainer ranks.
 
 The schedulable unit is the replica: the ranks that hold one copy of the base between them. Nothing here changes a bit
 of the weights; it decides only how evenly the work is spread.

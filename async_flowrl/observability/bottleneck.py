@@ -1,4 +1,4 @@
-"""What held a run up, in one sentence, from its events: what to change to make it shorter."""
+"""The bottleneck of a run in one sentence, from its events, and what to change to make the run shorter."""
 
 from collections.abc import Mapping, Sequence
 

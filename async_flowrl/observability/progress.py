@@ -1,4 +1,4 @@
-"""What a console shows of a run: the numbers of its steps so far, and how they are written."""
+"""The numbers of a run so far, as the console shows them, and how they are written."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What a run came to, in sentences that the console and the report share: what evaluations measured before and after,
+"""The result of a run in sentences that console and report share: what evaluations measured before and after,
 paired prompt by prompt, or what the training reward did."""
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is written to the terminal, or to whatever else reads stdout and stderr."""
+"""Writing to stdout and stderr, be it a terminal, a pipe or nobody who reads."""
 
 import logging
 import os

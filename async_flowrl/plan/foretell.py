@@ -1,4 +1,4 @@
-"""What a run is told of itself before its first step: seconds per step and memory, or why they cannot be known.
+"""The predictions that a run prints before its first step: seconds per step and memory, or why there are none.
 
 Whatever the planner cannot do is said in the sentence, and ends no run.
 """

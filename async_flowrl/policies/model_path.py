@@ -1,4 +1,4 @@
-"""What `model.path` names: the tiny model, a folder of this machine, or a model of the hub. Known without torch."""
+"""Resolves `model.path` without torch: the tiny model, a folder of this machine, or a model of the hub."""
 
 import re
 from collections.abc import Sequence

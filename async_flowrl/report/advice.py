@@ -1,4 +1,4 @@
-"""What a run warns of, each with what to do about it. docs/metrics.md has the table that the advice is taken from."""
+"""Warnings of a run, each with what to do about it. The advice is that of the table in docs/metrics.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a report shows, read from run directories as one JSON-able document.
+"""The content of a report, read from run directories as one JSON-able document.
 
     document(runs: Sequence[Path]) -> dict
 

@@ -1,4 +1,4 @@
-"""What a report says first: the result of a run, where it stands, and what was trained."""
+"""The head of a report: the result of a run, its state, and what was trained."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a reward has seen of the servers that it asks: which were slow, and which have answered at all."""
+"""A record of the servers that a reward asks: which were slow, and which have answered at all."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How long the calls that a reward makes for one group can take."""
+"""The longest time that the calls of a reward for one group can take."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What can be refused of a configuration before torch is imported: most of what a person gets wrong, at once."""
+"""Checks of a configuration that need no torch, so that most mistakes are refused at once."""
 
 from pathlib import Path
 

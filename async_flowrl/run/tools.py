@@ -1,4 +1,4 @@
-"""What is given to a run by whoever starts it: the planner and the report are tools, and no part of it."""
+"""Functions that the program gives to a run: the planner and the report are tools, which the run does not import."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

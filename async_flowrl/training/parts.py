@@ -1,4 +1,4 @@
-"""Which parts of the groups a rank trains. A part is a micro-batch of a group's samples with all their trained steps.
+"""The parts of the groups that a rank trains: micro-batches of a group's samples with all their trained steps.
 
 Parts are cut by configuration alone and never by the number of ranks: a part's gradient is a function of the weights
 and of its rows, whichever rank computes it, and their sum is exact (see `exact.py`).
