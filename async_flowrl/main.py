@@ -110,14 +110,18 @@ def report(run_directory: Path) -> Path:
     return write_report(run_directory)
 
 
-def report_over(folders: Sequence[Path]) -> None:
-    """One report over the runs of a sweep that wrote theirs, in the folder that holds them all."""
+def report_over(folders: Sequence[Path], jobs: int) -> None:
+    """One report over the runs of a sweep that wrote theirs, in the folder that holds them all.
+
+    `jobs` counts those that were refused or failed, too.
+    """
     from async_flowrl.report.write import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
     if len(runs) > 1:
         path = Path(os.path.commonpath(runs)) / "report.html"
-        say(f"{'report':8} {write_page(runs, path)}: all {len(runs)} runs\n")
+        share = f"all {jobs}" if len(runs) == jobs else f"{len(runs)} of {jobs}"
+        say(f"{'report':8} {write_page(runs, path)}: {share} runs\n")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,7 +171,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
-        report_over(folders)
+        report_over(folders, jobs=len(codes) - 1)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)

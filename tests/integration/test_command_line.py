@@ -30,7 +30,7 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tm
     assert done.returncode == 2
     assert done.stderr == "async_flowrl: total_steps must be at least 1, got 0\n"
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
-    assert done.stdout.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: all 2 runs"
+    assert done.stdout.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: 2 of 3 runs"
     assert "<title>2 runs</title>" in (tmp_path / "sweep" / "report.html").read_text()
 
 
