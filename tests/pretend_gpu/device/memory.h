@@ -122,10 +122,10 @@ struct Operation {
     Locked lock(state_lock);
     StreamState& state = all_streams[key];
     join(state.clock, host_clock);
+    const bool waited = host_clock[key] >= state.clock[key];  // by the host, for the stream or an event behind its work
     at = ++state.clock[key];
-    behind_another_thread = !state.waited_for && state.last_thread != std::this_thread::get_id();
-    state.last_thread = std::this_thread::get_id();
-    state.waited_for = false;
+    behind_another_thread = !waited && state.last_thread != this_thread();
+    state.last_thread = this_thread();
   }
   Operation(std::string what, DeviceIndex device) : Operation(std::move(what), key_of(device, current_stream(device))) {}
 

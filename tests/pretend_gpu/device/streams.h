@@ -57,13 +57,16 @@ using Tickets = std::vector<std::shared_ptr<Ticket>>;
 inline bool ended(const Tickets& tickets) { return std::all_of(tickets.begin(), tickets.end(), [](const auto& t) { return t->done.load(); }); }
 inline void await(const Tickets& tickets) { while (!ended(tickets)) std::this_thread::sleep_for(std::chrono::microseconds(100)); }
 
+// Numbers of threads: std::thread::id is given again when a thread has ended.
+inline std::atomic<uint64_t> threads{0};
+inline uint64_t this_thread() { static thread_local const uint64_t number = ++threads; return number; }
+
 struct StreamState {
   Clock clock;
   Tickets outside;
   std::deque<std::function<void()>> late;  // copies to and from pinned memory, done when somebody waits for the stream
   std::recursive_mutex copying;            // a second thread that waits must not go on while the first one copies
-  std::thread::id last_thread;             // who enqueued last
-  bool waited_for = true;                  // by the host, since then
+  uint64_t last_thread = 0;                // the number of the thread that enqueued last
 };
 inline std::map<StreamKey, StreamState> all_streams;
 inline Clock host_clock;
@@ -101,7 +104,6 @@ inline void host_waits_for(StreamKey key) {
   drain(key);
   Locked lock(state_lock);
   join(host_clock, all_streams[key].clock);
-  all_streams[key].waited_for = true;
 }
 
 struct Event {
