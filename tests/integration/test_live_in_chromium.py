@@ -20,6 +20,12 @@ pytestmark = [
     pytest.mark.slow,
 ]
 LIMIT = 240.0
+PRESS_PLAY = """() => {
+  const waiting = setInterval(() => {
+    const play = document.getElementById("play");
+    if (play) { play.click(); clearInterval(waiting); }
+  }, 50);
+}"""
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_a_run_appears_and_grows_without_a_reload(tmp_path: Path, address: str) 
         run = subprocess.Popen([*command, "console=quiet"], cwd=ROOT)
         page.wait_for_selector("text=Still running")
         page.evaluate("window.neverReloaded = true")
-        page.click("#play")
+        page.evaluate(PRESS_PLAY)
         seen = sorted(seen_while_it_runs(page))
         assert len({steps for steps, _ in seen}) >= 3, f"the page did not follow the run: {seen}"
         assert len({images for _, images in seen}) >= 2, f"no image came while it ran: {seen}"
