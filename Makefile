@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs docs-serve docs-release lint prove e2e clean
+.PHONY: setup demo test test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs docs-serve docs-release lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -25,9 +25,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs total_steps=60 name=demo
 
-# Every core runs tests; those that start clusters or time the CPU stay in one process (conftest.py).
+# Every core runs tests, in the order of conftest.py; those that start clusters or time the CPU stay in one process.
 test: setup lint
-	$(RUN) -m pytest -n auto --dist loadgroup
+	$(RUN) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+# Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time.
+CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
+CORE := tests/unit/algorithms tests/unit/config tests/unit/data $(wildcard tests/unit/test_*.py)
+
+test-quick: setup
+	$(if $(CHANGED),$(VENV)/bin/ruff check $(CHANGED))
+	$(if $(CHANGED),$(VENV)/bin/ruff format --check $(CHANGED))
+	$(if $(CHANGED),$(VENV)/bin/codespell $(CHANGED))
+	$(RUN) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(CORE)
+
+# A run over several nodes, which Linux namespaces pretend (tests/nodes): as root; elsewhere skipped, in one sentence.
+test-nodes: setup
+	$(RUN) -m pytest -m "nodes and not slow" tests/nodes
 
 test-slow: setup
 	$(RUN) -m pytest -m "slow and not gpu and not pretend_gpu"

@@ -27,12 +27,38 @@ def one_thread() -> Iterator[None]:
 
 
 SERIAL = "one at a time"
-"""Tests that start clusters or trees of processes, or that time the CPU: side by side they would slow each other."""
+"""Tests that start clusters, or that time the CPU: side by side they would slow each other."""
+CLUSTERS = {"ray_here", "existing_cluster", "full_run"}
+"""Fixtures that start one: whoever uses them needs no mark."""
+LONG = (
+    "tests/unit/training/test_trainer_ranks.py",
+    "tests/unit/training/test_trainer_base_weights.py",
+    "tests/unit/plan/test_rehearsal.py",
+    "tests/unit/checkpoint_engine/test_engine_processes.py",
+    "tests/integration/",
+    "tests/chaos/",
+)
+"""What takes longest, so that no core is left alone with it at the end."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several test processes (`-n`), a file stays in one, and all files of tests/integration stay in the same."""
+    """With several test processes (`-n`), a file stays in one, and all files with a serial test stay in the same.
+
+    These come first, then what takes long. What `-m` left out is gone by now.
+    """
+    paths = {item: item.path.relative_to(item.config.rootpath).as_posix() for item in items}
+    serial = {paths[item] for item in items if item.get_closest_marker("serial") or CLUSTERS & _fixtures(item)}
     for item in items:
-        path = item.path.relative_to(item.config.rootpath).as_posix()
-        serial = path.startswith("tests/integration/") or item.get_closest_marker("serial") is not None
-        item.add_marker(pytest.mark.xdist_group(SERIAL if serial else path))
+        item.add_marker(pytest.mark.xdist_group(SERIAL if paths[item] in serial else paths[item]))
+
+    def turn(item: pytest.Item) -> int:
+        if paths[item] in serial:
+            return -1
+        return next((number for number, start in enumerate(LONG) if paths[item].startswith(start)), len(LONG))
+
+    items.sort(key=turn)
+
+
+def _fixtures(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -33,6 +33,9 @@ from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
 from separation.imports import without_collections
+
+if TYPE_CHECKING:
+    from async_flowrl.run.prepare import Prepared
 
 
 class GuardError(RuntimeError):
@@ -69,7 +72,7 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     with without_collections():
         from async_flowrl.run.job import run
         from async_flowrl.run.tools import Tools
-    return run(config, hydra_record, Tools(predict, check_devices, foretell_steps, foretell_memory, report))
+    return run(config, hydra_record, Tools(predict, check_devices, foretell_steps, foretell_memory, report, preflight))
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:
@@ -91,6 +94,13 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     from async_flowrl.plan import devices
 
     return devices.check_devices(config, memory)
+
+
+def preflight(prepared: "Prepared") -> list[str]:
+    """The doctor is loaded here where a run asks for it, and is no part of it."""
+    from async_flowrl.doctor import preflight as look
+
+    return look.preflight(prepared)
 
 
 def predict(run_directory: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -128,7 +129,7 @@ class TorchLink:
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
         self._sends = rank == SENDER
         if self.backend == "gloo":
-            self.group = gloo_group(store, rank, epoch.world, epoch.setup)
+            self.group = gloo_group(store, rank, epoch)
         else:
             self.group = nccl_group(store, rank, epoch.world)
 
@@ -191,18 +192,30 @@ def bucket_bytes(nbytes: int) -> int:
     return BUCKET_BYTES * max(1, min(MAX_BUCKET_GROWTH, -(-nbytes // (TARGET_BUCKETS * BUCKET_BYTES))))
 
 
-def gloo_group(store: Store, rank: int, world: int, limit: timedelta) -> Any:
-    """A group as torch makes it by default, on the interfaces of GLOO_SOCKET_IFNAME, but with more connections."""
+def gloo_group(store: Store, rank: int, epoch: Epoch) -> Any:
+    """A group on the interfaces of GLOO_SOCKET_IFNAME, else on the address by which this member reaches the sender.
+
+    Torch's default is the address that the machine's own name stands for, which may be loopback.
+    """
     made: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    own = "" if names else address_towards(epoch.host, epoch.port)
     options = made._Options()
-    options._timeout = limit
+    options._timeout = epoch.setup
     options._devices = [
-        made.create_device(interface=names[i % len(names)]) if names else made.create_default_device()
+        made.create_device(interface=names[i % len(names)]) if names else made.create_device(hostname=own)
         for i in range(max(MIN_GLOO_CONNECTIONS, len(names)))
     ]
     options._threads = max(MAX_BUCKETS_UNDER_WAY, 2 * len(names))
-    return made(store, rank, world, options)
+    return made(store, rank, epoch.world, options)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to a host, as the routing table has it; nothing is sent. Raises OSError."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 def nccl_group(store: Store, rank: int, world: int) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from separation.group import PoolSpec, WorkerGroup
 from separation.local import LocalGroup
 from separation.placement import reserve
-from separation.supervise import together
+from separation.supervise import supervised, together
 
 BACKENDS = ("ray", "local")
 
@@ -33,8 +33,8 @@ async def cluster(
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
     store_bytes: results that may wait in the object store at the same time; a smaller store is refused (Ray only).
 
-    Raises ResourcesMissing with a table, StoreTooSmall, WorkerFailed or WorkerDied when a worker can't be built,
-    DeadlineExceeded.
+    Raises ResourcesMissing with a table, StoreTooSmall, OtherCode, WorkerFailed or WorkerDied when a worker can't be
+    built, DeadlineExceeded; later HeadLost, where the head of a cluster that is not our own goes away.
     On leaving, also by exception, cancellation or Ctrl-C, every worker is killed, reservations are given back, and a
     cluster of our own is shut down.
     """
@@ -43,13 +43,14 @@ async def cluster(
 
         session = RaySession(pools, address)
         try:
-            yield await session.start(
-                placement=placement,
-                colocated=colocated,
-                start_deadline=start_deadline,
-                log_dir=log_dir,
-                store_bytes=store_bytes,
-            )
+            async with supervised(*([session.watch()] if address is not None else [])):
+                yield await session.start(
+                    placement=placement,
+                    colocated=colocated,
+                    start_deadline=start_deadline,
+                    log_dir=log_dir,
+                    store_bytes=store_bytes,
+                )
         finally:
             session.close()
     elif backend == "local":

@@ -59,12 +59,22 @@ class PoolSpec:
     """Extra lanes beside "main", each with one thread."""
     gang: bool = False
     """The workers live and die together (ranks of one process group): reserved first, and as one placement group."""
+    same_code: Sequence[str] = ()
+    """Packages whose code must be the same on every node of a cluster that has several (Ray only)."""
+    workers_per_node: int | None = None
+    """So many workers on each of num_workers / workers_per_node nodes, which all differ; None: wherever there is room,
+    a gang on as few nodes as can be."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set in every worker that is a process, before its factory is imported."""
     allocator: str = ""
     """Settings of torch's memory allocator in workers that own a GPU, where their environment says none."""
 
     def __post_init__(self) -> None:
+        if self.workers_per_node is not None and self.num_workers % self.workers_per_node:
+            raise ValueError(
+                f"workers_per_node={self.workers_per_node} of the pool {self.name} must divide its "
+                f"{self.num_workers} workers"
+            )
         if VISIBLE_DEVICES in self.environment:
             raise ValueError(f"{VISIBLE_DEVICES} of the pool {self.name} follows from its seats and can't be set")
 

@@ -5,16 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from separation.by_node import EPSILON, holds, seating, share_of_node
 from separation.group import PoolSpec
 from separation.table import format_table
 
 Resources = Mapping[str, float]
 
-STRICT_PACK, PACK = "STRICT_PACK", "PACK"
-"""Ray's strategies: all bundles on one node, or on as few as can be."""
-
-EPSILON = 1e-6
-"""Sums of fractions of a device are equal within it."""
+STRICT_PACK, PACK, STRICT_SPREAD = "STRICT_PACK", "PACK", "STRICT_SPREAD"
+"""Ray's strategies: all bundles on one node, on as few as can be, or each on a node of its own."""
 MAX_PROCESSES_PER_CORE = 8
 """Worker processes per core on a machine of our own."""
 
@@ -44,6 +42,8 @@ class Reservation:
     name: str
     bundles: tuple[Resources, ...]
     seats: tuple[Seat, ...]
+    apart: bool = False
+    """Each bundle on a node of its own."""
 
 
 def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
@@ -60,7 +60,8 @@ def reserve(
 ) -> list[Reservation]:
     """The placement groups in the order they should be taken: gangs first, then shared bundles, then single workers.
 
-    `separate`: one group per gang, one small group per other worker, so that a lost node takes only its own workers.
+    `separate`: one group per gang, one small group per other worker, so that a lost node takes only its own workers;
+    one group of a bundle per node for a pool with workers_per_node, of which a lost node takes its own bundle only.
     `colocated`: worker i of both named pools shares bundle i, each with half of its device. Raises ValueError.
     """
     if placement not in ("separate", "colocated"):
@@ -75,7 +76,10 @@ def reserve(
     alone = sorted((spec for spec in pools if spec not in pair), key=lambda spec: not spec.gang)
     reservations = [_shared(pair, exists)] if pair else []
     for spec in alone:
-        reservations += [_gang(spec, exists)] if spec.gang else _singles(spec, exists)
+        if spec.workers_per_node is not None:
+            reservations.append(_by_node(spec, exists, spec.workers_per_node))
+        else:
+            reservations += [_gang(spec, exists)] if spec.gang else _singles(spec, exists)
     return reservations
 
 
@@ -100,6 +104,12 @@ def _gang(spec: PoolSpec, exists: Resources) -> Reservation:
     needs = _needs(spec, exists)
     seats = tuple(Seat(spec.name, index, index, needs) for index in range(spec.num_workers))
     return Reservation(spec.name, (needs,) * spec.num_workers, seats)
+
+
+def _by_node(spec: PoolSpec, exists: Resources, each: int) -> Reservation:
+    needs = _needs(spec, exists)
+    seats = tuple(Seat(spec.name, index, index // each, needs) for index in range(spec.num_workers))
+    return Reservation(spec.name, (share_of_node(needs, each),) * (spec.num_workers // each), seats, apart=True)
 
 
 def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
@@ -160,8 +170,17 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
         if least > exists[name] + EPSILON:
             raise ResourcesMissing(shortage(reservations, nodes, _too_much(reservations, name, least, exists[name])))
     for bundle in bundles:
-        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
+        if not any(holds(node, bundle) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
+    for reservation in (one for one in reservations if one.apart):
+        bundle, wanted = reservation.bundles[0], len(reservation.bundles)
+        if (there := sum(holds(node, bundle) for node in nodes)) < wanted:
+            each = len(reservation.seats) // wanted
+            headline = (
+                f"{each} {reservation.name} worker{'s' * (each > 1)} per node {'need' if each > 1 else 'needs'} "
+                f"{wanted} nodes with {_text(bundle)}, and {there} {'has' if there == 1 else 'have'} that"
+            )
+            raise ResourcesMissing(shortage(reservations, nodes, headline))
 
 
 def fewest_gpus(shares: Iterable[float]) -> float:
@@ -194,7 +213,7 @@ def _too_much(reservations: Sequence[Reservation], name: str, least: float, exis
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
     """Ray's strategy for a placement group: all on one node where what is free on one suffices, else on few nodes."""
     asked = totals(reservation.bundles)
-    one = any(all(node.get(name, 0) >= amount - EPSILON for name, amount in asked.items()) for node in free)
+    one = any(holds(node, asked) for node in free)
     return STRICT_PACK if one else PACK
 
 
@@ -227,7 +246,7 @@ def shortage(
     *,
     free: Callable[[str], float] | None = None,
 ) -> str:
-    """The table of what was asked and what exists, by worker pool and by resource."""
+    """The tables of what was asked and what exists, by worker pool and by resource, and of several nodes by node."""
     pools: dict[str, list[Seat]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         pools.setdefault(seat.pool, []).append(seat)
@@ -243,9 +262,18 @@ def shortage(
         + ([f"{free(name):g}"] if free else [])
         for name in asked
     ]
-    return "\n".join(
-        [f"{headline}:", format_table(("pool", "workers", "each", "all"), asked_rows), format_table(header, rows)]
-    )
+    tables = [format_table(("pool", "workers", "each", "all"), asked_rows), format_table(header, rows)]
+    if len(nodes) > 1 and free is None:
+        tables.append(seating([(one.bundles, _workers(one), one.apart) for one in reservations], nodes))
+    return "\n".join([f"{headline}:", *tables])
+
+
+def _workers(reservation: Reservation) -> list[str]:
+    """Names of the workers of each bundle."""
+    names: list[list[str]] = [[] for _ in reservation.bundles]
+    for seat in reservation.seats:
+        names[seat.bundle].append(f"{seat.pool}-{seat.index}")
+    return [", ".join(each) for each in names]
 
 
 def _text(resources: Resources) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from separation.group import PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
 from separation.host import ProcessHost, RemoteError, Surroundings
+from separation.node_checks import code_of, compare_code
 from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.supervise import deadline, together
@@ -28,6 +29,9 @@ _DEATHS = (
     exceptions.NodeDiedError,
 )
 _WATCH = "watch"
+SILENT = (
+    "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,21 @@ def node_address() -> str:
 class RayWorker:
     """A ProcessHost in an actor: "main" is the actor's own serial queue, each other lane a concurrency group of one."""
 
-    def __init__(self, spec: PoolSpec, index: int, name: str, *, place: Place, log_dir: Path | None) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        index: int,
+        name: str,
+        *,
+        place: Place,
+        log_dir: Path | None,
+        code: Mapping[str, str],
+    ) -> None:
         if _WATCH in spec.lanes:
             raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
         self.pid, self.node = 0, ""
-        self._spec = spec
+        self._spec, self._code = spec, code
         self._log = log_dir.absolute() / f"{name}.log" if log_dir is not None else None
         self._calls = CallTable(name)
         self._lanes: dict[str, dict[str, str]] = {"main": {}}
@@ -65,11 +78,14 @@ class RayWorker:
         ended.add_done_callback(self._ended)
 
     async def build(self) -> None:
-        """Builds the hosted object. Raises WorkerFailed, WorkerDied."""
+        """Builds the hosted object. Raises WorkerFailed, WorkerDied, OtherCode."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.ray_group:node_address")
+        if self._code:
+            there = await self.call("separation.node_checks:code_of", list(self._code))
+            compare_code(self._code, there, node=self.node, worker=self.name)
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
@@ -138,11 +154,15 @@ class RayWorker:
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._end(_one_line(error))
 
+    def _where_to_look(self) -> str:
+        if not self.pid:
+            return SILENT
+        return f"; its output is in {self._log}" if self._log else ""
+
     def _end(self, reason: str) -> str:
         """Fences the worker: what is left of its processes is killed, and later answers are discarded."""
         if self._calls.reason is None:
-            where = f"; its output is in {self._log}" if self._log and reason != "killed" else ""
-            self._calls.declare_dead(reason + where)
+            self._calls.declare_dead(reason + ("" if reason == "killed" else self._where_to_look()))
             if self.process is not None and alive(self.process):
                 for process in [self.process, *descendants(self.pid)]:
                     kill(process)
@@ -176,9 +196,16 @@ class RayGroup:
     """A pool of RayWorkers. `places[index]` outlives the worker that sits there."""
 
     def __init__(
-        self, spec: PoolSpec, places: Sequence[Place], *, start_deadline: float, log_dir: Path | None = None
+        self,
+        spec: PoolSpec,
+        places: Sequence[Place],
+        *,
+        start_deadline: float,
+        log_dir: Path | None = None,
     ) -> None:
         self.spec = spec
+        several = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        self._code = code_of(spec.same_code) if several else {}
         self._places = places
         self._log_dir = log_dir
         self._start_deadline = start_deadline
@@ -225,7 +252,8 @@ class RayGroup:
     def _create(self, index: int) -> RayWorker:
         incarnation = self._incarnations[index]
         name = f"{self.spec.name}-{index}" + (f".{incarnation}" if incarnation else "")
-        return RayWorker(self.spec, index, name, place=self._places[index], log_dir=self._log_dir)
+        place = self._places[index]
+        return RayWorker(self.spec, index, name, place=place, log_dir=self._log_dir, code=self._code)
 
     def _unready(self) -> str:
         waiting = [host.name for host in self._hosts if not host.pid]

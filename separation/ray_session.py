@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import sysconfig
 import threading
@@ -13,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -28,6 +27,7 @@ from separation.group import PoolSpec, WorkerGroup
 from separation.placement import (
     PACK,
     STRICT_PACK,
+    STRICT_SPREAD,
     Reservation,
     Resources,
     ResourcesMissing,
@@ -43,6 +43,8 @@ from separation.placement import (
 from separation.processes import alive, descendants, kill, kill_remaining
 from separation.ray_group import Place, RayGroup
 from separation.ray_head import start_with_what_runs
+from separation.ray_join import join
+from separation.ray_watch import HeadLost, watch_head
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,6 @@ ONE_NODE_SECONDS = 20.0
 """How long a gang waits for the one node that had room for it, before it takes several."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
-_REACH_SECONDS = 20.0
-"""How long a cluster that exists may take to accept a connection."""
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 """Ray's settings for a cluster of our own, whose task history and metrics nothing reads."""
 
@@ -66,6 +66,7 @@ class RaySession:
         self._groups: dict[str, RayGroup] = {}
         self._connected = not ray.is_initialized()
         self._daemons: list[psutil.Process] = []
+        self._headless = False
         if self._connected:
             before = descendants(os.getpid())
             try:
@@ -86,7 +87,10 @@ class RaySession:
         log_dir: Path | None,
         store_bytes: int,
     ) -> dict[str, WorkerGroup]:
-        """Reserves, creates and builds. Raises ResourcesMissing, WorkerFailed, WorkerDied, DeadlineExceeded."""
+        """Reserves, creates and builds.
+
+        Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied, DeadlineExceeded.
+        """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         exists = totals(nodes)
         check_store(store_bytes, nodes)
@@ -99,13 +103,25 @@ class RaySession:
         await together(*(group.start() for group in self._groups.values()))
         return {**self._groups}
 
+    async def watch(self) -> NoReturn:
+        """Never returns; raises HeadLost when the cluster's head is gone, after which Ray is not asked for anything."""
+        try:
+            await watch_head()
+        except HeadLost:
+            self._headless = True
+            raise
+
     def close(self) -> None:
         """Kills the workers, gives the reservations back, ends the cluster if it is ours. Blocks for a second or two.
 
-        It awaits nothing, so that no cancellation can interrupt it.
+        It awaits nothing, so that no cancellation can interrupt it. Without the head, which would have to be waited
+        for, the workers of this machine are killed and nothing else: those of others end by themselves.
         """
         ours = self._processes()
-        if ray.is_initialized():
+        if self._headless:
+            for process in ours:
+                kill(process)
+        elif ray.is_initialized():
             for group in self._groups.values():
                 group.kill()
             for reserved in self._placement_groups:
@@ -134,7 +150,8 @@ class RaySession:
         common: dict[str, Any] = {
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            "job_config": JobConfig(_py_driver_sys_path=import_path()),
+            # Ray puts one after the other in front of a worker's own, so the first of these has to come last.
+            "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
         }
         if address is None:
             # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
@@ -144,8 +161,7 @@ class RaySession:
             own["_system_config"] = dict(_UNWATCHED)
             start_with_what_runs(lambda: ray.init("local", **own, **common))
         else:
-            _check_reachable(address)
-            ray.init(address, **common)
+            join(address, **common)
         _log_raylet_messages()
 
     def _processes(self) -> list[psutil.Process]:
@@ -180,11 +196,15 @@ class RaySession:
         return places
 
     async def _reserve(self, reservation: Reservation) -> PlacementGroup:
-        """Asks for one node where one is free, and for few nodes if somebody else has taken that room meanwhile."""
-        for strategy in dict.fromkeys((packing(reservation, free_by_node()), PACK)):
+        """Asks for one node where one is free, and for few nodes if somebody else has taken that room meanwhile.
+
+        What belongs on nodes of its own is asked for once.
+        """
+        one_or_few = (packing(reservation, free_by_node()), PACK)
+        for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys(one_or_few):
             taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
             self._placement_groups.append(taken)
-            if strategy == PACK or len(reservation.bundles) == 1:
+            if strategy != STRICT_PACK or len(reservation.bundles) == 1:
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(_created(taken), ONE_NODE_SECONDS)
@@ -192,20 +212,6 @@ class RaySession:
             remove_placement_group(taken)
             self._placement_groups.remove(taken)
         return taken
-
-
-def _check_reachable(address: str) -> None:
-    """Raises ResourcesMissing where nothing listens at `host:port`: Ray would try for minutes, and hear no signal."""
-    host, _, port = address.rpartition(":")
-    if "/" in address or not (host and port.isdigit()):
-        return  # "auto", or ray://…: Ray knows what is meant
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ResourcesMissing(
-            f"no Ray cluster answers at the address {address} ({error}): start one with `ray start --head` and take "
-            "the address that it prints, or leave the address out for a cluster of this machine"
-        ) from error
 
 
 def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -227,7 +233,7 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequence[Resources]) -> None:
     spread = describe_spread(reservation, of_bundles)
-    if len(set(of_bundles)) > 1 and packing(reservation, nodes) == STRICT_PACK:
+    if not reservation.apart and len(set(of_bundles)) > 1 and packing(reservation, nodes) == STRICT_PACK:
         log.warning("%s, as others hold what one node would need: whatever its workers exchange is slower", spread)
     else:
         log.info("%s", spread)

@@ -4,6 +4,7 @@ Rank 0 opens the store on a port that the system picks and keeps it, so that no 
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from separation.supervise import deadline, together
 
 LONGEST_TIMEOUT = 20 * 86_400.0
 """Seconds, for those who want to wait for ever: torch takes no infinity, and counts some waits in 31 bits of ms."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _stores: dict[int, Any] = {}
 
 
@@ -54,6 +56,8 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: leave() it first")
     os.environ.update(environment)
+    if GLOO_INTERFACE not in os.environ and (found := interface_towards(environment["MASTER_ADDR"])):
+        os.environ[GLOO_INTERFACE] = found
     rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
     store = _stores.get(port) if rank == 0 else None
@@ -71,6 +75,28 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
         timeout=limit,
         device_id=torch.device("cuda", 0) if on_gpu else None,
     )
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface by which this machine reaches a host; None where that can't be told.
+
+    Gloo alone would take the one that the machine's own name stands for: loopback as Debian writes /etc/hosts, or one
+    that other nodes can't reach. Nothing is sent.
+    """
+    import psutil
+
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    interfaces: dict[str, Any] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            return name
+    return None
 
 
 def leave() -> None:

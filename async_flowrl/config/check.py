@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
 from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import settings
@@ -75,6 +76,8 @@ def _check_placement(config: Config) -> None:
             "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
             "workers are threads of one process: use runtime.backend=ray"
         )
+    if obstacle := node_obstacle(config):
+        raise ConfigError(obstacle)
     if config.placement != "colocated":
         return
     if config.max_staleness or config.hand_over != "batch":
@@ -164,10 +167,6 @@ def _check_engine(config: Config) -> None:
     if config.rollout.compile:
         raise ConfigError(
             "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
-        )
-    if config.rollout.text_encoder != "resident":
-        raise ConfigError(
-            "rollout.text_encoder=offload is for rollout.engine=diffusers: vllm_omni holds its text encoder itself"
         )
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):

@@ -70,19 +70,24 @@ class RolloutConfig:
 
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
     """Rollout workers, each with a whole model."""
+    workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Exactly so many on each of num_workers / workers_per_node nodes; null = wherever there is room."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per worker, where the cluster has any; a custom CPU resource stands in where it has none. vllm_omni spreads
     the network over all GPUs of a worker (tensor parallel), which changes roundings."""
     engine: str = setting("diffusers", choices=("diffusers", "vllm_omni"))
     """diffusers (the reference) or vllm_omni (needs the extra `vllm-omni`; see docs/rollout_engines.md)."""
     batch_size: int | None = setting(None, at_least=1, changes=ROUNDING)
-    """Images per forward pass; null = a whole ticket. It cuts a ticket into fixed chunks and never mixes tickets."""
+    """Images of a ticket per forward pass; null = all of them. It cuts a ticket into fixed chunks."""
+    tickets_per_batch: int = setting(1, at_least=1, changes=ROUNDING)
+    """Training tickets that go through the network in one batch: always the same ones, the next so many of a step. For
+    tickets too small to fill a GPU; an image's last float bits then depend on its batch."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
     """Torch threads per worker."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block, by the diffusers engine."""
     text_encoder: str = setting("resident", choices=("resident", "offload"), changes=NOTHING)
-    """Where the diffusers engine keeps the text encoder: resident on the device, or offload: in host memory, and on the
+    """Where a rollout worker keeps the text encoder: resident on the device, or offload: in host memory, and on the
     device only while a prompt that is not cached is encoded."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
@@ -225,6 +230,9 @@ class TrainerConfig:
 
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
     """Trainer ranks, any number: they share the groups of a step, and the weights do not depend on it."""
+    workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Exactly so many ranks on each of num_workers / workers_per_node nodes, in order, so that neighbours share a node;
+    null = on as few nodes as can be."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per rank, where the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
@@ -485,6 +493,8 @@ class Config:
     """Start although weights, optimizer and versions alone are larger than the device found."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose, check, print the plan, and stop."""
+    preflight: bool = setting(False, changes=NOTHING)
+    """Look at every node first, as `async-flowrl doctor` does, and start nothing where a check fails."""
     console: str = setting("auto", choices=("auto", "panel", "lines", "quiet"), changes=NOTHING)
     """What stdout shows of the run: a live panel, one plain line per step, or quiet: nothing but warnings, errors and
     why a run ended early; auto = panel on a terminal, lines elsewhere."""

@@ -8,9 +8,9 @@ from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
-from async_flowrl.tickets.table import TRAIN, Ticket, describe
-from async_flowrl.types import RolloutReport
-from separation.group import RefLost, Worker, WorkerDied
+from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
+from async_flowrl.types import RolloutReport, RolloutRequest
+from separation.group import Ref, RefLost, Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
@@ -81,10 +81,11 @@ async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -
     """Gives the slot's worker the ticket that the gate has for it, over and over. Raises what `LOST` names."""
     while True:
         ticket = await next_ticket(ctx, slot)
-        accepted = await generate(ctx, slot, ticket)
+        made = await generate(ctx, slot, batch_of(ctx, ticket))
         slot.finished = True
-        if accepted and (group := ctx.table.to_score(ticket)):
-            tasks.create_task(score(ctx, group, free), name=f"score {describe(ticket)}")
+        for accepted in made:
+            if group := ctx.table.to_score(accepted):
+                tasks.create_task(score(ctx, group, free), name=f"score {describe(accepted)}")
 
 
 async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
@@ -113,20 +114,40 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket:
         await ctx.work.wait(name)
 
 
-async def generate(ctx: Context, slot: Slot, ticket: Ticket) -> bool:
-    """Has the ticket made; False if another attempt was first. Raises TicketLost for one that was lost too often."""
-    if ticket.attempt >= MAX_TICKET_ATTEMPTS:
-        raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
-    worker = slot.worker
-    ctx.table.start(ticket, worker.name)
+def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
+    """The ticket and those that go through the network with it, in order, whatever has become of them already."""
+    size = ctx.config.rollout.tickets_per_batch
+    return ctx.table.batch(ticket, size) if size > 1 and ticket.kind == TRAIN else [ticket]
+
+
+async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ticket]:
+    """Has those of the batch made that wait to be, along with the others, so that their bits are always the same.
+
+    Returns those whose result was the first. Raises TicketLost for one that was lost too often.
+    """
+    worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
+    for ticket in wanted:
+        if ticket.attempt >= MAX_TICKET_ATTEMPTS:
+            raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
+        ctx.table.start(ticket, worker.name)
     ctx.observer.state(worker.name, "busy")
-    slot.given += 1
+    slot.given += len(batch)
     try:
-        async with deadline(ctx.config.deadlines.generate * slot.given, f"generate: {describe(ticket)}"):
-            report, payload = await worker.call_split("generate", ctx.requests.request(ticket), returns=3)
+        async with deadline(ctx.config.deadlines.generate * slot.given, f"generate: {describe(wanted[0])}"):
+            reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
-        slot.given -= 1
-    return accept(ctx, worker, ticket, report, payload)
+        slot.given -= len(batch)
+    parts = [payload[2 * index : 2 * index + 2] for index in range(len(batch))]
+    results = [(t, r, p) for t, r, p in zip(batch, reports, parts, strict=True) if t in wanted]
+    return [ticket for ticket, report, part in results if accept(ctx, worker, ticket, report, part)]
+
+
+async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], tuple[Ref, ...]]:
+    """One report per request; then each request's images and trajectory, one after the other."""
+    if len(requests) == 1:
+        report, payload = await worker.call_split("generate", requests[0], returns=3)
+        return [report], payload
+    return await worker.call_split("generate_together", requests, returns=1 + 2 * len(requests))
 
 
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:

@@ -1,8 +1,9 @@
-"""python -m async_flowrl.doctor [--gpu [--quick] [--minutes 15] [--only CHECK] [--out FOLDER]]: look at this machine.
+"""python -m async_flowrl.doctor [--config-name NAME] [key=value ...] | [--gpu ...]: look at this machine.
 
-Without `--gpu`: versions and devices, in a second. With it: an ordered series of checks, each with a time limit and in
-a process of its own, a line per finding, and a report to send on. Exit code 0 where nothing failed, 1 where something
-did, 2 where there is no GPU.
+With a configuration: whether it can start here, or on the cluster at its `runtime.address`. With `--gpu`: an ordered
+series of checks, each with a time limit and in a process of its own, and a report to send on. Without either: versions,
+devices and optional parts. Exit code 0 where nothing failed, 1 where something did, 2 where there is no GPU or no such
+configuration.
 """
 
 import argparse
@@ -17,19 +18,31 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config import exit_codes
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.schema import Config
 from async_flowrl.doctor import machine
 from async_flowrl.doctor.checks import CHECKS, supervise
-from async_flowrl.doctor.findings import Finding, exit_code
+from async_flowrl.doctor.facts import Asked, facts
+from async_flowrl.doctor.findings import FAILED, Finding, exit_code
+from async_flowrl.doctor.machines import Machine, machine_finding
+from async_flowrl.doctor.optional import optional_findings
 from async_flowrl.doctor.report import PRETENDED_DEVICE, Report
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.plan.arguments import factor
+from async_flowrl.doctor.start import Wanted, configuration_findings
+from async_flowrl.plan.arguments import count, factor
+from separation.imports import without_collections
 
 PROGRAM = "async-flowrl doctor"
 NO_GPU = (
     "--gpu needs a CUDA device, and torch {torch} sees none here: see nvidia-smi, and that this torch is a CUDA build"
 )
 MORE = "--gpu checks determinism, transports, memory, speed, whole runs and tests/gpu, in at most 15 minutes"
+CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
+MINUTES = 15.0
+NODES_SECONDS = 120.0
+"""How long `--nodes` waits for a cluster that is still being started."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,21 +50,28 @@ def parser() -> argparse.ArgumentParser:
     option = command_line.add_argument
     option("--gpu", action="store_true", help=MORE)
     option("--quick", action="store_true", help="with --gpu: small sizes, no tests, about two minutes")
-    option("--minutes", type=factor, default=15.0, metavar="M", help="with --gpu: of all checks together (default 15)")
+    option("--minutes", type=factor, default=MINUTES, metavar="M", help="with --gpu: of all checks (default 15)")
     option("--only", action="append", default=[], metavar="CHECK", help=f"with --gpu: of {', '.join(CHECKS)}")
     option("--out", type=Path, default=Path("outputs/doctor"), metavar="FOLDER", help="doctor.{json,md}, logs/ go here")
+    option("--config-name", "-cn", metavar="NAME", help=CONFIGURATION)
+    option("--config-dir", "-cd", type=Path, metavar="FOLDER", help="a folder of them beside the shipped ones")
+    option("--nodes", type=count, default=1, metavar="N", help="wait for N nodes at runtime.address, two minutes")
+    option("overrides", nargs="*", metavar="key=value", help=CONFIGURATION)
     return command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser().parse_args(words)
+    given = parser().parse_intermixed_args(words)
     if unknown := [name for name in given.only if name not in CHECKS]:
         return refused(unknown_name("--only", unknown[0], CHECKS))
+    configured = given.config_name is not None or bool(given.overrides)
     if not given.gpu:
         if given.quick or given.only:
             return refused(f"{'--quick' if given.quick else '--only'} belongs to --gpu")
-        return look()
+        return started(given) if configured else look()
+    if configured:
+        return refused("--gpu looks at the machine and takes no configuration: ask for one after the other")
     if not torch.cuda.is_available():
         return refused(NO_GPU.format(torch=torch.__version__))
     try:
@@ -67,14 +87,35 @@ def refused(sentence: str) -> int:
 
 
 def look() -> int:
-    """Versions and devices, without computing anything."""
-    rows = [machine.versions_finding(machine.versions())]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    rows += [machine.device_finding(machine.device(index)) for index in range(count)]
+    """Versions, devices and optional parts, without computing anything."""
+    rows = [machine.versions_finding(machine.versions()), machine_finding(Machine("here", facts(Asked())))]
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rows += [machine.device_finding(machine.device(index)) for index in range(devices)]
+    rows += optional_findings()
     for each in rows:
         say(each)
-    sys.stdout.write(f"{MORE}\n" if count else "no CUDA device here; with one, --gpu checks it\n")
+    sys.stdout.write(f"{MORE}\n" if devices else "no CUDA device here; with one, --gpu checks it\n")
+    sys.stdout.write("with --config-name or key=value: whether that configuration can start here\n")
     return exit_code(rows)
+
+
+def started(given: argparse.Namespace) -> int:
+    """Whether the configuration can start here: a line per finding, then the answer."""
+    try:
+        config: Config = compose_config(given.config_name or DEFAULT, given.overrides, given.config_dir)
+    except ConfigError as error:
+        return refused(str(error))
+    if given.nodes > 1 and config.runtime.address is None:
+        return refused(f"--nodes {given.nodes} needs runtime.address: without it a run has this machine alone")
+    found: list[Finding] = []
+    with without_collections():
+        for finding in configuration_findings(config, Wanted(given.nodes, NODES_SECONDS if given.nodes > 1 else 0.0)):
+            found.append(finding)
+            say(finding)
+    failures = sum(finding.status == FAILED for finding in found)
+    answer = f"cannot start here: {failures} of {len(found)} checks failed" if failures else "can start here"
+    sys.stdout.write(f"this configuration {answer}\n")
+    return exit_code(found)
 
 
 def examine(given: argparse.Namespace, command: str) -> int:
@@ -98,18 +139,18 @@ def examine(given: argparse.Namespace, command: str) -> int:
         if setting.pretended:
             sys.stdout.write(f"{PRETENDED_DEVICE}\n")
         for name in [name for name in CHECKS if name in given.only or not given.only]:
-            one(name, report, until - time.monotonic())
+            one(name, report, until - time.monotonic(), given.minutes / MINUTES)
             report.write(out)
     sys.stdout.write(f"{report.counts()}; wrote doctor.json, doctor.md and logs/ to {out}: send these on\n")
     return exit_code(report.findings)
 
 
-def one(name: str, report: Report, left: float) -> None:
+def one(name: str, report: Report, left: float, scale: float) -> None:
     """One check, its lines and its place in the report."""
     sys.stdout.write(f"{name}: {CHECKS[name].what}\n")
     sys.stdout.flush()
     began = time.monotonic()
-    report.checks[name] = supervise(name, report.setting, left)
+    report.checks[name] = supervise(name, report.setting, left, scale)
     report.seconds[name] = time.monotonic() - began
     for finding in report.checks[name]:
         say(finding)

@@ -44,7 +44,8 @@ def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: boo
     `text_on_host` and they are a text encoder's."""
     given: dict[str, Any] = {}
     if text_on_host:
-        text = stock.from_pretrained(path, transformer=None, vae=None, trust_remote_code=False, **options)
+        others = options | {"transformer": None, "vae": None}
+        text = stock.from_pretrained(path, trust_remote_code=False, **others)
         settle_pipeline(text, torch.device("cpu"))
         given = {name: part for name, part in text.components.items() if part is not None}
     pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **given, **options)

@@ -6,6 +6,7 @@ from async_flowrl.policies.lora import add_lora, keep_compute_copies
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.together import TogetherEngine
 from checkpoint_engine import base_digest
 
 PARTS = {"resident": "all", "offload": "offload"}
@@ -30,4 +31,5 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
     if config.rollout.compile:
         compile_blocks(policy)
     size, where = config.rollout.batch_size, config.rollout.text_encoder
-    return DiffusersEngine(policy, batch_size=size, device=device, text_encoder=where), digest
+    kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
+    return kind(policy, batch_size=size, device=device, text_encoder=where), digest

@@ -7,8 +7,10 @@ version and digest it began with.
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine
+from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.types import (
     EMA,
     EVALUATION,
@@ -86,6 +89,25 @@ class RolloutWorker:
         spans = (Span("activate", began, activated), *rollout.spans, *self._delay(request, time.time() - began))
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
         return report, rollout.images, rollout.trajectory
+
+    def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
+        """Tickets of one version in one batch: their reports, then each one's images and trajectory.
+
+        The first report has the spans of them all. Raises as `generate` does.
+        """
+        began = time.time()
+        first, digest = requests[0], self._activate(requests[0])
+        activated = time.time()
+        with self._profiled(first):
+            rollouts = cast("BatchEngine", self.engine).generate_together(requests)
+        shared = merged_spans([rollout.spans for rollout in rollouts])
+        spans = (Span("activate", began, activated), *shared, *self._delay(first, time.time() - began))
+        reports = [
+            RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
+            for index, request in enumerate(requests)
+        ]
+        payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
+        return reports, *payloads
 
     def _activate(self, request: RolloutRequest) -> str:
         """Puts the version the request names into the live modules; evaluation has a slot, or the EMA, of its own."""

@@ -76,6 +76,7 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
     try:
         prepared = prepare(config)
         check_machine(prepared)
+        seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
             log_to(directory.logs / "controller.log")  # a checkpoint that is passed over is a warning
         # Before the run directory is written to: a run that is refused leaves it as it was.
@@ -91,7 +92,7 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
     logger.info(ATTEMPT)
     say(first_lines(prepared, directory.root))
     ending = Ending(prepared, directory, StopRequest(), resume_command(hydra_record))
-    for sentence in doubts_of(prepared):
+    for sentence in (*seen, *doubts_of(prepared)):
         logger.warning("%s", sentence)
     try:
         held_out = prepared.requests.evaluated == "held_out"

@@ -18,6 +18,7 @@ from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.controller.trainer import MAX_GROUPS_PER_CALL, TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
+from async_flowrl.run.nodes import OUR_CODE, look_at_nodes
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
@@ -25,6 +26,7 @@ from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
@@ -55,6 +57,8 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             threads=config.trainer.threads,
             lanes=("publish", "save", "control"),
             gang=True,
+            workers_per_node=config.trainer.workers_per_node,
+            same_code=OUR_CODE,
             environment=config.trainer.environment,
             allocator=EXPANDABLE,
         ),
@@ -66,6 +70,8 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
             lanes=("sync", "control"),
+            workers_per_node=config.rollout.workers_per_node,
+            same_code=OUR_CODE,
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
@@ -92,6 +98,7 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
         },
         gpus_per_worker=pool.gpus_per_worker,
         threads=pool.threads,
+        same_code=OUR_CODE,
         environment=config.reward.environment,
     )
 
@@ -173,11 +180,21 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         store_bytes=stored_bytes(config, prepared.shapes),
     )
     with ExitStack() as last:
-        async with pooled as groups:
+        async with refusals(), pooled as groups:
             try:
+                await look_at_nodes(config, groups, logs.parent)
                 yield groups
             finally:
                 last.enter_context(ctrl_c_ignored())
+
+
+@asynccontextmanager
+async def refusals() -> AsyncIterator[None]:
+    """Another version of this package on a node is nothing that a run could go on from."""
+    try:
+        yield
+    except OtherCode as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextmanager

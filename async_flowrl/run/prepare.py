@@ -15,10 +15,10 @@ from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.rewards.time_limits import too_slow
-from async_flowrl.rollout.vllm_omni.settings import check_family
+from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
-from async_flowrl.tickets.arithmetic import check_batching
+from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder
 
 
@@ -41,6 +41,7 @@ def prepare(config: Config) -> Prepared:
         refuse_early(config)
         algorithm = build_algorithm(config)
         check_batching(config)
+        check_tickets_per_batch(config)
         if config.lora.path is not None:
             lora_file.read_for(config.lora)
         needs_target = check_rewards(config.reward)
@@ -52,7 +53,7 @@ def prepare(config: Config) -> Prepared:
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
-            check_family(model.family)
+            check_model(config, model)
         for prompts in (data.train, data.evaluation):
             if prompts.special:
                 check_prompts_of(model, prompts)
@@ -68,6 +69,16 @@ def prepare(config: Config) -> Prepared:
         baseline=baseline_sampling(config, model.family),
     )
     return Prepared(config, model, algorithm, requests, shapes, data)
+
+
+def check_tickets_per_batch(config: Config) -> None:
+    """Raises ValueError for batches of more tickets than a step has."""
+    size, tickets = config.rollout.tickets_per_batch, shape(config).tickets_per_step
+    if size > tickets:
+        raise ValueError(
+            f"rollout.tickets_per_batch={size}, but a step has {tickets} tickets, and a batch never spans two steps: "
+            f"set at most {tickets}, or ticket_size smaller"
+        )
 
 
 def check_lora_targets(model: ResolvedModel, config: LoraConfig) -> None:

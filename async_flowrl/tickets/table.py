@@ -185,6 +185,13 @@ class TicketTable:
         ordinals = range(first, first + self.shape.tickets_per_group)
         return [self._tickets[k] for k in ordinals if k in self._tickets]
 
+    def batch(self, ticket: Ticket, size: int) -> list[Ticket]:
+        """The training tickets that share a batch with `ticket`, itself among them: `size` in a row of its step."""
+        first = ticket.step * self.shape.tickets_per_step
+        start = ticket.ordinal - (ticket.ordinal - first) % size
+        end = min(start + size, first + self.shape.tickets_per_step)
+        return [self._tickets[k] for k in range(start, end)]
+
     def ready(self, step: int, group: int) -> bool:
         tickets = self.group(step, group)
         return bool(tickets) and all(t.state is State.READY for t in tickets)

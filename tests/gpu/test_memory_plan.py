@@ -11,7 +11,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import fused_attention
 from async_flowrl.plan.memory import Footprint, plan_memory
-from async_flowrl.plan.rehearsal.cards import Roofline, card_of
+from async_flowrl.plan.rehearsal.cards import card_of
 from async_flowrl.plan.rehearsal.estimate import peak
 from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
 from async_flowrl.plan.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
@@ -70,7 +70,7 @@ def test_a_trainer_rank_takes_what_is_planned_and_rehearsed(config: Config) -> N
         worker.train(request, trajectory)
 
     taken = peak_of(work)
-    rehearsed = peak(rehearse_trainer(config, FakeModel.of(config), Roofline(card_of("H100"))).phases.values()).peak
+    rehearsed = peak(rehearse_trainer(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
     agrees(taken, rehearsed, plan_memory(config).trainer)
 
 
@@ -86,7 +86,7 @@ def test_a_rollout_worker_takes_what_is_planned_and_rehearsed(config: Config) ->
         del arriving
 
     taken = peak_of(work)
-    rehearsed = peak(rehearse_rollout(config, FakeModel.of(config), Roofline(card_of("H100"))).phases.values()).peak
+    rehearsed = peak(rehearse_rollout(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
     agrees(taken, rehearsed, plan_memory(config).rollout)
 
 

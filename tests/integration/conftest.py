@@ -1,10 +1,15 @@
 """Integration tests run the real engine on the tiny model, offline."""
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from separation.processes import descendants, kill
+from tests.integration.runs import DELAYS, RECORDED, TRAINED, Run, overtaking, train_on_ray
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +29,43 @@ def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     root.setLevel(level)
 
 
-@pytest.fixture
+def started(cluster: Callable[[], Any]) -> Any:
+    """A Ray cluster, once it is up: Ray waits 30 seconds for its daemons, whatever else the machine does."""
+    before = set(descendants(os.getpid()))
+    for _ in range(4):
+        try:
+            return cluster()
+        except Exception as error:  # Ray raises nothing narrower
+            if "timed out during startup" not in str(error):
+                raise
+            for process in set(descendants(os.getpid())) - before:
+                kill(process)
+    return cluster()
+
+
+@pytest.fixture(scope="session")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """As people start it, a process on a Ray cluster of its own: two rollout workers, delays, all that can be recorded.
+
+    What uses it is marked serial, so that one process has it.
+    """
+    settings = (*TRAINED, *RECORDED, *DELAYS)
+    return overtaking(train_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
+
+
+@pytest.fixture(scope="module")
 def existing_cluster() -> Iterator[str]:
     """Address of a Ray cluster of four CPUs, one trainer and two rollout devices, that somebody else started."""
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "resources": {"trainer": 1, "rollout": 2},
-            "object_store_memory": 100_000_000,
-            "include_dashboard": False,
-        },
-    )
+    head = {
+        "num_cpus": 4,
+        "resources": {"trainer": 1, "rollout": 2},
+        "object_store_memory": 100_000_000,
+        "include_dashboard": False,
+    }
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
     try:
         yield str(cluster.address)
     finally:
@@ -54,14 +81,16 @@ def ray_here() -> Iterator[None]:
 
     from separation.ray_session import import_path
 
-    ray.init(
-        address="local",
-        num_cpus=8,
-        resources={"trainer": 2, "rollout": 2},
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        job_config=JobConfig(_py_driver_sys_path=import_path()),
+    started(
+        lambda: ray.init(
+            address="local",
+            num_cpus=8,
+            resources={"trainer": 2, "rollout": 2},
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            job_config=JobConfig(_py_driver_sys_path=import_path()),
+        )
     )
     try:
         yield

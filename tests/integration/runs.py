@@ -29,6 +29,18 @@ TINY = (
     "monitor.report=false",
 )
 LOCAL = (*TINY, "runtime.backend=local")
+TRAINED = ("total_steps=6", "trainer.learning_rate=0.03")
+"""What decides about the weights of `full_run` (conftest.py)."""
+RECORDED = (
+    "evaluate.before_training=true",
+    "evaluate.every=3",
+    "save.every=2",
+    "monitor.report=true",
+    "monitor.tensorboard=true",
+    "monitor.wandb=true",
+)
+"""Everything that a run can record."""
+DELAYS = tuple(f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish"))
 LIMIT = 300.0
 """Seconds any one run may take."""
 

@@ -294,35 +294,6 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str) -> None:
-    out = tmp_path / "run"
-    done = command("rollout.num_workers=3", f"runtime.address={existing_cluster}", f"output_dir={out}")
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    rows = [line.split() for line in done.stderr.splitlines()]
-    assert done.stderr.startswith("async_flowrl: the cluster can't hold what was asked:")
-    assert ["resource", "asked", "exists", "missing"] in rows
-    assert ["rollout", "3", "2", "1"] in rows
-    large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
-    done = command(*large, f"runtime.address={existing_cluster}", f"output_dir={out}")
-    assert done.returncode == 2, done.stderr
-    assert "GB of results wait in the object store, which holds 0.1 GB" in done.stderr
-    assert "the images and trajectories of 2 steps; use fewer or smaller images per step" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    again = command("total_steps=0", f"runtime.address={existing_cluster}", f"output_dir={out}")
-    assert "is not empty" not in again.stderr
-
-
-def test_nccl_on_an_existing_cluster_without_gpus(tmp_path: Path, existing_cluster: str) -> None:
-    """Known when the trainer's first rank has started, and before any model is loaded."""
-    out = tmp_path / "run"
-    done = command("checkpoint_engine.transport=nccl", f"runtime.address={existing_cluster}", f"output_dir={out}")
-    assert done.returncode == 2, done.stderr
-    told = "async_flowrl: checkpoint_engine.transport: transport nccl needs weights on a GPU, here they are on cpu"
-    assert done.stderr.splitlines()[-1].startswith(told)
-    assert "Traceback" not in done.stderr
-
-
 def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"

@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,26 @@ def command(*arguments: str, module: str = "async_flowrl.main") -> "subprocess.C
     )
 
 
-def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(tmp_path: Path) -> None:
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The exit code of a command line in this process: importing torch takes longer than most of them."""
+
+    def ran(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
+        return program.main()
+
+    return ran
+
+
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(
+    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     swept = ("total_steps=1,0,2", "monitor.report=true", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    done = command("--multirun", *SMALL, *swept)
-    assert done.returncode == 2
-    assert done.stderr == "async_flowrl: total_steps must be at least 1, got 0\n"
+    assert here("--multirun", *SMALL, *swept) == 2
+    done = capfd.readouterr()
+    assert done.err == "async_flowrl: total_steps must be at least 1, got 0\n"
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
-    assert done.stdout.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: 2 of 3 runs"
+    assert done.out.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: 2 of 3 runs"
     assert "<title>2 runs</title>" in (tmp_path / "sweep" / "report.html").read_text()
 
 
@@ -43,15 +57,18 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(
     assert program.main() == whole
 
 
-def test_a_dry_run_with_groups_of_ones_own_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_dry_run_with_groups_of_ones_own_leaves_nothing_behind(
+    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     own, out = tmp_path / "own größe", tmp_path / "deep" / "run"
     (own / "model").mkdir(parents=True)
     (own / "model" / "mine.yaml").write_text("path: tiny\ntiny: {layers: 1}\n")
     (own / "ours.yaml").write_text("defaults: [stream, _self_, override model: mine]\nname: ours\n")
     for arguments in (["model=mine"], ["--config-name", "ours"], ["--config-name", "ours", "hydra.verbose=false"]):
-        done = command("--config-dir", str(own), *arguments, "dry_run=true", f"output_dir={out}")
-        assert done.returncode == 0, done.stderr
-        assert "(qwen_image)" in done.stdout and done.stderr == ""
+        code = here("--config-dir", str(own), *arguments, "dry_run=true", f"output_dir={out}")
+        done = capfd.readouterr()
+        assert code == 0, done.err
+        assert "(qwen_image)" in done.out and done.err == ""
     assert not out.parent.exists()
 
 

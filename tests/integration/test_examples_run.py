@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import shlex
-import stat
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -120,13 +119,3 @@ def test_what_is_for_gpus_composes_and_would_run(block: Block, clone: Path, monk
         with redirect_stdout(out):
             assert carry_out(command, ("dry_run=true",), monkeypatch) == exit_codes.OK, command.words
         assert any(f"model {model} " in out.getvalue() for model in MODELS), out.getvalue()
-
-
-def test_the_scripts_for_slurm_compose(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_published_models(clone / "hub", monkeypatch)
-    script = ROOT / "examples" / "several_nodes" / "slurm.sh"
-    subprocess.run(["bash", "-n", script], check=True)
-    assert script.stat().st_mode & stat.S_IRUSR
-    (words,) = re.findall(r"(async-flowrl train .*?)\ncode=", script.read_text().replace("\\\n", " "), flags=re.DOTALL)
-    (command,) = commands(words)
-    assert carry_out(command, ("dry_run=true",), monkeypatch) == exit_codes.OK

@@ -1,4 +1,4 @@
-"""Tools import the run, never the reverse: what a whole run has imported when it ends."""
+"""Tools import the run, never the reverse: what a whole run has imported when it ends, and what it never needs."""
 
 import subprocess
 import sys
@@ -30,12 +30,14 @@ sys.exit(code)
 """
 
 
-def test_a_run_imports_no_tool_and_no_test(tmp_path: Path) -> None:
+def test_a_run_of_threads_imports_no_tool_no_test_no_ray_and_no_tracker(tmp_path: Path) -> None:
     given = (*LOCAL, "total_steps=2", "monitor.report=true", f"output_dir={tmp_path}")
     ran = subprocess.run([sys.executable, "-c", RUN, *given], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stderr
     assert not (tmp_path / "report.html").exists(), "who starts a run brings the tool that writes its report"
     imported = {name.partition(".")[::2] for name in ran.stdout.splitlines()[-1].split()}
     assert ("async_flowrl", "loop") in imported
-    assert "tests" not in {package for package, _ in imported}
+    packages = {package for package, _ in imported}
+    assert "torch" in packages
+    assert not packages & {"tests", "ray", "wandb", "tensorboard", "matplotlib", "rapidocr", "pandas", "datasets"}
     assert not {rest.partition(".")[0] for package, rest in imported if package == "async_flowrl"} & set(TOOLS)

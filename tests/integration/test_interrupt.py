@@ -13,6 +13,7 @@ from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
 from separation.processes import alive, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
+pytestmark = pytest.mark.serial
 SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
 LONG = "total_steps=500"
 """Two and a half minutes at least with `SLOWLY`: such a run does not end by itself while a test looks at it."""
@@ -40,7 +41,7 @@ def sound(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in found)
 
 
-@pytest.mark.parametrize("moment", ["starting", "training"])
+@pytest.mark.parametrize("moment", ["starting", pytest.param("training", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)

@@ -1,5 +1,6 @@
 """That generation and training really happen at the same time, and that time is booked where it is spent."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,15 +14,22 @@ SLEEP = ("debug.delays.slow_worker=8", "total_steps=8")
 DELAY = 0.7
 """Seconds; nothing in the tiny model takes as long, not even where several processes want the same core."""
 STAGES = ("generate", "score", "update", "publish")
+pytestmark = pytest.mark.serial
 
 
-@pytest.mark.parametrize(
-    ("stages", "least"), [(SLEEP, 0.4), pytest.param(WORK, 0.8, marks=pytest.mark.slow)], ids=["sleep", "work"]
-)
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
-def test_one_step_off_overlaps_generation_and_training(stages: tuple[str, ...], least: float, tmp_path: Path) -> None:
+def test_processes_that_work_overlap(tmp_path: Path) -> None:
+    check_overlap(train_here_on_ray, WORK, 0.8, tmp_path)
+
+
+def test_one_step_off_overlaps_generation_and_training(tmp_path: Path) -> None:
+    check_overlap(train, SLEEP, 0.4, tmp_path)
+
+
+def check_overlap(how: Callable[..., Run], stages: tuple[str, ...], least: float, tmp_path: Path) -> None:
     """At least 0.8 of what could overlap does on a quiet machine, half of that on any; in sync, nothing does."""
-    overlapped = train_here_on_ray(tmp_path / "one_step_off", "one_step_off", *stages).summary
+    overlapped = how(tmp_path / "one_step_off", "one_step_off", *stages).summary
     assert overlapped["overlap"]["share"] >= least
     assert overlapped["bound"]["generation"] > 0 and overlapped["bound"]["update"] > 0
     in_turn = train(tmp_path / "sync", "sync", *stages, "total_steps=4").summary

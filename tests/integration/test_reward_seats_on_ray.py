@@ -19,6 +19,8 @@ from separation.group import WorkerGroup
 from separation.placement import ResourcesMissing
 from separation.ray_session import import_path
 
+pytestmark = pytest.mark.serial
+
 PROMPT, IMAGES = Prompt(0, "red"), np.zeros((2, 8, 8, 3), np.uint8)
 JUDGE = "reward/judge"
 

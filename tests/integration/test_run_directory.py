@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +12,16 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
+from async_flowrl import generate
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
 from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
-from tests.integration.runs import LIMIT, ROOT, Run, finish, start, train, train_on_ray, wait_until
+from tests.integration.runs import Run, finish, start, train, wait_until
 
+pytestmark = pytest.mark.serial
 STEPS = 6
 FILES = (
     "config.yaml",
@@ -57,21 +57,9 @@ STATES = {"busy", "wait_data", "wait_weights", "sync", "idle"}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(full_run: Run) -> Run:
     """As people start it, with everything that can be recorded."""
-    return train_on_ray(
-        tmp_path_factory.mktemp("run") / "full",
-        "one_step_off",
-        f"total_steps={STEPS}",
-        "rollout.num_workers=2",
-        "evaluate.before_training=true",
-        "evaluate.every=3",
-        "save.every=2",
-        "trainer.learning_rate=0.03",
-        "monitor.report=true",
-        "monitor.tensorboard=true",
-        "monitor.wandb=true",
-    )
+    return full_run
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -211,7 +199,7 @@ def test_the_digest_is_that_of_the_last_checkpoint_and_version(run: Run) -> None
 def test_generate_draws_before_and_after(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "both.png"
     arguments = ["--lora", str(run.root / "lora"), "--prompt", "red red red red", "--images", "1", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "async_flowrl.generate", *arguments], cwd=ROOT, check=True, timeout=LIMIT)
+    assert generate.main(arguments) == 0
     assert np.asarray(Image.open(out)).std() > 1
 
 
@@ -252,7 +240,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(tmp_path: Path) -> None:
-    slowly = ["save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
+    slowly = ["runtime.backend=local", "save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
     first = start(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
     told = finish(start(tmp_path / "run", "one_step_off", *slowly, "resume=auto"), 2)[1]

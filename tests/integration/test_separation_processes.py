@@ -24,6 +24,8 @@ from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, raises
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.fixture(scope="module")
 def rays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:

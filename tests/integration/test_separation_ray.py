@@ -12,6 +12,8 @@ from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.supervise import together
 from tests.integration.separation_bench import TOY, Bench, fresh, raises
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.fixture(scope="module", params=["local", "ray"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:

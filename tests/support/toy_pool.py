@@ -40,6 +40,7 @@ class Timing:
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
         known = {
             "generate": self.generate,
+            "generate_together": self.generate,
             "score": self.score,
             "train": self.update * len(args[0].metas) if method == "train" else 0.0,
             "receive": self.transfer,

@@ -276,10 +276,19 @@ def test_one_step_off_takes_the_longer_of_generation_and_training(generate: floa
 
 
 def test_streaming_trains_the_first_group_while_the_last_is_made() -> None:
+    """Each group is handed over in the moment in which it is scored; a batch waits for its last ticket."""
     timing = Timing(generate=1.0, update=1.0, score=0.01, transfer=0.01)
     sync, stream = (run(mode, timing=timing, rollout__num_workers=1) for mode in ("sync", "stream"))
     assert stream.seconds < 0.7 * sync.seconds
     assert stream.digest == sync.digest
+    for found, at_once in ((stream, True), (sync, False)):
+        made, scored, handed = (
+            {e["ordinal"]: e["time"] for e in found.tickets(state)} for state in ("SCORING", "READY", "HANDED")
+        )
+        for first in range(0, STEPS * TICKETS_PER_STEP, TICKETS_PER_STEP):
+            last = first + TICKETS_PER_STEP - 1
+            assert (handed[first] == scored[first] < made[last]) == at_once
+            assert (handed[first] >= scored[last]) == (not at_once)
 
 
 @MODE

@@ -46,10 +46,16 @@ def test_prompts_that_the_model_cannot_encode(tmp_path: Path, model: str, column
         prepared(tmp_path, f"model={model}", held_out)
 
 
-def test_an_engine_without_a_pipeline_for_the_family(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.engine=vllm_omni generates with qwen_image, the model is sd3$"):
-        prepared(tmp_path, "model=tiny_sd3", "rollout.engine=vllm_omni")
-    assert prepared(tmp_path, "rollout.engine=vllm_omni").model.family == "qwen_image"
+def test_an_engine_that_cannot_spread_the_network_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.gpus_per_worker=3 spreads the network's 8 attention heads"):
+        prepared(tmp_path, "model=tiny_sd3", "rollout.engine=vllm_omni", "rollout.gpus_per_worker=3")
+    assert prepared(tmp_path, "model=tiny_sd3", "rollout.engine=vllm_omni").model.family == "sd3"
+
+
+def test_batches_of_more_tickets_than_a_step_has(tmp_path: Path) -> None:
+    assert prepared(tmp_path, "rollout.tickets_per_batch=2").config.rollout.tickets_per_batch == 2
+    with pytest.raises(ConfigError, match=r"^rollout\.tickets_per_batch=99, but a step has \d+ tickets, and a batch"):
+        prepared(tmp_path, "rollout.tickets_per_batch=99")
 
 
 def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
-from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig, TinyConfig
+from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
@@ -17,7 +17,6 @@ from async_flowrl.seeds import derive, generator
 from async_flowrl.types import RolloutRequest, Trajectory
 from checkpoint_engine import Ack, Activation, Draft, Header
 from checkpoint_engine.digest import ByteArray
-from tests.support.tiny import adapted_policy
 
 TOLERANCE = 1e-5
 """float32; the two networks do the same sums in other orders."""
@@ -26,20 +25,22 @@ TOLERANCE = 1e-5
 class Rig:
     """Version v of the adapter has random A and B drawn from v; `hold` puts it into the trainer's model."""
 
-    def __init__(self, gpus_per_worker: float = 1.0) -> None:
+    def __init__(self, gpus_per_worker: float = 1.0, family: str = "qwen_image") -> None:
         torch.set_num_threads(1)
         # alpha / rank is no power of two, so that scaling B rounds.
         lora = LoraConfig(rank=8, alpha=12.0)
         self.config = Config(
-            model=ModelConfig(dtype="float32"),
+            model=ModelConfig(dtype="float32", tiny=TinyConfig(family=family), max_sequence_length=64),
             lora=lora,
             rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker),
         )
-        self.worker = RolloutWorker(self.config, resolve_model(self.config.model), 0, "rollout-0")
+        model = resolve_model(self.config.model)
+        self.worker = RolloutWorker(self.config, model, 0, "rollout-0")
         self.base_digest = self.worker.load()["base_digest"]
         assert isinstance(self.worker.engine, VllmOmniEngine)
         self.engine: VllmOmniEngine = self.worker.engine
-        self.policy = adapted_policy(config=lora)
+        self.policy = load_policy(model, dtype="float32", device="cpu", parts="all")
+        add_lora(self.policy.transformer, lora, self.policy, seed=0)
         self.reference = DiffusersEngine(self.policy)
 
     def hold(self, version: int) -> Mapping[str, torch.Tensor]:

@@ -17,10 +17,10 @@ from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenIma
 
 from async_flowrl.algorithms import sde
 from async_flowrl.policies.lora import lora_layers, lora_modules, reference_mode
-from async_flowrl.rollout.vllm_omni import extension, names
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError
-from async_flowrl.rollout.vllm_omni.extension import Adapters
-from async_flowrl.rollout.vllm_omni.pipeline import whole_ticket
+from async_flowrl.rollout.vllm_omni.extension import Adapters, check_adaptable
+from async_flowrl.rollout.vllm_omni.names import Names
+from async_flowrl.rollout.vllm_omni.pipeline import whole_tickets
 from async_flowrl.rollout.vllm_omni.settings import REQUEST
 from async_flowrl.types import EVALUATION, Prompt
 from checkpoint_engine import Activation, LoraModule, base_digest, binding_probe, check_binding
@@ -176,15 +176,25 @@ def test_the_binding_proof_holds_and_sees_a_foreign_tensor(rig: Rig) -> None:
     check_binding(trainer, rig.engine.probe())
 
 
-def live_layer(name: str) -> Any:
+def the_adapters() -> Adapters:
     (adapters,) = [kept for kept in gc.get_objects() if isinstance(kept, Adapters)]
-    return adapters._manager._lora_modules[f"transformer.{name}"]
+    return adapters
+
+
+def live_layer(name: str) -> Any:
+    return the_adapters()._manager._lora_modules[f"transformer.{name}"]
+
+
+def test_layers_that_vllm_has_no_adapters_for_are_refused_when_the_engine_starts(rig: Rig) -> None:
+    network, modules = the_adapters()._manager.pipeline.transformer, the_adapters().modules
+    assert modules["transformer_blocks.0.attn.to_k"] == "transformer_blocks.0.attn.to_qkv"
+    with pytest.raises(ValueError, match=r"no adapters for transformer_blocks\.0\.norm \(1 of 1 layers\); leave"):
+        check_adaptable(network, {"transformer_blocks.0.norm": "transformer_blocks.0.img_norm1"})
 
 
 def test_without_the_name_map_the_delivery_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers' `attn.to_out.0` is `attn.to_out` there; unmapped it would be left out of every image."""
-    monkeypatch.setattr(names, "engine_name", lambda name: name)
-    monkeypatch.setattr(extension, "engine_name", lambda name: name)
+    monkeypatch.setattr(Names, "engine", lambda self, name: name)
     with pytest.raises(VllmOmniError, match=r"binding is incomplete.*to_out\.0"):
         rig.made(request(2), 41)
     monkeypatch.undo()
@@ -256,21 +266,46 @@ def test_a_failed_remote_call_raises(rig: Rig) -> None:
     assert rig.made(request(2), 1).images.shape == (2, 32, 32, 3)
 
 
-def test_one_engine_batch_is_one_whole_ticket(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = request(4)
-    rig.made(asked, 1)
+def test_one_engine_batch_is_one_requests_whole_tickets(rig: Rig) -> None:
+    asked = [request(4)]
+    rig.made(asked[0], 1)
     parameters = rig.engine._sampling(asked, rig.engine._adopted())
     parameters.num_outputs_per_prompt = 3
-    with pytest.raises(RuntimeError, match=r"one engine batch is one whole ticket: .*3 images, ticket 0 has 4"):
+    with pytest.raises(RuntimeError, match=r"one engine batch is whole tickets: .*3 images, its tickets have 4"):
         rig.engine._client.generate("red", parameters, "too-few")
     bare = rig.engine._sampling(asked, rig.engine._adopted())
     bare.extra_args = {}
     with pytest.raises(RuntimeError, match="carries no ticket"):
         rig.engine._client.generate("red", bare, "no-ticket")
     two = SimpleNamespace(num_reqs=2, request_ids=["a", "b"])
-    with pytest.raises(ValueError, match=r"one whole ticket, got 2 requests: \['a', 'b'\]"):
-        whole_ticket(two)
-    assert parameters.extra_args[REQUEST] is asked
+    with pytest.raises(ValueError, match=r"one request's tickets, got 2: \['a', 'b'\]"):
+        whole_tickets(two)
+    assert parameters.extra_args[REQUEST] == tuple(asked)
+    with pytest.raises(ValueError, match="tickets 0 and 0 cannot share a batch"):
+        rig.engine.generate_together([request(4), request(3)])
+
+
+def test_tickets_of_one_batch_are_what_they_are_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward pass per denoising step for all of them, prompts of other lengths and guidance included."""
+    rows: list[int] = []
+    forward = QwenImageTransformer2DModel.forward
+
+    def counted(self: Any, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        rows.append(len(hidden_states))
+        return forward(self, hidden_states, *arguments, **named)
+
+    prompts = [Prompt(0, "red red red red"), LONG, Prompt(2, "a hill")]
+    tickets = [
+        replace(request(2, how=sampling(cfg=4.0), prompt=prompt), ordinal=ordinal)
+        for ordinal, prompt in enumerate(prompts)
+    ]
+    alone = [rig.made(ticket, 1) for ticket in tickets]
+    tickets = [replace(ticket, version=1) for ticket in tickets]
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", counted)
+    together = rig.engine.generate_together(tickets)
+    assert rows == [2 * 3 * 2] * 6
+    assert all(gap(one, other) < TOLERANCE for one, other in zip(alone, together, strict=True))
+    assert all(same(one, other) for one, other in zip(together, rig.engine.generate_together(tickets), strict=True))
 
 
 def test_tickets_asked_for_at_once_stay_apart(rig: Rig) -> None:

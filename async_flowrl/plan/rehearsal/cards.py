@@ -82,6 +82,10 @@ class Roofline:
         """`moved`: bytes read and written; `dtype`: what products are computed in."""
         return max(self.arithmetic(flops, dtype), self.traffic(moved), self.given.launch_seconds)
 
+    def is_arithmetic(self, flops: float, moved: int, dtype: torch.dtype | None) -> bool:
+        """Whether the kernel computes longer than it moves bytes or is launched."""
+        return flops > 0 and self.arithmetic(flops, dtype) >= self.kernel(flops, moved, dtype)
+
     def arithmetic(self, flops: float, dtype: torch.dtype | None) -> float:
         """Dtypes of less than 32 bits run on tensor cores."""
         if dtype is not None and dtype.itemsize < 4:

@@ -10,7 +10,8 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline, card_of
+from async_flowrl.plan.rehearsal import by_card
+from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline
 from async_flowrl.plan.rehearsal.estimate import estimate
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, as_json, describe
@@ -29,8 +30,8 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     if config.lora.path is not None:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
     model, roofline = FakeModel.of(config), Roofline(card)
-    rank = rehearse_trainer(config, model, roofline)
-    rollout = rehearse_rollout(config, model, roofline)
+    rank = rehearse_trainer(config, model, card)
+    rollout = rehearse_rollout(config, model, card)
     return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
 
 
@@ -40,22 +41,30 @@ def main(arguments: Sequence[str]) -> int:
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
     )
     parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
-    parser.add_argument("--card", default="H100", metavar="NAME", help=f"one of {', '.join(CARDS)} (default H100)")
+    parser.add_argument(
+        "--card",
+        default="H100",
+        metavar="NAME[,NAME…]",
+        help=f"of {', '.join(CARDS)}, or all (default H100); of several, the first one's memory is planned for",
+    )
     parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        card = card_of(given.card)
+        cards = by_card.cards_of(given.card)
         config = compose_config(given.config_name, given.overrides)
         check(config)
         # This package's warnings are about values, of which a rehearsal has none.
         with quieter("async_flowrl", logging.ERROR):
-            done = rehearse(config, card)
+            done = rehearse(config, cards[0])
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
     except MemoryError as error:  # a version of the adapter is in host memory here, too
         sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(as_json(done), indent=2) + "\n" if given.json else describe(done))
+    if given.json:
+        sys.stdout.write(json.dumps({**as_json(done), "by_card": by_card.as_json(done, cards)}, indent=2) + "\n")
+    else:
+        sys.stdout.write(describe(done) + (f"\n{by_card.by_card(done, cards)}" if len(cards) > 1 else ""))
     return 0

@@ -33,7 +33,7 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roo
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     repeats = rollout.passes / rollout.run
     ticket = sum(
-        phase.seconds * (repeats if name in ("denoise", "sample") else 1.0)
+        phase.seconds(roofline) * (repeats if name in ("denoise", "sample") else 1.0)
         for name, phase in rollout.phases.items()
         if name in ("denoise", "sample", "decode")
     )
@@ -60,7 +60,7 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roo
 
 def _once(roofline: Roofline, phase: Phase) -> float:
     """Seconds each time the phase is entered."""
-    return (phase.seconds + roofline.collective(phase.sent)) / phase.entered
+    return (phase.seconds(roofline) + roofline.collective(phase.sent)) / phase.entered
 
 
 def peak(phases: Iterable[Phase]) -> Phase:

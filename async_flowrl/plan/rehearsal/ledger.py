@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from async_flowrl.observability.flops import FORMULAS
 from async_flowrl.plan.footprint import Allocations
-from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.cards import Card, Roofline
 
 _ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
 """Beginnings of the names of operations that run no kernel, besides views."""
@@ -26,10 +26,13 @@ _SENT = {
 }
 """Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks."""
 
+Kernel = tuple[float, int, torch.dtype | None]
+"""FLOPs, bytes read and written, and what products are computed in."""
+
 
 @dataclass
 class Phase:
-    """What happened in one kind of phase, over all the times it was entered. Bytes; seconds on the ledger's card."""
+    """What happened in one kind of phase, over all the times it was entered. All sizes in bytes."""
 
     name: str
     resident: int = 0
@@ -37,29 +40,32 @@ class Phase:
     peak: int = 0
     """Most live at once, the phases inside it aside."""
     entered: int = 0
-    kernels: int = 0
-    flops: float = 0.0
-    arithmetic: float = 0.0
-    """Seconds of kernels that arithmetic limits."""
-    traffic: float = 0.0
-    """Seconds of the others."""
+    kernels: Counter[Kernel] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     """Bytes of the whole tensors, by operation."""
     sent: float = 0.0
     """Bytes that this rank sends in collectives."""
 
     @property
-    def seconds(self) -> float:
-        """Of all kernels; collectives are not among them."""
-        return self.arithmetic + self.traffic
+    def flops(self) -> float:
+        return sum(flops * times for (flops, _, _), times in self.kernels.items())
+
+    def seconds(self, roofline: Roofline) -> float:
+        """Of all kernels on a card; collectives are not among them."""
+        return sum(roofline.kernel(*kernel) * times for kernel, times in self.kernels.items())
+
+    def arithmetic(self, roofline: Roofline) -> float:
+        """Seconds of the kernels that arithmetic limits; the others wait for memory or for their launch."""
+        bound = ((kernel, times) for kernel, times in self.kernels.items() if roofline.is_arithmetic(*kernel))
+        return sum(roofline.kernel(*kernel) * times for kernel, times in bound)
 
 
 class Ledger(Allocations):  # type: ignore[no-untyped-call]
     """Counts a rank of `world`. A number that the host reads from a fake tensor is 1, or true."""
 
-    def __init__(self, roofline: Roofline, world: int = 1) -> None:
+    def __init__(self, card: Card, world: int = 1) -> None:
         super().__init__()
-        self.roofline, self.world = roofline, world
+        self.card, self.world = card, world
         self.phases: dict[str, Phase] = {}
         self._open: list[Phase] = []
         self._aside = False
@@ -129,13 +135,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         if formula is not None:
             flops = float(formula(*args, **kwargs, out_val=out))
             dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-        seconds = self.roofline.kernel(flops, moved, dtype)
-        phase.kernels += 1
-        phase.flops += flops
-        if flops and self.roofline.arithmetic(flops, dtype) >= seconds:
-            phase.arithmetic += seconds
-        else:
-            phase.traffic += seconds
+        phase.kernels[flops, moved, dtype] += 1
 
 
 def _tensors(tree: Any) -> list[Tensor]:

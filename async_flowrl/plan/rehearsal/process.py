@@ -58,7 +58,7 @@ def _restore(environment: Mapping[str, str]) -> None:
 
 def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in). An attribute that is not there any more is an AttributeError."""
-    load_policy, memory = partial(model.load_policy, ledger.aside), int(ledger.roofline.card.memory)
+    load_policy, memory = partial(model.load_policy, ledger.aside), int(ledger.card.memory)
     return [
         (torch.cuda, "is_available", lambda: False),
         (torch.Tensor, "numpy", _numpy),

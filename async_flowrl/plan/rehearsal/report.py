@@ -1,7 +1,8 @@
 """A rehearsal as text and as JSON. GiB are 2**30 bytes, MB, GB and TFLOP powers of ten."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from async_flowrl.config.schema import Config
@@ -43,14 +44,14 @@ def describe(done: Rehearsal) -> str:
         "shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
-        table(rank.phases),
+        table(rank.phases, done.roofline),
         *(
             [f"{rank.host_bytes / GIB:.1f} GiB of pinned host memory hold its share of the base"]
             * bool(rank.host_bytes)
         ),
         "",
         f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a ticket",
-        table(rollout.phases),
+        table(rollout.phases, done.roofline),
         "",
         *fits(done),
         "",
@@ -62,16 +63,16 @@ def describe(done: Rehearsal) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(phases: Mapping[str, Phase]) -> str:
+def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
     rows = [
         (
             phase.name,
             f"{phase.resident / GIB:.3g}",
             f"{phase.peak / GIB:.3g}",
             str(phase.entered),
-            str(phase.kernels),
+            str(phase.kernels.total()),
             f"{phase.flops / 1e12:.3g}",
-            f"{phase.seconds:.3g}",
+            f"{phase.seconds(roofline):.3g}",
             ", ".join(f"{name.strip('_')} {size / 1e9:.3g} GB" for name, size in sorted(phase.collectives.items())),
         )
         for phase in phases.values()
@@ -117,8 +118,8 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
     """All sizes in bytes, all times in seconds."""
     rank, rollout, card = done.rank, done.rollout, done.roofline.card
     return {
-        "trainer_rank": {**asdict(rank), "phases": {n: _phase(p) for n, p in rank.phases.items()}},
-        "rollout_worker": {**asdict(rollout), "phases": {n: _phase(p) for n, p in rollout.phases.items()}},
+        "trainer_rank": {**asdict(rank), "phases": _phases(rank.phases, done.roofline)},
+        "rollout_worker": {**asdict(rollout), "phases": _phases(rollout.phases, done.roofline)},
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": all(phase.peak <= card.memory for phase in done.peaks().values()),
         "estimate": asdict(done.estimate),
@@ -127,5 +128,19 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _phase(phase: Phase) -> dict[str, Any]:
-    return {**asdict(phase), "collectives": dict(phase.collectives), "seconds": phase.seconds}
+def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[str, Any]]:
+    return {name: _phase(phase, roofline) for name, phase in phases.items()}
+
+
+def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
+    """Of the kernels only how many they are and how long they take."""
+    seconds, arithmetic = phase.seconds(roofline), phase.arithmetic(roofline)
+    return {
+        **asdict(replace(phase, kernels=Counter())),
+        "kernels": phase.kernels.total(),
+        "flops": phase.flops,
+        "collectives": dict(phase.collectives),
+        "seconds": seconds,
+        "arithmetic": arithmetic,
+        "traffic": seconds - arithmetic,
+    }

@@ -9,7 +9,7 @@ import numpy as np
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.process import rehearsed_process
@@ -41,9 +41,9 @@ class RolloutRehearsal:
     version_bytes: int
 
 
-def rehearse_rollout(config: Config, model: FakeModel, roofline: Roofline) -> RolloutRehearsal:
+def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutRehearsal:
     """In steady state: the ring is full, one version more is being received, and an evaluation's is there."""
-    ledger = Ledger(roofline)
+    ledger = Ledger(card)
     with rehearsed_process(model, ledger, joined=False):
         worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
         with ledger.phase("load"):

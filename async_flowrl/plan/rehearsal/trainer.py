@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import Roofline
+from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
 from async_flowrl.plan.rehearsal.process import rehearsed_process
@@ -49,11 +49,11 @@ class RankRehearsal:
     adapter_parameters: int
 
 
-def rehearse_trainer(config: Config, model: FakeModel, roofline: Roofline) -> RankRehearsal:
+def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehearsal:
     """The first of the recipe's ranks, in steady state: optimizer state and all versions are there."""
     world = config.trainer.num_workers
     joined = world > 1 or config.trainer.cpu_offload
-    ledger = Ledger(roofline, world)
+    ledger = Ledger(card, world)
     with rehearsed_process(model, ledger, joined=joined):
         worker = TrainerWorker(config, model.resolved, 0, "trainer-0")
         with ledger.phase("load"):

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.download import download
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.base import Export, Rollout
+from async_flowrl.rollout.together import check_alike
 from async_flowrl.rollout.vllm_omni.names import network_shapes
 from async_flowrl.rollout.vllm_omni.settings import REQUEST, ROLLOUT, check_installed, engine_arguments, tensor_parallel
 from async_flowrl.types import Conditioning, RolloutRequest, Wording
@@ -40,11 +42,12 @@ class VllmOmniEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         shapes = network_shapes(config, model)
         self._parameters = shapes.empty_adapter()
-        self._client = _started(config, model)
+        local = replace(model, path=_folder(model), revision=None)
+        self._client = _started(config, local)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
         self._requests = itertools.count()
-        self.base_digest = self._client.call("rollout_open", str, config, shapes, model.max_sequence_length)
+        self.base_digest = self._client.call("rollout_open", str, config, local, shapes)
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         encoded = self._client.call("rollout_encode", dict, list(texts))
@@ -73,15 +76,21 @@ class VllmOmniEngine:
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """One ticket as one engine request. Raises VllmOmniError where the engine did not run it on its version."""
-        active = self._adopted()
-        name = f"{request.kind}-{request.ordinal}-{next(self._requests)}"
-        answer = metadata(self._client.generate(request.prompt.text, self._sampling(request, active), name), ROLLOUT)
-        if answer.get("active") != active:
-            raise VllmOmniError(f"ticket {request.ordinal} needs {active}, vllm-omni ran it on {answer.get('active')}")
-        rollout = answer.get("rollout")
-        if not isinstance(rollout, Rollout) or len(rollout.images) != len(request.images):
-            raise VllmOmniError(f"vllm-omni answered ticket {request.ordinal} with another number of images")
+        (rollout,) = self.generate_together([request])
         return rollout
+
+    def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Tickets as one engine request, so as one batch. Raises as `generate` does, and what `check_alike` raises."""
+        check_alike(requests)
+        first, active = requests[0], self._adopted()
+        name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
+        answer = metadata(self._client.generate(first.prompt.text, self._sampling(requests, active), name), ROLLOUT)
+        if answer.get("active") != active:
+            raise VllmOmniError(f"ticket {first.ordinal} needs {active}, vllm-omni ran it on {answer.get('active')}")
+        rollouts: list[Rollout] = answer.get("rollouts") or []
+        if [len(rollout.images) for rollout in rollouts] != [len(request.images) for request in requests]:
+            raise VllmOmniError(f"vllm-omni answered ticket {first.ordinal} with another number of images")
+        return rollouts
 
     def close(self) -> None:
         self._client.close()
@@ -91,22 +100,23 @@ class VllmOmniEngine:
             raise VllmOmniError("no version was adopted yet, so there is nothing to generate with")
         return self._active
 
-    def _sampling(self, request: RolloutRequest, active: Activation) -> Any:
+    def _sampling(self, requests: Sequence[RolloutRequest], active: Activation) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         from async_flowrl.rollout.vllm_omni.extension import lora_request
 
+        sampling = requests[0].sampling
         return OmniDiffusionSamplingParams(
-            height=request.sampling.resolution,
-            width=request.sampling.resolution,
-            num_inference_steps=request.sampling.num_inference_steps,
-            true_cfg_scale=request.sampling.true_cfg_scale,
-            num_outputs_per_prompt=len(request.images),
+            height=sampling.resolution,
+            width=sampling.resolution,
+            num_inference_steps=sampling.num_inference_steps,
+            true_cfg_scale=sampling.true_cfg_scale,
+            num_outputs_per_prompt=sum(len(request.images) for request in requests),
             seed=0,
             generator_device="cpu",
             lora_request=lora_request(active, self._numbers[active]),
             lora_scale=1.0,
-            extra_args={REQUEST: request},
+            extra_args={REQUEST: tuple(requests)},
         )
 
 
@@ -174,7 +184,7 @@ def _started(config: Config, model: ResolvedModel) -> Client:
     """
     ranks = tensor_parallel(config.rollout.gpus_per_worker, torch.cuda.device_count())
     port = open_store(ranks, config.deadlines.load)
-    arguments = engine_arguments(config, folder=_folder(model), family=model.family, ranks=ranks, port=port)
+    arguments = engine_arguments(config, folder=model.path, family=model.family, ranks=ranks, port=port)
     return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
 
 

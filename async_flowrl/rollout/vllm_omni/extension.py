@@ -13,12 +13,14 @@ from torch.distributed import PrefixStore, TCPStore, init_process_group  # type:
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
 from vllm_omni.platforms import current_omni_platform
 
 from async_flowrl.config.schema import Config, LoraConfig
-from async_flowrl.rollout.vllm_omni.names import NetworkShapes, adapter_key, engine_name, engine_slice, unpacked
+from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.rollout.vllm_omni.names import Names, NetworkShapes, unpacked
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT
 from async_flowrl.types import EMA, POLICY, Conditioning, Wording
 from checkpoint_engine import (
@@ -48,15 +50,21 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         init_process_group(current_omni_platform.dist_backend, store=store, rank=self.rank, world_size=world)
         super().init_device()
 
-    def rollout_open(self, config: Config, shapes: NetworkShapes, max_sequence_length: int | None) -> str:
-        """Prepares the loaded pipeline for tickets. Returns the digest of the base weights, under diffusers' names."""
+    def rollout_open(self, config: Config, model: ResolvedModel, shapes: NetworkShapes) -> str:
+        """Prepares the loaded pipeline for tickets. Returns the digest of the base weights, under diffusers' names.
+
+        Raises ValueError for layers to adapt that vllm-omni has no adapters for.
+        """
         pipeline = self.model_runner.pipeline
         network = pipeline.transformer
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        packed = network.packed_modules_mapping
-        digest = base_digest(unpacked(live, shapes.base, packed, tensor_model_parallel_all_gather))
-        self._rollout_adapters = Adapters(self.lora_manager, shapes, config.lora)
-        pipeline.open_rollout(self._rollout_adapters, config, max_sequence_length)
+        flat = not any(name.endswith(".to_out.0") for name, _ in network.named_modules())
+        names = Names(self.lora_manager._packed_modules_mapping, flat)
+        digest = base_digest(unpacked(live, shapes.base, names, tensor_model_parallel_all_gather))
+        adapters = Adapters(self.lora_manager, names, shapes, config.lora)
+        check_adaptable(network, adapters.modules)
+        self._rollout_adapters = adapters
+        pipeline.open_rollout(adapters, config, model, shapes.config)
         return digest
 
     def rollout_holds(self, adapter: int) -> bool:
@@ -89,6 +97,16 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def check_adaptable(network: torch.nn.Module, modules: Mapping[str, str]) -> None:
+    """Raises ValueError, naming them, for modules (diffusers' name to vllm-omni's) that are no linear layer of vllm."""
+    linear = {name for name, module in network.named_modules() if isinstance(module, LinearBase)}
+    if missing := sorted(name for name, module in modules.items() if module not in linear):
+        raise ValueError(
+            f"lora.targets: vllm-omni has no adapters for {', '.join(missing[:3])}{' …' if missing[3:] else ''} "
+            f"({len(missing)} of {len(modules)} layers); leave them out or use rollout.engine=diffusers"
+        )
+
+
 class Adapters:
     """The engine adapters of a rank: one per delivered version, verified bytes to bound layers.
 
@@ -96,13 +114,18 @@ class Adapters:
     receiver here holds what came last, whatever its version, in its evaluation slot.
     """
 
-    def __init__(self, manager: Any, shapes: NetworkShapes, lora: LoraConfig) -> None:
-        self._manager, self._lora = manager, lora
+    def __init__(self, manager: Any, names: Names, shapes: NetworkShapes, lora: LoraConfig) -> None:
+        self._manager, self._names, self._lora = manager, names, lora
         self._tensors = shapes.empty_adapter()
         self._receiver = Receiver(self._tensors, (POLICY, EMA), capacity=1, alpha=lora.alpha, rank=lora.rank)
-        names = {name.rsplit(".lora_", 1)[0] for name in shapes.adapter}
-        self._layers = {name: self._layer(name) for name in sorted(names)}
+        adapted = {name.rsplit(".lora_", 1)[0] for name in shapes.adapter}
+        self._layers = {name: self._layer(name) for name in sorted(adapted)}
         self._known: dict[int, Activation] = {}
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The adapted modules, diffusers' name to that of vllm-omni's module."""
+        return {name: self._names.slice(name)[0] for name in self._layers}
 
     def receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
         """Verifies a version, makes it engine adapter number `adapter` and binds it to the layers.
@@ -130,9 +153,9 @@ class Adapters:
         if adapter not in self._known or self._receiver.active != self._known[adapter]:
             raise WeightsMismatch(f"adapter {adapter} was not delivered to this worker, or is gone")
         helper = PEFTHelper(
-            r=self._lora.rank, lora_alpha=self._lora.alpha, target_modules=[engine_name(name) for name in self._layers]
+            r=self._lora.rank, lora_alpha=self._lora.alpha, target_modules=list(map(self._names.engine, self._layers))
         )
-        tensors = {adapter_key(name): tensor.clone() for name, tensor in self._tensors.items()}
+        tensors = {self._names.key(name): tensor.clone() for name, tensor in self._tensors.items()}
         model = LoRAModel.from_lora_tensors(adapter, tensors, helper, device="cpu", dtype=dtype)
         return model, helper
 
@@ -160,7 +183,7 @@ class Adapters:
         return LoraModule(a, b, self._lora.alpha / self._lora.rank)
 
     def _check_live(self, name: str, layer: LoraModule) -> None:
-        module, index = engine_slice(name, self._manager._packed_modules_mapping)
+        module, index = self._names.slice(name)
         live = self._manager._lora_modules.get(f"transformer.{module}")
         if live is None or not live._diffusion_lora_active_slices[index]:
             raise WeightsMismatch(f"{name} is not adapted in vllm-omni's network")

@@ -1,12 +1,13 @@
 """Names and shapes of a network's parameters, as diffusers and as vllm-omni have them.
 
-vllm-omni calls `attn.to_out.0` `attn.to_out`, packs projections into one parameter and shards parameters over ranks.
-Nothing here needs vllm, so it is tested where vllm is not installed.
+vllm-omni packs projections into one parameter, shards parameters over ranks, and calls Qwen-Image's `attn.to_out.0`
+`attn.to_out`. Nothing here needs vllm.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class NetworkShapes:
     adapter: dict[str, Shape]
     base: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
+    config: dict[str, Any]
+    """Of the diffusers network, with its defaults."""
 
     def empty_adapter(self) -> dict[str, Tensor]:
         """Host tensors that versions of the adapter fit into, zero."""
@@ -50,44 +53,52 @@ def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
     base = _shapes(policy.transformer.named_parameters())
     attach_lora(policy.transformer, config.lora, policy)
     adapter = _shapes(lora_parameters(policy.transformer).items())
-    return NetworkShapes(adapter, base, compute_dtypes(policy.transformer))
+    described: Any = policy.transformer.config
+    return NetworkShapes(adapter, base, compute_dtypes(policy.transformer), dict(described))
 
 
 def _shapes(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
-def engine_name(name: str) -> str:
-    """The engine's name of a module or parameter that it does not pack."""
-    return _OUTPUT.sub(".to_out", name)
+@dataclass(frozen=True)
+class Names:
+    """What the engine's network calls a module or parameter of the diffusers one.
 
-
-def adapter_key(name: str) -> str:
-    """The key under which vllm's LoRA loader reads an adapter's tensor."""
-    return f"base_model.model.transformer.{engine_name(name)}"
-
-
-def engine_slice(name: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, int]:
-    """(the engine's module, index of the slice) that holds module `name`; the slice is 0 where it is not packed.
-
-    `packed` is the network's own table, such as {"to_qkv": ["to_q", "to_k", "to_v"]}.
+    `packed` is the engine's own table, such as {"to_qkv": ["to_q", "to_k", "to_v"]}; `flat`: an attention's `to_out.0`
+    is its `to_out`.
     """
-    prefix, _, leaf = name.rpartition(".")
-    for whole, parts in packed.items():
-        if leaf in parts:
-            return f"{prefix}.{whole}", list(parts).index(leaf)
-    return engine_name(name), 0
+
+    packed: Mapping[str, Sequence[str]]
+    flat: bool
+
+    def engine(self, name: str) -> str:
+        """The engine's name of a module or parameter that it does not pack."""
+        return _OUTPUT.sub(".to_out", name) if self.flat else name
+
+    def key(self, name: str) -> str:
+        """The key under which vllm's LoRA loader reads an adapter's tensor."""
+        return f"base_model.model.transformer.{self.engine(name)}"
+
+    def slice(self, name: str) -> tuple[str, int]:
+        """(the engine's module, index of the slice) that holds module `name`; the slice is 0 where it is not packed."""
+        prefix, _, leaf = name.rpartition(".")
+        for whole, parts in self.packed.items():
+            if leaf in parts:
+                return f"{prefix}.{whole}", list(parts).index(leaf)
+        return self.engine(name), 0
 
 
 def unpacked(
-    live: Mapping[str, Tensor], shapes: Mapping[str, Shape], packed: Mapping[str, Sequence[str]], gather: Gather
+    live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather
 ) -> dict[str, Tensor]:
     """The network's parameters under diffusers' names and in its shapes, from the engine's packed and sharded ones.
 
     `gather` puts tensor-parallel shards together. Raises ValueError, naming it, for a parameter that is not there.
     """
+    packed = names.packed
     shards = {part: shard for name, tensor in live.items() for part, shard in _parts(name, tensor, shapes, packed)}
-    return {name: _whole(name, shards.get(engine_name(name)), shape, gather) for name, shape in shapes.items()}
+    return {name: _whole(name, shards.get(names.engine(name)), shape, gather) for name, shape in shapes.items()}
 
 
 def _parts(

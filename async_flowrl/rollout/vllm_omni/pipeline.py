@@ -1,83 +1,79 @@
-"""The pipeline that vllm-omni runs: a whole ticket per request, through the reference engine's own loop."""
+"""The pipeline that vllm-omni runs: its own network, and around it the reference engine's loop and the other parts."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor, nn
+from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
+from vllm_omni.diffusion.distributed.utils import get_local_device
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.loading import settle
-from async_flowrl.policies.qwen_image import QwenImagePolicy
-from async_flowrl.policies.registry import DTYPES
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.policies.loading import load_whole, quiet, weight_options
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
+from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.rollout.vllm_omni.extension import Adapters
-from async_flowrl.rollout.vllm_omni.settings import REQUEST, ROLLOUT
+from async_flowrl.rollout.vllm_omni.networks import as_in_diffusers, build_network
+from async_flowrl.rollout.vllm_omni.settings import FAMILY, REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
 
 
-class VllmNetwork(nn.Module):
-    """vllm-omni's network with the signature and the `config` of the diffusers one."""
+class RolloutPipeline(nn.Module):
+    """vllm-omni's network of a family; denoising, noise and log-probs are `DiffusersEngine`'s and so the trainer's.
 
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
-        self.config = SimpleNamespace(
-            guidance_embeds=network.guidance_embeds,
-            num_layers=len(network.transformer_blocks),
-            in_channels=network.in_channels,
-        )
+    Text encoders, VAE, schedule and prompt template are those of the diffusers pipeline, loaded by `open_rollout`.
+    """
 
-    def forward(self, *, encoder_hidden_states: Tensor, **inputs: Any) -> Any:
-        """vllm-omni's rotary embedding wants each row's padded text length named."""
-        rows, length = encoder_hidden_states.shape[:2]
-        return self.network(encoder_hidden_states=encoder_hidden_states, txt_seq_lens=[length] * rows, **inputs)
-
-
-class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
-    """vllm-omni's Qwen-Image; denoising steps, noise and log-probs are `DiffusersEngine`'s and so the trainer's."""
+    supports_request_batch = True
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)
-        # vllm-omni loads them in the dtype of their files; the reference computes everything in `model.dtype`.
-        self.text_encoder.to(od_config.dtype)
-        self.vae.to(od_config.dtype)
+        super().__init__()
+        self.device = get_local_device()
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(
+                model_or_path=od_config.model, subfolder="transformer", revision=None, prefix="transformer."
+            )
+        ]
+        self.transformer = build_network(od_config.custom_pipeline_args[FAMILY], od_config)
 
-    def open_rollout(self, adapters: Adapters, config: Config, max_sequence_length: int | None) -> None:
-        """Schedule, guidance, prompt template and decoding are the reference's; the network and its ranks vllm's."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """vllm-omni's question, with the network's files. The names that were loaded."""
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights)
+        return loaded
+
+    def open_rollout(
+        self, adapters: Adapters, config: Config, model: ResolvedModel, network_config: Mapping[str, Any]
+    ) -> None:
+        """Loads everything but the network from the model's folder; `network_config` is the diffusers network's."""
         self.adapters = adapters
-        self.image_processor = VaeImageProcessor(vae_scale_factor=2 * self.vae_scale_factor)
-        for module in (self.text_encoder, self.vae):
-            settle(module, self.device)
-        policy = QwenImagePolicy(
-            VllmNetwork(self.transformer),
-            self.scheduler,
-            side=2 * self.vae_scale_factor,
-            dtype=DTYPES[config.model.dtype],
-            pipeline=self,
-            max_sequence_length=max_sequence_length,
+        network = as_in_diffusers(model.family, self.transformer, network_config)
+        policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
+        self.engine = TogetherEngine(
+            policy,
+            batch_size=config.rollout.batch_size,
+            device=self.device,
+            text_encoder=config.rollout.text_encoder,
         )
-        self.engine = DiffusersEngine(policy, batch_size=config.rollout.batch_size, device=self.device)
 
-    def encode_prompt(self, *prompt: Any, device: Any = None, **options: Any) -> Any:
-        """As the diffusers pipeline's, which is told the device; here the text encoder's is known."""
-        return super().encode_prompt(*prompt, **options)
-
-    def forward(self, req: Any) -> list[Any]:
-        """One output for one request, a whole ticket; the engine's own warm-up request takes its own way.
+    def forward(self, req: Any) -> list[DiffusionOutput]:
+        """One output for one request, which is whole tickets; vllm-omni's own warm-up comes before `open_rollout`.
 
         Raises ValueError for any other composition of a batch: the trajectory would not be the ticket's.
         """
         if req.is_dummy_run():
-            return cast("list[Any]", super().forward(req))
-        request = whole_ticket(req)
-        rollout = self.engine.generate(request)
+            return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
+        requests = whole_tickets(req)
+        several = len(requests) > 1
+        rollouts = self.engine.generate_together(requests) if several else [self.engine.generate(requests[0])]
         # The images are bytes already and travel beside the trajectory; nothing is left for vllm-omni to convert.
-        payload = {"image": torch.empty(0, 3, request.sampling.resolution, request.sampling.resolution)}
-        stamped = {"active": self.adapters.active(), "rollout": rollout}
+        payload = {"image": torch.empty(0, 3, 32, 32)}
+        stamped = {"active": self.adapters.active(), "rollouts": rollouts}
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -85,17 +81,37 @@ class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
         return self.adapters.load(lora_request.lora_int_id, dtype)
 
 
-def whole_ticket(batch: Any) -> RolloutRequest:
-    """The one ticket that a batch consists of; ValueError otherwise."""
+def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
+    """The policy of `model` with `network` in place of diffusers', and everything else from the model's folder."""
+    family: Any = load_family(model.family)
+    assert isinstance(family, PipelineFamily)
+    dtype = DTYPES[model.dtype]
+    with quiet():
+        stock = getattr(diffusers, family.pipeline)
+        options = weight_options(dtype, None) | {"transformer": None}
+        pipeline = load_whole(stock, model.path, device, text_on_host=offload, **options)
+    return family.policy(
+        network,
+        pipeline.scheduler,
+        side=family.policy.pixels_per_token(pipeline.vae.config, network.config),
+        dtype=dtype,
+        pipeline=pipeline,
+        max_sequence_length=model.max_sequence_length,
+    )
+
+
+def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
+    """The tickets that a batch consists of, those of one request; ValueError otherwise."""
     if batch.num_reqs != 1:
-        raise ValueError(f"one engine batch is one whole ticket, got {batch.num_reqs} requests: {batch.request_ids}")
+        raise ValueError(f"one engine batch is one request's tickets, got {batch.num_reqs}: {batch.request_ids}")
     parameters = batch.sampling_params
-    request = (parameters.extra_args or {}).get(REQUEST)
-    if not isinstance(request, RolloutRequest):
+    requests: tuple[RolloutRequest, ...] = (parameters.extra_args or {}).get(REQUEST, ())
+    if not requests or not all(isinstance(request, RolloutRequest) for request in requests):
         raise ValueError(f"engine request {batch.request_id} carries no ticket")
-    if parameters.num_outputs_per_prompt != len(request.images):
+    images = sum(len(request.images) for request in requests)
+    if parameters.num_outputs_per_prompt != images:
         raise ValueError(
-            f"one engine batch is one whole ticket: request {batch.request_id} asks for "
-            f"{parameters.num_outputs_per_prompt} images, ticket {request.ordinal} has {len(request.images)}"
+            f"one engine batch is whole tickets: request {batch.request_id} asks for "
+            f"{parameters.num_outputs_per_prompt} images, its tickets have {images}"
         )
-    return request
+    return requests

@@ -214,19 +214,15 @@ def test_a_gloo_group_has_its_connections_on_the_interfaces_asked_for(monkeypatc
             self.options = options
 
         @staticmethod
-        def create_device(*, interface: str) -> str:
-            asked.append(interface)
-            return interface
-
-        @staticmethod
-        def create_default_device() -> str:
-            asked.append("default")
-            return "default"
+        def create_device(*, interface: str = "", hostname: str = "") -> str:
+            asked.append(interface or hostname)
+            return interface or hostname
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", Counted)
-    for names, expected in (("", ["default"] * 2), ("eth0", ["eth0"] * 2), ("a,b,c", ["a", "b", "c"])):
+    epoch = Epoch(0, "", "127.0.0.1", 1, 2, 7.0)
+    for names, expected in (("", ["127.0.0.1"] * 2), ("eth0", ["eth0"] * 2), ("a,b,c", ["a", "b", "c"])):
         asked.clear()
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
-        group = gloo_group(dist.Store(), 0, 2, timedelta(seconds=7))
+        group = gloo_group(dist.Store(), 0, epoch)
         assert asked == group.options._devices == expected
         assert group.options._timeout == timedelta(seconds=7) and group.options._threads >= len(expected)

@@ -1,6 +1,8 @@
 """Rehearsals on fake tensors: every shipped recipe at full size, the tiny families, and the ledger's own counting."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +16,11 @@ from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations
 from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_of
 from async_flowrl.plan.rehearsal.command import rehearse
 from async_flowrl.plan.rehearsal.estimate import peak
-from async_flowrl.plan.rehearsal.ledger import Ledger
+from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
 from async_flowrl.plan.rehearsal.trainer import _counts
 from async_flowrl.tickets.arithmetic import trained_steps
@@ -108,7 +111,7 @@ def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation()
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--card", "H10"], "--card must be one of A100, B200, H100, H200, L4, L40S, got 'H10'; did you mean 'H100'?"),
+        (["--card", "H10"], "--card must be one of A100, B200, H100, H200, L4, L40S, all, got 'H10'; did you mean 'H100'?"),
         (["rollout.compile=true"], "compiled networks cannot be rehearsed"),
         (["trainer.micro_batch_size=3"], "must divide"),
         (["lora.rank=1000000000"], "too little memory for the rehearsal"),
@@ -142,11 +145,14 @@ def test_a_kernel_takes_the_larger_of_arithmetic_traffic_and_its_launch() -> Non
     assert roofline.kernel(1.0, 3_000_000_000, torch.bfloat16) == 3.0
     assert roofline.kernel(0.0, 8, None) == 1e-6
     assert roofline.delivery(10**9) == 2 + 2 + 1
+    phase = Phase("phase", kernels=Counter({(2e12, 0, torch.bfloat16): 3, (1.0, 2_000_000_000, None): 2}))
+    assert phase.seconds(roofline) == 3 * 2.0 + 2 * 2.0 and phase.arithmetic(roofline) == 3 * 2.0
+    assert phase.flops == 6e12 + 2
 
 
 def test_phases_count_what_happens_in_them() -> None:
     layer = nn.Linear(256, 128, bias=False)
-    with Ledger(Roofline(card_of("H100"))) as ledger:
+    with Ledger(card_of("H100")) as ledger:
         with ledger.phase("outer"):
             rows = torch.zeros(64, 256)
             with ledger.phase("inner"):
@@ -157,7 +163,7 @@ def test_phases_count_what_happens_in_them() -> None:
     assert inner.flops == 2 * 64 * 256 * 128 and outer.flops == 0
     assert (inner.resident, inner.peak) == (rows.nbytes, rows.nbytes + out.nbytes)
     assert outer.peak == rows.nbytes + out.nbytes + kept.nbytes
-    assert (inner.kernels, outer.kernels) == (1, 2)
+    assert (inner.kernels.total(), outer.kernels.total()) == (1, 2)
 
 
 def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
@@ -173,3 +179,16 @@ def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
         counts = _counts(worker, config)
         found.append((counts["micro_batches"] / steps, counts["frozen_passes"] / steps))
     assert steps > 1 and found == [(4, 4), (2, 2), (1, 1), (1, 1)]
+
+
+def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    """What another card's own rehearsal gives, where the base is held in the same way."""
+    config = compose_config("one_step_off", ["experiment=two_prompts"])
+    done, alone = rehearse(config, card_of("H100")), rehearse(config, card_of("L4"))
+    assert by_card.on(card_of("L4"), done).estimate == alone.estimate != done.estimate
+    small = replace(card_of("L4"), memory=2**20)
+    text = by_card.by_card(done, [card_of("H100"), small])
+    assert "H100  yes" in text and "GiB are missing" in text.splitlines()[-1]
+    assert [card.name for card in by_card.cards_of("h200, L4")] == ["H200", "L4"]
+    assert planner.main(["--rehearse", "--card", "H100,H20"]) == 2
+    assert "'H20'; did you mean 'H200'?" in capsys.readouterr().err

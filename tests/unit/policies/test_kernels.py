@@ -27,7 +27,7 @@ def gradients(family: str, *, compiled: bool, checkpointed: bool) -> list[torch.
     return [velocity.detach(), *(p.grad for p in lora_parameters(policy.transformer).values() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_give_the_same_gradients(checkpointed: bool) -> None:
     plain = gradients("flux", compiled=False, checkpointed=checkpointed)
     compiled = gradients("flux", compiled=True, checkpointed=checkpointed)

@@ -15,29 +15,44 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni import settings
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, metadata, reply
-from async_flowrl.rollout.vllm_omni.names import adapter_key, engine_name, engine_slice, network_shapes, unpacked
-from async_flowrl.rollout.vllm_omni.settings import check_installed, engine_arguments, tensor_parallel
+from async_flowrl.rollout.vllm_omni.names import Names, network_shapes, unpacked
+from async_flowrl.rollout.vllm_omni.settings import (
+    FAMILIES,
+    check_installed,
+    check_model,
+    engine_arguments,
+    tensor_parallel,
+)
 from checkpoint_engine import base_digest
 from tests.support.tiny import adapted_policy, tiny_policy
 
 PACKED = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
+NAMES = Names(PACKED, flat=True)
+"""As in Qwen-Image."""
 
 
 def test_only_the_output_projection_is_called_differently() -> None:
-    assert engine_name("transformer_blocks.0.attn.to_out.0") == "transformer_blocks.0.attn.to_out"
-    assert engine_name("transformer_blocks.0.attn.to_out.0.weight") == "transformer_blocks.0.attn.to_out.weight"
+    assert NAMES.engine("transformer_blocks.0.attn.to_out.0") == "transformer_blocks.0.attn.to_out"
+    assert NAMES.engine("transformer_blocks.0.attn.to_out.0.weight") == "transformer_blocks.0.attn.to_out.weight"
     for same in ("transformer_blocks.0.attn.to_add_out", "transformer_blocks.0.img_mlp.net.0.proj", "a.to_out.01"):
-        assert engine_name(same) == same
+        assert NAMES.engine(same) == same
 
 
 def test_packed_projections_are_found_by_slice() -> None:
-    assert engine_slice("b.0.attn.to_k", PACKED) == ("b.0.attn.to_qkv", 1)
-    assert engine_slice("b.0.attn.add_v_proj", PACKED) == ("b.0.attn.add_kv_proj", 2)
-    assert engine_slice("b.0.attn.to_out.0", PACKED) == ("b.0.attn.to_out", 0)
+    assert NAMES.slice("b.0.attn.to_k") == ("b.0.attn.to_qkv", 1)
+    assert NAMES.slice("b.0.attn.add_v_proj") == ("b.0.attn.add_kv_proj", 2)
+    assert NAMES.slice("b.0.attn.to_out.0") == ("b.0.attn.to_out", 0)
+    assert Names(PACKED, flat=False).slice("b.0.attn.to_out.0") == ("b.0.attn.to_out.0", 0)
+    feed_forward = Names({"w13": ["w1", "w3"]}, flat=False)
+    assert [feed_forward.slice(f"layers.0.feed_forward.w{n}") for n in (1, 2, 3)] == [
+        ("layers.0.feed_forward.w13", 0),
+        ("layers.0.feed_forward.w2", 0),
+        ("layers.0.feed_forward.w13", 1),
+    ]
 
 
 def test_adapter_keys_are_those_of_vllms_loader() -> None:
-    key = adapter_key("b.0.attn.to_out.0.lora_A.weight")
+    key = NAMES.key("b.0.attn.to_out.0.lora_A.weight")
     assert key == "base_model.model.transformer.b.0.attn.to_out.lora_A.weight"
 
 
@@ -45,15 +60,15 @@ def packed_as_the_engine(tensors: dict[str, Tensor], rank: int, ranks: int) -> d
     """One rank's share: projections packed per rank, output projections split by input, everything else whole."""
     live: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: engine_slice(item[0].rpartition(".")[0], PACKED)):
+    for name, tensor in sorted(tensors.items(), key=lambda item: NAMES.slice(item[0].rpartition(".")[0])):
         module, _, leaf = name.rpartition(".")
-        whole, _ = engine_slice(module, PACKED)
+        whole, _ = NAMES.slice(module)
         if whole.rpartition(".")[2] in PACKED:
             parts.setdefault(f"{whole}.{leaf}", []).append(tensor.chunk(ranks)[rank])
         elif ".to_out.0.weight" in name:
-            live[engine_name(name)] = tensor.chunk(ranks, dim=1)[rank]
+            live[NAMES.engine(name)] = tensor.chunk(ranks, dim=1)[rank]
         else:
-            live[engine_name(name)] = tensor
+            live[NAMES.engine(name)] = tensor
     return live | {name: torch.cat(shards) for name, shards in parts.items()}
 
 
@@ -72,7 +87,7 @@ def test_base_weights_come_back_from_packing_and_sharding(ranks: int) -> None:
         return torch.cat(others, dim=dimension)
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert base_digest(unpacked(shards[0], shapes, PACKED, gather)) == base_digest(tensors)
+    assert base_digest(unpacked(shards[0], shapes, NAMES, gather)) == base_digest(tensors)
     assert bool(requested) == (ranks > 1)
 
 
@@ -89,9 +104,9 @@ def find(tensor: Tensor, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> 
 
 def test_a_parameter_that_is_missing_or_misshapen_is_named() -> None:
     with pytest.raises(ValueError, match=r"no parameter for blocks\.0\.weight"):
-        unpacked({}, {"blocks.0.weight": (2, 2)}, PACKED, lambda tensor, _: tensor)
+        unpacked({}, {"blocks.0.weight": (2, 2)}, NAMES, lambda tensor, _: tensor)
     with pytest.raises(ValueError, match=r"holds x\.weight as \[2, 2\], expected \[3, 2\]"):
-        unpacked({"x.weight": torch.ones(2, 2)}, {"x.weight": (3, 2)}, PACKED, lambda tensor, _: tensor)
+        unpacked({"x.weight": torch.ones(2, 2)}, {"x.weight": (3, 2)}, NAMES, lambda tensor, _: tensor)
 
 
 @pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
@@ -126,9 +141,26 @@ def test_every_argument_of_the_engine_is_named() -> None:
     assert expected.items() <= arguments.items()
     pipeline = arguments["custom_pipeline_args"]
     assert pipeline["pipeline_class"].startswith("async_flowrl.rollout.vllm_omni.pipeline.")
-    assert pipeline["store_port"] == 29501
-    with pytest.raises(ValueError, match="generates with qwen_image, the model is flux"):
-        engine_arguments(config, folder="f", family="flux", ranks=1, port=1)
+    assert pipeline["store_port"] == 29501 and pipeline["family"] == "qwen_image"
+    with pytest.raises(ValueError, match=r"generates with qwen_image, sd3, flux, z_image, the model is own:Family"):
+        engine_arguments(config, folder="f", family="own:Family", ranks=1, port=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_network_that_cannot_be_spread_so_is_refused(family: str) -> None:
+    """By its configuration alone: the tiny ones have 8 attention heads."""
+    config = Config()
+    config.model.tiny.family = family
+    model = resolve_model(config.model)
+    for gpus in (0.5, 1.0, 2.0, 8.0):
+        config.rollout.gpus_per_worker = gpus
+        check_model(config, model)
+    config.rollout.gpus_per_worker = 3.0
+    with pytest.raises(ValueError, match=r"gpus_per_worker=3 spreads the network's 8 attention heads .*nearest: 2$"):
+        check_model(config, model)
+    config.rollout.gpus_per_worker, config.lora.rank = 1.0, 1024
+    with pytest.raises(ValueError, match=r"lora\.rank must be at most 512 with rollout\.engine=vllm_omni, got 1024"):
+        check_model(config, model)
 
 
 @pytest.mark.parametrize(("gpus", "devices", "size"), [(1.0, 1, 1), (0.5, 1, 1), (2.0, 2, 2), (8.0, 8, 8), (4.0, 0, 1)])
@@ -162,10 +194,6 @@ def test_the_configuration_is_refused_where_the_engine_cannot_run() -> None:
     compiled.rollout.compile = True
     with pytest.raises(ConfigError, match=r"^rollout\.compile=true is for rollout\.engine=diffusers"):
         check(compiled)
-    offloaded = engine_config()
-    offloaded.rollout.text_encoder = "offload"
-    with pytest.raises(ConfigError, match=r"^rollout\.text_encoder=offload is for rollout\.engine=diffusers"):
-        check(offloaded)
     split.rollout.gpus_per_worker = 1.5
     with pytest.raises(ConfigError, match=r"tensor parallel size .* whole number, got 1\.5"):
         check(split)

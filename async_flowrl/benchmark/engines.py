@@ -1,0 +1,202 @@
+"""python -m async_flowrl.benchmark.engines [--tickets N] [--rounds N] [--out DIR] [key=value ...]: the rollout engines.
+
+The same tickets of a configuration on the same weights, by each engine in a process of its own: images per second,
+memory, and how far what they make is apart. With rollout.tickets_per_batch above 1 also in batches of tickets.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.arguments import count
+from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.together import BatchEngine
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.run.prepare import Prepared, prepare
+from async_flowrl.seeds import derive, generator
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.ticket import Ticket
+from async_flowrl.types import POLICY, TRAIN, RolloutRequest
+from checkpoint_engine import Draft
+from separation.table import format_table
+
+PROGRAM = "python -m async_flowrl.benchmark.engines"
+ENGINES = ("diffusers", "vllm_omni")
+# vllm_omni is refused without them; no cluster is started here.
+PLACE = ("runtime.backend=ray", "placement=separate")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one engine took for the tickets of all rounds, one by one or in batches."""
+
+    engine: str
+    way: str
+    images: int
+    wall_seconds: float
+    cpu_seconds: float
+    start_seconds: float
+    host_bytes: int
+    device_bytes: int
+
+
+def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
+    """The first tickets of the first step, on version 0."""
+    plan = shape(prepared.config)
+    if tickets > plan.tickets_per_step:
+        raise ValueError(f"--tickets must be at most {plan.tickets_per_step}, the tickets of a step, got {tickets}")
+    places = [(k, *divmod(k, plan.tickets_per_group)) for k in range(tickets)]
+    return [prepared.requests.request(Ticket(TRAIN, k, 0, group, part, 0)) for k, group, part in places]
+
+
+def deliver(worker: RolloutWorker) -> None:
+    """Version 0, an adapter that changes every layer: drawn from its tensors' names, so the same for every engine."""
+    layout, lora = worker.receiver.layout, worker.config.lora
+    buffer = layout.empty()
+    for name, view in layout.views(buffer).items():
+        view.copy_(0.02 * torch.randn(view.shape, generator=generator(derive(worker.config.seed, name))))
+    data = buffer.numpy()
+    header = Draft(POLICY, 0, layout, lora.alpha, lora.rank).sealed(layout.digests(data))
+    worker.receiver.receive(header, data)
+    worker.prove(0)
+
+
+def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, out: Path) -> list[Found]:
+    """Runs in the engine's own process: writes what it made to `out`, once for each way."""
+    config = configuration(engine, overrides)
+    asked = requests(prepared := prepare(config), tickets)
+    config = prepared.config
+    torch.set_num_threads(config.rollout.threads)
+    began = time.monotonic()
+    worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
+    worker.load()
+    deliver(worker)
+    started = time.monotonic() - began
+    ways: dict[str, Callable[[], list[Rollout]]] = {
+        "one by one": lambda: [worker.engine.generate(request) for request in asked]
+    }
+    if (size := config.rollout.tickets_per_batch) > 1:
+        engine_of_batches, starts = cast("BatchEngine", worker.engine), range(0, tickets, size)
+        ways[f"batches of {size}"] = lambda: [
+            made for k in starts for made in engine_of_batches.generate_together(asked[k : k + size])
+        ]
+    found = []
+    for way, make in ways.items():
+        save(out / f"{engine}-{way}.npz".replace(" ", "-"), make())  # warms up, too
+        wall, cpu = time.monotonic(), time.process_time()
+        for _ in range(rounds):
+            make()
+        took = time.monotonic() - wall, time.process_time() - cpu
+        images = rounds * sum(len(request.images) for request in asked)
+        found.append(Found(engine, way, images, *took, started, *memory()))
+    if close := getattr(worker.engine, "close", None):
+        close()
+    return found
+
+
+def memory() -> tuple[int, int]:
+    """Peak bytes of this process on the host, and on its device where it has one."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+def save(path: Path, made: Sequence[Rollout]) -> None:
+    recorded = [rollout.trajectory for rollout in made if rollout.trajectory is not None]
+    np.savez(
+        path,
+        images=np.concatenate([rollout.images for rollout in made]),
+        latents=np.concatenate([trajectory.latents for trajectory in recorded]),
+        log_probs=np.concatenate([trajectory.log_probs for trajectory in recorded]),
+    )
+
+
+def configuration(engine: str, overrides: Sequence[str]) -> Config:
+    return compose_config(overrides=[*overrides, f"rollout.engine={engine}", *PLACE])
+
+
+def table(found: Sequence[Found], out: Path) -> str:
+    """One row per engine and way; differences are to the first row."""
+    files = [out / f"{each.engine}-{each.way}.npz".replace(" ", "-") for each in found]
+    header = ["engine", "tickets", "images/s", "CPU s/image", "start s", "host GiB", "device GiB"]
+    rows: list[list[object]] = []
+    for each, file in zip(found, files, strict=True):
+        row = [each.engine, each.way, f"{each.images / each.wall_seconds:.3g}", f"{each.cpu_seconds / each.images:.4f}"]
+        sizes = (f"{size / 2**30:.2f}" for size in (each.host_bytes, each.device_bytes))
+        rows.append([*row, f"{each.start_seconds:.1f}", *sizes, *differences(file, files[0])])
+    return format_table([*header, "latents", "log-probs", "bits"], rows)
+
+
+def differences(file: Path, reference: Path) -> list[str]:
+    """Largest absolute differences of latents and log-probs, and whether everything is the same to the bit."""
+    with np.load(file) as mine, np.load(reference) as theirs:
+        gaps = [float(np.abs(mine[name] - theirs[name]).max(initial=0.0)) for name in ("latents", "log_probs")]
+        same = all(np.array_equal(mine[name], theirs[name]) for name in mine.files)
+    return [*(f"{gap:.1e}" for gap in gaps), "same" if same else "differ"]
+
+
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(prog=PROGRAM, description="The rollout engines on the same tickets.")
+    option = command_line.add_argument
+    option("overrides", nargs="*", metavar="key=value", help="configuration of both engines")
+    option("--engine", action="append", choices=ENGINES, help="only this engine (and others given so)")
+    option("--tickets", type=count, default=2, help="tickets of the first step")
+    option("--rounds", type=count, default=3, help="how often each way is repeated, after one to warm up")
+    option("--out", type=Path, help="keep images, latents and log-probs here, and engines.json")
+    option("--measure", choices=ENGINES, help=argparse.SUPPRESS)
+    return command_line
+
+
+def compare(given: argparse.Namespace, out: Path) -> str:
+    """Each engine in a process of its own. Raises ConfigError and ValueError before any is started."""
+    engines = given.engine or list(ENGINES)
+    for engine in engines:
+        requests(prepare(configuration(engine, given.overrides)), given.tickets)
+        if engine == "vllm_omni":
+            from async_flowrl.rollout.vllm_omni.settings import check_installed
+
+            check_installed()
+    found = []
+    for engine in engines:
+        counts = [f"--tickets={given.tickets}", f"--rounds={given.rounds}"]
+        command = [*PROGRAM.split()[1:], *given.overrides, *counts, f"--measure={engine}", f"--out={out}"]
+        done = subprocess.run([sys.executable, *command], stdout=sys.stderr)
+        if done.returncode:
+            raise ValueError(f"{engine} failed, see above")
+        found += [Found(**one) for one in json.loads((out / f"{engine}.json").read_text())]
+    (out / "engines.json").write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n")
+    return table(found, out)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given: Any = parser().parse_intermixed_args(arguments)
+    try:
+        if given.measure:
+            found = measure(given.measure, given.overrides, given.tickets, given.rounds, given.out)
+            (given.out / f"{given.measure}.json").write_text(json.dumps([asdict(one) for one in found]))
+            return 0
+        with tempfile.TemporaryDirectory() as directory:
+            out = given.out or Path(directory)
+            out.mkdir(parents=True, exist_ok=True)
+            sys.stdout.write(compare(given, out) + "\n")
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Findings on the machines of a run: each of them, what must be equal on all, and what a configuration needs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
+from async_flowrl.doctor.needs import Needs
+
+GIB, GB = 2**30, 10**9
+FULL_SHARE = 0.95
+"""Of a disk that is fuller Ray makes no objects any more (its local_fs_capacity_threshold)."""
+STORE_SHARE = 0.3
+"""Of the memory, and at most /dev/shm: Ray's object store where nothing else is said."""
+SAME_CODE = "install the same there, or put both on one file system; a node with other code would give other weights"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`facts` as facts.py tells them. `store`: bytes of its object store; 0 where a run of this machine starts it."""
+
+    name: str
+    facts: Mapping[str, Any]
+    store: float = 0.0
+
+    @property
+    def memory(self) -> int:
+        return int(self.facts["memory"])
+
+    @property
+    def object_store(self) -> float:
+        return self.store or min(STORE_SHARE * self.memory, self.facts["shm"])
+
+    def disk(self, folder: str) -> Mapping[str, Any]:
+        """Of the file system that one of the folders asked for is on."""
+        found: Mapping[str, Any] = self.facts["disks"][folder]
+        return found
+
+
+def machine_finding(machine: Machine) -> Finding:
+    """What there is, in one line."""
+    facts, temporary = machine.facts, machine.disk(machine.facts["temporary"])
+    gpus = [gpu["name"] for gpu in facts["gpus"]]
+    kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    sentence = (
+        f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {machine.memory / GIB:.1f} GiB of memory, "
+        f"{facts['shm'] / GIB:.1f} GiB in /dev/shm, {temporary['free'] / GIB:.1f} GiB in {facts['temporary']}"
+    )
+    if temporary["free"] < (1 - FULL_SHARE) * temporary["total"]:
+        advice = f"Ray stops making objects where a disk is {FULL_SHARE:.0%} full: free some, or ray start --temp-dir"
+        return Finding(f"node {machine.name}", FAILED, sentence, advice, facts)
+    return Finding(f"node {machine.name}", OK, sentence, figures=facts)
+
+
+def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Versions, code and modules: a failure names the nodes that have others than the machine that starts the run."""
+    differing = [
+        f"{machine.name} has {package} {number} instead of {here['versions'][package]}"
+        for machine in machines
+        for package, number in machine.facts["versions"].items()
+        if number != here["versions"][package]
+    ]
+    said = ", ".join(f"{package} {number}" for package, number in here["versions"].items())
+    yield (
+        Finding("versions of the nodes", FAILED, "; ".join(differing), "install the same everywhere")
+        if differing
+        else Finding("versions of the nodes", OK, f"{said} on {_all(machines)}", figures=here["versions"])
+    )
+    others = [
+        f"{machine.name} has another {package} ({machine.facts['code'].get(package)}, here {digest})"
+        for machine in machines
+        for package, digest in here["code"].items()
+        if machine.facts["code"].get(package) != digest
+    ]
+    code = ", ".join(f"{package} {digest}" for package, digest in here["code"].items())
+    yield (
+        Finding("code", FAILED, "; ".join(others), SAME_CODE)
+        if others
+        else Finding("code", OK, f"{code} on {_all(machines)}", figures=here["code"])
+    )
+    lacking = [f"{module} on {machine.name}" for machine in machines for module in machine.facts["lacking"]]
+    if lacking:
+        advice = "put the module on the import path there, or install it as a package"
+        yield Finding("modules of your own", FAILED, f"not found: {', '.join(lacking)}", advice)
+
+
+def _all(machines: Sequence[Machine]) -> str:
+    return "this machine" if len(machines) == 1 else f"all {len(machines)} nodes"
+
+
+def together(machines: Sequence[Machine]) -> int:
+    """Free memory in bytes; that of several nodes on one machine counts once."""
+    return sum({machine.facts["boot"]: machine.memory for machine in machines}.values())
+
+
+def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Host memory, of all nodes together and of the largest process, and the object stores."""
+    free, largest = together(machines), needs.largest
+    best = max(machines, key=lambda machine: machine.memory)
+    counted = " + ".join(f"{p.count} × {p.pool} {p.bytes / GIB:.1f}" for p in needs.processes)
+    sentence = f"{needs.memory / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {_all(machines)}"
+    figures = {"planned": needs.memory, "free": free}
+    advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
+    if needs.memory > free:
+        yield Finding("memory", FAILED, sentence, advice, figures)
+    elif largest.bytes > best.memory:
+        lacks = f"{sentence}; no node has {largest.bytes / GIB:.1f} GiB for one {largest.pool} process"
+        yield Finding("memory", FAILED, lacks, advice, figures)
+    else:
+        yield Finding("memory", OK, sentence, figures=figures)
+    store = sum(machine.object_store for machine in machines)
+    sentence = f"{needs.store / GB:.2f} GB of images and trajectories wait at most, there is room for {store / GB:.2f}"
+    advice = "fewer or smaller images per step, a smaller max_staleness, or a larger /dev/shm and --object-store-memory"
+    status = FAILED if needs.store > store else OK
+    figures = {"planned": needs.store, "room": int(store)}
+    yield Finding("object store", status, sentence, advice if status == FAILED else "", figures)
+
+
+def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """The run directory, and the models' files on every node."""
+    folder = run_folder(config)
+    disk = here.disk(folder)
+    sentence = f"{folder}: {needs.run_directory / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
+    figures = {"planned": needs.run_directory, "free": disk["free"]}
+    if not disk["writable"]:
+        yield Finding("run directory", FAILED, f"{folder} cannot be written", "set output_dir to a folder of yours")
+    elif needs.run_directory > disk["free"]:
+        yield Finding("run directory", FAILED, sentence, "free some, set output_dir, or lower save.keep", figures)
+    else:
+        yield Finding("run directory", OK, sentence, figures=figures)
+    if len(machines) > 1:
+        yield shared_finding(folder, machines)
+    if config.model.path == "tiny" or Path(config.model.path).expanduser().exists():
+        return
+    free = {machine.name: machine.disk(machine.facts["cache"])["free"] for machine in machines}
+    tight = [f"{name} ({left / GB:.1f} free)" for name, left in free.items() if left < needs.model_files]
+    sentence = f"{config.model.path} takes {needs.model_files / GB:.1f} GB in the cache of each node"
+    if tight:
+        advice = "where the files are there already nothing is missing; else set HF_HOME where Ray is started"
+        yield Finding("model files", WARNING, f"{sentence}: too much for {', '.join(tight)}", advice)
+    else:
+        yield Finding("model files", OK, sentence)
+
+
+def run_folder(config: Config) -> str:
+    return str(Path(config.output_dir).expanduser().absolute())
+
+
+def shared_finding(folder: str, machines: Sequence[Machine]) -> Finding:
+    """Whether every node sees what is written into the run directory here."""
+    blind = [machine.name for machine in machines if not machine.facts["marked"]]
+    name = "shared run directory"
+    if not blind:
+        return Finding(name, OK, f"seen by {_all(machines)}")
+    sentence = f"not seen on {', '.join(blind)}"
+    advice = "set output_dir to a file system that all nodes see: trainer ranks write and read checkpoints there"
+    return Finding(name, FAILED if len(blind) == len(machines) else WARNING, sentence, advice)

@@ -1,0 +1,79 @@
+"""Findings on what lies between the nodes: clocks, and how fast an object reaches all of them."""
+
+from collections.abc import Iterator, Mapping
+
+from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
+from separation.survey import Node, Offset, Survey
+
+SKEW_SECONDS = 1.0
+"""Clocks that are further apart order the lines of several nodes' logs wrongly."""
+BROADCAST_BYTES = 32_000_000
+STORE_PART = 8
+"""The broadcast takes at most this part of the smallest object store."""
+SLOW_BYTES_PER_SECOND = 50e6
+"""Half of gigabit Ethernet: below it something is wrong with a link."""
+NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
+
+
+def between(survey: Survey, version_bytes: int) -> Iterator[Finding]:
+    """Of several nodes; of one there is nothing to say but its own clock."""
+    names = {node.id: node.name for node in survey.nodes}
+    yield clock_finding(names, survey.clocks())
+    size = min(BROADCAST_BYTES, *(int(_store(node) / STORE_PART) for node in survey.nodes))
+    yield broadcast_finding(names, survey.broadcast(size), size, version_bytes)
+
+
+def _store(node: Node) -> float:
+    return node.resources.get("object_store_memory", BROADCAST_BYTES * STORE_PART)
+
+
+def clock_finding(names: Mapping[str, str], clocks: Mapping[str, Offset | Exception]) -> Finding:
+    """No clock has an influence on weights; two that differ make logs hard to read."""
+    errors = {names[node]: answer for node, answer in clocks.items() if isinstance(answer, Exception)}
+    if errors:
+        return _silent("clocks", errors)
+    known = {names[node]: answer for node, answer in clocks.items() if isinstance(answer, Offset)}
+    apart = {name: clock for name, clock in known.items() if abs(clock.seconds) - clock.within > SKEW_SECONDS}
+    figures = {"seconds": {name: clock.seconds for name, clock in known.items()}}
+    if apart:
+        sentence = ", ".join(f"{name} is {_apart(clock.seconds)}" for name, clock in apart.items())
+        advice = "start chrony or another NTP client there: weights do not depend on clocks, the times in logs do"
+        return Finding("clocks", WARNING, sentence, advice, figures)
+    most = max(abs(clock.seconds) for clock in known.values())
+    return Finding("clocks", OK, f"at most {1000 * most:.0f} ms from this machine's", figures=figures)
+
+
+def _apart(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}"
+
+
+def broadcast_finding(
+    names: Mapping[str, str], taken: Mapping[str, float | Exception], nbytes: int, version_bytes: int
+) -> Finding:
+    """An object of `nbytes`, fetched by all nodes at once from this one's store, and what that means for a version."""
+    errors = {names[node]: answer for node, answer in taken.items() if isinstance(answer, Exception)}
+    if errors:
+        return _silent("broadcast", errors)
+    seconds = {names[node]: answer for node, answer in taken.items() if not isinstance(answer, Exception)}
+    slowest = max(seconds, key=lambda name: seconds[name])
+    rate = nbytes / seconds[slowest]
+    figures = {"bytes": nbytes, "seconds": seconds}
+    sentence = (
+        f"{nbytes / 1e6:.0f} MB by object store: "
+        + ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
+        + f"; at the slowest one's {rate / 1e6:.0f} MB/s a version of {version_bytes / 1e6:.1f} MB takes "
+        f"{version_bytes / rate:.2f} s"
+    )
+    if rate < SLOW_BYTES_PER_SECOND:
+        return Finding("broadcast", WARNING, sentence, f"{slowest} is slow: {NETWORK}", figures)
+    return Finding("broadcast", OK, sentence, figures=figures)
+
+
+def _silent(name: str, errors: Mapping[str, Exception]) -> Finding:
+    said = "; ".join(f"{node}: {type(error).__name__}: {first(error)}" for node, error in errors.items())
+    return Finding(name, FAILED, said, NETWORK)
+
+
+def first(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")

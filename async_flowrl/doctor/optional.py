@@ -1,0 +1,98 @@
+"""Parts that a run can do without: whether each is here, and why not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor.facts import importable
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
+from async_flowrl.doctor.machine import nccl_version
+from async_flowrl.rewards import http_post
+from async_flowrl.rollout.vllm_omni import settings as vllm_omni
+from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
+
+EXTRAS = {
+    "serve-rewards": (("fastapi", "uvicorn", "python_multipart"), "serve"),
+    "reward hps": (("ftfy",), "hps"),
+}
+"""What needs modules that no class checks: their names, and the extra that brings them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """`what` it is for; `lack` says why it cannot be used here, None where it can; `wanted` by which settings."""
+
+    what: str
+    lack: Callable[[], str | None]
+    wanted: Callable[[Config], bool]
+
+
+def why_not(check: Callable[[], object]) -> str | None:
+    """The sentence of a check that raises ValueError where something is missing."""
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def nccl() -> str | None:
+    """Why torch cannot broadcast by NCCL here."""
+    if not torch.cuda.is_available():
+        return f"no CUDA device: torch {torch.__version__} sees none"
+    return None if dist.is_nccl_available() else f"torch {torch.__version__} was built without NCCL"
+
+
+def pynccl() -> str | None:
+    """Why cupy's NCCL cannot be used here."""
+    if not importable("cupy"):
+        return "no cupy: pip install 'async-flowrl[nccl]' (CUDA 13) or 'async-flowrl[nccl-cuda12]'"
+    if not torch.cuda.is_available():
+        return f"cupy is here, but no CUDA device: torch {torch.__version__} sees none"
+    return why_not(lambda: resolve_transport(PYNCCL, "cuda"))
+
+
+def modules(names: tuple[str, ...], extra: str) -> str | None:
+    """Which of the modules are missing, and what brings them."""
+    missing = [name for name in names if not importable(name)]
+    return f"no {' and no '.join(missing)}: pip install 'async-flowrl[{extra}]'" if missing else None
+
+
+def asks_servers(config: Config) -> bool:
+    """Whether any term is an HTTP server's, one that the run starts included."""
+    terms = (*config.reward.terms.values(), *config.evaluate.reward.terms.values())
+    return any(term.serve is not None or "http" in (term.name or "") for term in terms)
+
+
+PARTS: Mapping[str, Part] = {
+    "NCCL": Part("weights from GPU to GPU", nccl, lambda config: config.checkpoint_engine.transport == NCCL),
+    "cupy": Part("transport pynccl", pynccl, lambda config: config.checkpoint_engine.transport == PYNCCL),
+    "vllm-omni": Part(
+        "rollout.engine=vllm_omni",
+        lambda: why_not(vllm_omni.check_installed),
+        lambda config: config.rollout.engine == "vllm_omni",
+    ),
+    "httpx and tenacity": Part("rewards behind HTTP", lambda: why_not(http_post.check_installed), asks_servers),
+    **{
+        what: Part(f"extra {extra}", lambda names=names, extra=extra: modules(names, extra), lambda config: False)  # type: ignore[misc]
+        for what, (names, extra) in EXTRAS.items()
+    },
+}
+
+
+def optional_findings(config: Config | None = None) -> list[Finding]:
+    """One finding per part: `ok`, or why it is missing; a failure where the configuration names it."""
+    return [finding_of(name, part, config) for name, part in PARTS.items()]
+
+
+def finding_of(name: str, part: Part, config: Config | None) -> Finding:
+    lack = part.lack()
+    if lack is None:
+        number = f" {nccl_version()}" if name == "NCCL" else ""
+        return Finding(f"optional {name}", OK, f"here{number}, for {part.what}")
+    if config is not None and part.wanted(config):
+        return Finding(f"optional {name}", FAILED, lack, f"this configuration asks for it ({part.what})")
+    return Finding(f"optional {name}", SKIPPED, lack, f"needed for {part.what} alone")

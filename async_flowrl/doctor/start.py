@@ -1,0 +1,214 @@
+"""Whether a configuration can start here: this machine, and with `runtime.address` every node of that cluster."""
+
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import ROLLOUT, TRAINER
+from async_flowrl.doctor.facts import Asked, facts
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed
+from async_flowrl.doctor.machines import (
+    Machine,
+    disk_findings,
+    machine_finding,
+    memory_findings,
+    run_folder,
+    same_findings,
+)
+from async_flowrl.doctor.needs import Needs, needs_of
+from async_flowrl.doctor.network import between, first
+from async_flowrl.doctor.optional import optional_findings
+from async_flowrl.plan.devices import check_devices
+from async_flowrl.run.launch import check_machine, pools
+from async_flowrl.run.nodes import OUR_CODE
+from async_flowrl.run.prepare import Prepared, doubts_of, prepare
+from separation.group import PoolSpec
+from separation.placement import ResourcesMissing, check_fits, reserve, totals
+from separation.survey import Node, Survey, survey
+
+FACTS = "async_flowrl.doctor.facts:facts"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A cluster of at least so many nodes, waited for so many seconds."""
+
+    nodes: int = 1
+    seconds: float = 0.0
+
+
+def configuration_findings(config: Config, wanted: Wanted = Wanted()) -> Iterator[Finding]:
+    """Everything, from what a run refuses by itself to the nodes; stops where nothing more can be known."""
+    try:
+        prepared = prepare(config)
+    except ConfigError as error:
+        yield failed("configuration", error, "a run would refuse it with this sentence")
+        return
+    shown = f"{config.mode_name}, {config.model.path}, {config.total_steps} steps"
+    yield Finding("configuration", OK, f"{shown}: composed, checked, its prompts and model found")
+    yield from (Finding("configuration", WARNING, doubt, "a run says this, too") for doubt in doubts_of(prepared))
+    yield from start_findings(prepared, wanted)
+
+
+def start_findings(prepared: Prepared, wanted: Wanted = Wanted()) -> Iterator[Finding]:
+    """As `configuration_findings`, of what is prepared already."""
+    config = prepared.config
+    yield from optional_findings(config)
+    try:
+        check_machine(prepared)
+    except ConfigError as error:
+        yield failed("this machine", error, "a run would refuse it with this sentence")
+        return
+    with marked(run_folder(config)) as (mark, text):
+        asked = Asked((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
+        here = told_here(asked)
+        if config.runtime.address is None or config.runtime.backend != "ray":
+            yield from alone(prepared, here)
+        else:
+            yield from on_cluster(prepared, here, asked, wanted)
+
+
+def alone(prepared: Prepared, here: Machine) -> Iterator[Finding]:
+    """This machine is all there is."""
+    config = prepared.config
+    what = "threads of one process" if config.runtime.backend == "local" else "a run starts a cluster of its own here"
+    yield Finding("Ray", OK, f"not asked: {what}, which has room for every worker")
+    yield machine_finding(here)
+    yield from judged(config, here, [here])
+
+
+def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) -> Iterator[Finding]:
+    """Every node of the cluster at `runtime.address`; a finding where nothing answers there."""
+    config, address = prepared.config, str(prepared.config.runtime.address)
+    try:
+        with survey(address, nodes=wanted.nodes, wait=wanted.seconds) as looked:
+            yield reached(looked.nodes, address, wanted)
+            yield seats(config, pools(prepared), looked.nodes)
+            answers = looked.run(FACTS, asked)
+            machines = [Machine(n.name, answers[n.id], _store(n)) for n in looked.nodes if _answered(answers[n.id])]
+            yield from (silent(node, answers[node.id]) for node in looked.nodes if not _answered(answers[node.id]))
+            yield from map(machine_finding, machines)
+            yield from same_findings(here.facts, machines)
+            yield from judged(config, here, machines, looked)
+    except (ResourcesMissing, ConnectionError, RuntimeError) as error:
+        advice = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
+        yield Finding("Ray", FAILED, f"runtime.address={address}: {first(error)}", advice)
+
+
+def judged(
+    config: Config, here: Machine, machines: Sequence[Machine], looked: Survey | None = None
+) -> Iterator[Finding]:
+    """What the configuration needs of the machines, and what lies between them."""
+    if not machines:
+        return
+    cards = [gpu for machine in machines for gpu in machine.facts["gpus"]]
+    yield devices(config, cards)
+    needs: Needs | None = None
+    try:
+        needs = needs_of(config, on_gpus=bool(cards))
+    except ValueError as error:
+        yield Finding(
+            "plan", WARNING, f"memory and disks were not compared: {first(error)}", "the model's shapes are not known"
+        )
+    if needs is not None:
+        yield from memory_findings(needs, machines)
+        yield from disk_findings(config, needs, here, machines)
+    if looked is not None:
+        yield from between(looked, needs.version if needs is not None else 0)
+
+
+def reached(nodes: Sequence[Node], address: str, wanted: Wanted) -> Finding:
+    """Whether the cluster is as large as it should be."""
+    found = totals(node.resources for node in nodes)
+    sentence = f"{address} has {len(nodes)} nodes, {found['CPU']:g} CPU and {found['GPU']:g} GPU"
+    if len(nodes) < wanted.nodes:
+        advice = "see the output of `ray start` on the nodes that are missing: address, firewall, another Ray or Python"
+        return Finding("Ray", FAILED, f"{sentence}, {wanted.nodes} were waited for ({wanted.seconds:g} s)", advice)
+    return Finding("Ray", OK, sentence)
+
+
+def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
+    """Whether all workers find a place, and whether somebody else holds it now."""
+    everything = [node.resources for node in nodes]
+    try:
+        reservations = reserve(wanted, totals(everything), placement=config.placement, colocated=(ROLLOUT, TRAINER))
+        check_fits(reservations, everything)
+    except (ResourcesMissing, ValueError) as error:
+        return Finding("seats", FAILED, first(error), "fewer workers, or more nodes")
+    workers = ", ".join(f"{spec.name} {spec.num_workers}" for spec in wanted)
+    try:
+        check_fits(reservations, [node.free for node in nodes])
+    except ResourcesMissing as error:
+        return Finding("seats", WARNING, f"others hold them now: {first(error)}", "a run waits for deadlines.load")
+    return Finding("seats", OK, f"free for {workers}")
+
+
+def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
+    """The memory of the smallest GPU against the plan."""
+    pooled = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
+    if config.rollout.engine == "vllm_omni":
+        del pooled[ROLLOUT]
+    if not cards:
+        return Finding("devices", SKIPPED, "no GPU: everything runs on CPUs", "nothing to plan")
+    least = min(int(card["memory"]) for card in cards)
+    try:
+        warnings = check_devices(config, {pool: least for pool, gpus in pooled.items() if gpus > 0})
+    except ConfigError as error:
+        return failed("devices", error, "a run would refuse it with this sentence")
+    if warnings:
+        return Finding("devices", WARNING, "; ".join(warnings), "a run says this, too")
+    return Finding("devices", OK, f"{len(cards)} GPUs, the smallest of {least / 2**30:.1f} GiB: the plan fits")
+
+
+def told_here(asked: Asked) -> Machine:
+    """This machine, its GPUs as torch sees them where nvidia-smi does not say."""
+    told = facts(asked)
+    if not told["gpus"] and torch.cuda.is_available():
+        cards = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+        told["gpus"] = [{"name": card.name, "memory": card.total_memory} for card in cards]
+    return Machine("here", told)
+
+
+def modules_of(config: Config) -> list[str]:
+    """Modules that the configuration names as `pkg.module:attr`: every worker imports them."""
+    terms = [*config.reward.terms.values(), *config.evaluate.reward.terms.values()]
+    named = [config.model.family, config.model.tiny.family, config.algorithm.name, *(term.name for term in terms)]
+    return sorted({name.partition(":")[0] for name in named if name is not None and ":" in name})
+
+
+def _answered(answer: object) -> bool:
+    return not isinstance(answer, Exception)
+
+
+def _store(node: Node) -> float:
+    return node.resources.get("object_store_memory", 0.0)
+
+
+def silent(node: Node, error: Exception) -> Finding:
+    """A node that cannot say what it is: most often it has no async_flowrl."""
+    advice = "install this package there, in the same environment, and start Ray from it"
+    return Finding(f"node {node.name}", FAILED, f"{type(error).__name__}: {first(error)}", advice)
+
+
+@contextmanager
+def marked(folder: str) -> Iterator[tuple[str, str]]:
+    """A file beside where the run directory is or will be, and its text, by which nodes know that it is shared."""
+    place = Path(folder)
+    while not place.is_dir():
+        place = place.parent
+    text = secrets.token_hex(16)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=".async_flowrl_doctor_", dir=place) as mark:
+            mark.write(text)
+            mark.flush()
+            yield mark.name, text
+    except PermissionError:
+        yield "", ""

@@ -1,0 +1,235 @@
+"""Several tickets through the network at once: each runs the reference engine's own loop, their velocities are shared.
+
+Every ticket has a thread with its own loop, noise and schedule. Whenever all of them wait for a velocity, one forward
+pass computes it for all, in the order of the tickets; so what is computed depends on the tickets alone, and not on the
+clock. An image's noise is the same as alone; its batch neighbours touch only the last float bits.
+"""
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from async_flowrl.observability.flops import Meter
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.types import RolloutRequest, Sampling, Span
+
+Branch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A ticket's wait for the velocity of `latents` [n, ...] at noise levels `sigma` [n]."""
+
+    index: int
+    latents: Tensor
+    sigma: Tensor
+    positive: Branch
+    negative: Branch | None
+    sampling: Sampling
+    answer: "Future[Tensor]"
+
+
+class _Shared:
+    """A policy for the threads of several tickets: they wait for velocities, and take turns at everything else."""
+
+    def __init__(self, policy: PipelinePolicy, waiting: "queue.SimpleQueue[_Asked | int]") -> None:
+        self._policy, self._waiting = policy, waiting
+        self._turn, self._thread = threading.RLock(), threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def enter(self, index: int) -> None:
+        """The calling thread is that of ticket `index`."""
+        self._thread.index = index
+
+    def velocity(
+        self, latents: Tensor, sigma: Tensor, positive: Branch, negative: Branch | None, sampling: Sampling
+    ) -> Tensor:
+        answer: Future[Tensor] = Future()
+        self._waiting.put(_Asked(self._thread.index, latents, sigma, positive, negative, sampling, answer))
+        return answer.result()
+
+    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+        with self._turn:
+            return self._policy.decode(latents, resolution)
+
+    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+        with self._turn:
+            return self._policy.sigmas(num_inference_steps, resolution)
+
+
+class _Member(DiffusersEngine):
+    """The loop of one ticket among several; prompts are encoded by one thread at a time."""
+
+    turn: threading.Lock
+
+    def _plan(self, request: RolloutRequest) -> Any:
+        with self.turn:
+            return super()._plan(request)
+
+
+class BatchEngine(Protocol):
+    """A rollout engine that takes several tickets at once."""
+
+    def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Images and trajectory of each, in order, by batches of all of them."""
+        ...
+
+
+class TogetherEngine(DiffusersEngine):
+    """The reference engine, which can also denoise several tickets in one batch.
+
+    The same tickets on the same weights give the same bits.
+    """
+
+    def __init__(self, policy: Policy, **options: Any) -> None:
+        """As `DiffusersEngine`. Raises ValueError for a policy whose network is not called for several prompts."""
+        super().__init__(policy, **options)
+        self._together = _Together(check_shareable(policy), self)
+
+    def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Each ticket's images and trajectory, in order. Raises what a ticket raises, when all of them have ended.
+
+        Raises ValueError for tickets that differ in version, sampling, kind or number of images.
+        """
+        check_alike(requests)
+        return self._together.generate(requests)
+
+
+class _Together:
+    """Runs the loops of several tickets and answers what they ask for."""
+
+    def __init__(self, policy: PipelinePolicy, alone: DiffusersEngine) -> None:
+        """`alone` denoises single tickets with the same policy; their prompts are kept in one place."""
+        self._policy, self._meter, self._device = policy, Meter(policy.transformer), alone.device
+        self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
+        self._shared: Any = _Shared(policy, self._waiting)
+        self._member = _Member(self._shared, batch_size=alone.batch_size, device=alone.device)
+        self._member._prompts, self._member.turn = alone._prompts, threading.Lock()
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        made: list[Future[Rollout]] = [Future() for _ in requests]
+        threads = torch.get_num_threads()
+        for index, request in enumerate(requests):
+            work = (index, request, made[index], threads)
+            threading.Thread(target=self._run, args=work, name=f"ticket {request.ordinal}", daemon=True).start()
+        flops = self._serve(len(requests))
+        return [_with_flops(each.result(), flops) for each in made]
+
+    def _run(self, index: int, request: RolloutRequest, made: "Future[Rollout]", threads: int) -> None:
+        """`threads` of torch, which counts them per thread; another number could round otherwise."""
+        try:
+            torch.set_num_threads(threads)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._shared.enter(index)
+            made.set_result(self._member.generate(request))
+        except BaseException as error:
+            made.set_exception(error)
+        finally:
+            self._waiting.put(index)
+
+    def _serve(self, tickets: int) -> float | None:
+        """One forward pass for all that wait, until every ticket has ended; FLOPs of all passes, per ticket."""
+        asked: list[_Asked] = []
+        total: float | None = 0.0
+        left = tickets
+        while left:
+            came = self._waiting.get()
+            if isinstance(came, int):
+                left -= 1
+            else:
+                asked.append(came)
+            if asked and len(asked) == left:
+                asked.sort(key=lambda each: each.index)
+                flops = self._answer(asked)
+                total = None if total is None or flops is None else total + flops
+                asked = []
+        return None if total is None else total / tickets
+
+    def _answer(self, asked: Sequence[_Asked]) -> float | None:
+        shape = tuple((each.latents.shape, _shapes(each.positive), _shapes(each.negative or {})) for each in asked)
+        try:
+            with self._meter.measure(shape):
+                found = velocities(self._policy, asked)
+        except BaseException as error:
+            for each in asked:
+                each.answer.set_exception(error)
+            return None
+        for each, velocity in zip(asked, found, strict=True):
+            each.answer.set_result(velocity)
+        return self._meter.flops(shape)
+
+
+def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
+    """`policy.velocity` of each, by one pass of the network: under guidance, all prompts and then all negative ones."""
+    sampling = asked[0].sampling
+    policy.check(sampling)
+    latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
+    prompts = [each.positive for each in asked]
+    if sampling.true_cfg_scale <= 1:
+        return list(policy._network(latents, sigma, prompts, sampling).chunk(len(asked)))
+    negatives = [each.negative for each in asked if each.negative is not None]
+    rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+    conditional, unconditional = policy._network(*rows, [*prompts, *negatives], sampling).chunk(2)
+    return list(policy._guide(conditional, unconditional, sampling.true_cfg_scale).chunk(len(asked)))
+
+
+def check_shareable(policy: Policy) -> PipelinePolicy:
+    """The policy, if its network can be called for several prompts at once; ValueError otherwise."""
+    if not isinstance(policy, PipelinePolicy):
+        raise ValueError(
+            f"rollout.tickets_per_batch above 1 needs a model family built on PipelinePolicy, {policy.family} is not"
+        )
+    return policy
+
+
+def merged_spans(spans: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
+    """One span per name around those of all tickets, with their operations and bytes added up."""
+    named: dict[str, list[Span]] = {}
+    for span in (span for each in spans for span in each):
+        named.setdefault(span.name, []).append(span)
+    return tuple(
+        Span(
+            name,
+            min(span.start for span in alike),
+            max(span.end for span in alike),
+            None if any(span.flops is None for span in alike) else sum(span.flops or 0 for span in alike),
+            None if any(span.bytes is None for span in alike) else sum(span.bytes or 0 for span in alike),
+        )
+        for name, alike in named.items()
+    )
+
+
+def check_alike(requests: Sequence[RolloutRequest]) -> None:
+    """Raises ValueError for tickets that cannot share a batch."""
+    first = requests[0]
+    for other in requests[1:]:
+        same = (other.sampling, other.kind, other.version) == (first.sampling, first.kind, first.version)
+        if not same or len(other.images) != len(first.images):
+            raise ValueError(
+                f"tickets {first.ordinal} and {other.ordinal} cannot share a batch: they must have the same version, "
+                "kind, sampling and number of images"
+            )
+
+
+def _with_flops(rollout: Rollout, flops: float | None) -> Rollout:
+    """With the ticket's share of the network's operations in the span that names them."""
+    spans = (replace(span, flops=flops) if span.name == "generate" else span for span in rollout.spans)
+    named: tuple[Span, ...] = tuple(spans)
+    return replace(rollout, spans=named)
+
+
+def _shapes(branch: Branch) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, tensor.shape) for name, tensor in sorted(branch.items()))

@@ -1,0 +1,98 @@
+"""Several nodes: who sits where, and whether all see the run directory, before any model is loaded."""
+
+import logging
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.build import TRAINER
+from async_flowrl.observability.terminal import say
+from async_flowrl.observability.wrapped import named_lines
+from separation.group import Worker, WorkerGroup
+from separation.supervise import deadline, together
+
+logger = logging.getLogger(__name__)
+
+OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")
+"""Packages that must be the same on every node."""
+LABEL = 10
+"""Columns of what stands before each line."""
+
+
+async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
+    """Says who sits where, if on several nodes. Raises ConfigError where trainer ranks do not see the run directory."""
+    if config.runtime.address is None:
+        return
+    table = seats(groups)
+    if len(table) > 1:
+        for address, workers in table.items():
+            logger.info("node %s: %s", address, workers)
+        if config.console != "quiet":
+            rows = [("" if index else "nodes", f"{node}: {names}") for index, (node, names) in enumerate(table.items())]
+            say(named_lines(rows, LABEL))
+    await check_run_directory(config, groups, folder)
+
+
+def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
+    """Node → its workers, `trainer-0…7, rollout-3`; nodes in the order in which the pools name them."""
+    by_node: dict[str, dict[str, list[int]]] = {}
+    for name, group in groups.items():
+        for worker in group.workers:
+            by_node.setdefault(worker.node, {}).setdefault(name, []).append(worker.index)
+    return {
+        node: ", ".join(f"{pool}-{run}" for pool, indices in pools.items() for run in runs(sorted(indices)))
+        for node, pools in by_node.items()
+    }
+
+
+def runs(numbers: list[int]) -> list[str]:
+    """Sorted numbers, with those that follow each other as `first…last`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [f"{first}" if first == last else f"{first}…{last}" for first, last in found]
+
+
+async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
+    """One worker of every node looks for a file that is written here.
+
+    Trainer ranks write checkpoints there and read them, so a node of theirs that does not see it is refused. Other
+    workers only write their logs, which then stay on their nodes: a warning.
+    """
+    one_each: dict[str, tuple[Worker, str]] = {}
+    for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
+        for worker in group.workers:
+            one_each.setdefault(worker.node, (worker, "control" if "control" in group.spec.lanes else "main"))
+    with marked(folder) as (path, text):
+        async with deadline(config.deadlines.load, "load: whether all nodes see the run directory"):
+            sight = "separation.node_checks:sees"
+            calls = (worker.call(sight, path, text, lane=lane) for worker, lane in one_each.values())
+            seen = await together(*calls)
+    blind = [worker for (worker, _), sees in zip(one_each.values(), seen, strict=True) if not sees]
+    for worker in blind:
+        if worker.pool == TRAINER:
+            raise ConfigError(
+                f"output_dir={folder} is not shared: {worker.name} on node {worker.node} does not see what is written "
+                "there on this node, and trainer ranks write checkpoints there and read them; choose a folder on a "
+                "file system that all nodes mount"
+            )
+    if blind:
+        nodes = ", ".join(worker.node for worker in blind)
+        logger.warning("%s is not shared with node %s: the logs of its workers stay there", folder, nodes)
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[tuple[str, str]]:
+    """A file in the folder, for as long as the block runs: its path and its text, which nobody can guess."""
+    mark, text = folder.absolute() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
+    mark.write_text(text)
+    try:
+        yield str(mark), text
+    finally:
+        mark.unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""What is asked of every node before workers are built there: the same code, and sight of the same files."""
+
+import hashlib
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SIGHT_SECONDS = 10.0
+"""How long a file may take to show on another node: network file systems keep their lists for a while."""
+_POLL_SECONDS = 0.2
+
+
+class OtherCode(RuntimeError):
+    """A node has another version of a package than the process that starts the run."""
+
+
+def code_of(packages: Sequence[str]) -> dict[str, str]:
+    """Package → digest of its Python files as this process would import them, 12 hex digits; `none` where it has none.
+
+    The packages are found, not imported.
+    """
+    found: dict[str, str] = {}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+        digest = hashlib.sha256()
+        files = {path.relative_to(folder).as_posix(): path for folder in folders for path in folder.rglob("*.py")}
+        for name in sorted(files):
+            digest.update(f"{name}\0".encode() + hashlib.sha256(files[name].read_bytes()).digest())
+        found[package] = digest.hexdigest()[:12] if files else "none"
+    return found
+
+
+def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:
+    """Raises OtherCode, which names the package and the node."""
+    for package, digest in here.items():
+        if there.get(package) != digest:
+            raise OtherCode(
+                f"node {node} has another version of {package} than the node that this is started on (its code is "
+                f"{there.get(package)}, here {digest}; asked by {worker}): install the same version on every node, or "
+                "run it from a folder that all nodes see"
+            )
+
+
+def sees(path: str, text: str) -> bool:
+    """Whether a file with this text is there, or comes to be within SIGHT_SECONDS."""
+    end = time.monotonic() + SIGHT_SECONDS
+    while True:
+        try:
+            if Path(path).read_text() == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)

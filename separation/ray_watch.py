@@ -1,0 +1,53 @@
+"""The head of somebody else's cluster, watched: without it Ray ends this process after a minute, in the middle."""
+
+import asyncio
+import os
+from typing import NoReturn
+
+import ray
+
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's setting: seconds after which every process of a cluster ends itself that can't reach the head."""
+RAY_PATIENCE_SECONDS = 60.0
+SHARE = 0.6
+"""Of that time is waited here: enough for a cable that is put back, and there is time left to end in order."""
+_POLL_SECONDS = 2.0
+
+
+class HeadLost(RuntimeError):
+    """The node with Ray's head can't be reached any more, so that nothing can be started or ended."""
+
+
+def patience() -> float:
+    """Seconds that a head may be out of reach before a run counts it as lost."""
+    try:
+        return SHARE * float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
+    except ValueError:
+        return SHARE * RAY_PATIENCE_SECONDS
+
+
+async def watch_head() -> NoReturn:
+    """Raises HeadLost when nothing has answered at the head's address for `patience()` seconds."""
+    address: str = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    await watch_address(host.strip("[]"), int(port), patience())
+
+
+async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
+    """Raises HeadLost when no connection has been accepted for `seconds`."""
+    loop = asyncio.get_running_loop()
+    answered = loop.time()
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            answered = loop.time()
+        except OSError as error:  # a TimeoutError is one
+            if loop.time() - answered >= seconds:
+                why = str(error) or "no answer"
+                raise HeadLost(
+                    f"Ray's head node {host}:{port} was out of reach for {seconds:g} s ({why}), and with it goes the "
+                    "cluster: start Ray again, then go on with resume=auto"
+                ) from error
+        await asyncio.sleep(min(_POLL_SECONDS, seconds / 4))

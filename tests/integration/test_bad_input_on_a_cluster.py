@@ -1,0 +1,45 @@
+"""What somebody else's cluster cannot hold is refused in words of the one who asked, and nothing is started on it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.main import main
+
+
+def answered(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What is said of a command that is refused."""
+    monkeypatch.setattr(sys, "argv", ["main", *arguments])
+    code = main()
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said
+    return said
+
+
+def test_more_than_an_existing_cluster_has(
+    tmp_path: Path, existing_cluster: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
+    said = answered(capfd, monkeypatch, "rollout.num_workers=3", *there)
+    rows = [line.split() for line in said.splitlines()]
+    assert said.startswith("async_flowrl: the cluster can't hold what was asked:")
+    assert ["resource", "asked", "exists", "missing"] in rows
+    assert ["rollout", "3", "2", "1"] in rows
+    large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
+    said = answered(capfd, monkeypatch, *large, *there)
+    assert "GB of results wait in the object store, which holds 0.1 GB" in said
+    assert "the images and trajectories of 2 steps; use fewer or smaller images per step" in said
+    assert len(said.splitlines()) == 1
+    assert "is not empty" not in answered(capfd, monkeypatch, "total_steps=0", *there)
+
+
+def test_nccl_on_an_existing_cluster_without_gpus(
+    tmp_path: Path, existing_cluster: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known when the trainer's first rank has started, and before any model is loaded."""
+    there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
+    said = answered(capfd, monkeypatch, "checkpoint_engine.transport=nccl", *there)
+    told = "async_flowrl: checkpoint_engine.transport: transport nccl needs weights on a GPU, here they are on cpu"
+    assert said.splitlines()[-1].startswith(told)

@@ -1,0 +1,107 @@
+"""KubeRay: pods that Kubernetes takes, a cluster that Ray's autoscaler reads, and a command that composes."""
+
+import io
+import logging
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_flowrl.doctor import facts as told
+from tests.support.published import use_published_models
+
+kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "deploy" / "kuberay"
+KUBERNETES = "1.30"
+KINDS = ("rayjob.yaml", "raycluster.yaml")
+
+
+def read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+    return document
+
+
+def cluster_of(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = read(name)["spec"]
+    return spec.get("rayClusterSpec", spec)
+
+
+def templates(name: str) -> Iterator[dict[str, Any]]:
+    cluster = cluster_of(name)
+    yield from (group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]))
+    if (submitter := read(name)["spec"].get("submitterPodTemplate")) is not None:
+        yield submitter
+
+
+def check(document: dict[str, Any]) -> None:
+    kubernetes.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_pod_is_one_that_kubernetes_takes(name: str) -> None:
+    pods = list(templates(name))
+    assert len(pods) >= 2
+    for template in pods:
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template})
+    check(read("volume.yaml"))
+
+
+def test_a_wrong_pod_is_refused() -> None:
+    (template, *_) = templates("rayjob.yaml")
+    template["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(kubernetes.ValidationError):
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template})
+
+
+@pytest.mark.parametrize(("name", "pods"), [("rayjob.yaml", 2), ("raycluster.yaml", 8)])
+def test_the_autoscaler_of_ray_reads_the_cluster(name: str, pods: int, caplog: pytest.LogCaptureFixture) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    caplog.set_level(logging.WARNING)
+    made = _derive_autoscaling_config_from_ray_cr({"metadata": read(name)["metadata"], "spec": cluster_of(name)})
+    types = made["available_node_types"]
+    assert types["headgroup"]["resources"]["GPU"] == 0, "the driver's node holds no workers that need GPUs"
+    assert (types["gpus"]["resources"]["GPU"], types["gpus"]["max_workers"]) == (8, pods)
+    assert made["max_workers"] == pods and not caplog.records
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_volumes_and_versions_belong_together(name: str) -> None:
+    cluster, volume = cluster_of(name), read("volume.yaml")["metadata"]["name"]
+    assert cluster["rayVersion"] == version("ray"), "the version that was tested"
+    assert {c["image"] for pod in templates(name) for c in pod["spec"]["containers"]} == {"async-flowrl:cuda"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        spec = group["template"]["spec"]
+        mounted = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert mounted == {"data": "/data", "shm": str(told.SHM)}
+        claims = [each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"] if each["name"] == "data"]
+        assert claims == [volume]
+
+
+def test_the_command_of_the_job_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the model's own configuration; its seats are those of the pods, and its files go to the volume."""
+    from async_flowrl.cli import verbs
+
+    job = read("rayjob.yaml")["spec"]
+    program, *words = shlex.split(job["entrypoint"])
+    assert program == "async-flowrl" and "resume=auto" in words and job["backoffLimit"] > 0
+    assert any(word.startswith("output_dir=/data/") for word in words)
+    use_published_models(tmp_path / "hub", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    changed = [f"output_dir={tmp_path}/run" if word.startswith("output_dir=") else word for word in words]
+    changed = [word for word in changed if word != "preflight=true"]
+    monkeypatch.setattr("sys.argv", ["async-flowrl", *changed, "dry_run=true"])
+    out = io.StringIO()
+    with redirect_stdout(out):
+        try:
+            code = verbs.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    assert code == 0 and "model Qwen/Qwen-Image " in out.getvalue()

@@ -1,0 +1,90 @@
+"""`doctor` with a configuration, and `preflight=true`: what is found, what is refused, and the exit codes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl import main as program
+from async_flowrl.config.compose import compose_config
+from async_flowrl.doctor import __main__ as doctor
+from async_flowrl.doctor import facts as told
+from async_flowrl.doctor import start
+from async_flowrl.doctor.needs import needs_of
+
+LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false")
+
+
+def test_a_configuration_that_can_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config-name", "sync", *LOCAL, f"output_dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out
+    for name in ("configuration", "Ray", "node here", "memory", "object store", "run directory", "optional vllm-omni"):
+        assert f" {name}: " in said, name
+    assert said.endswith("this configuration can start here\n")
+    assert not (tmp_path / "run").exists() and not list(tmp_path.iterdir())
+
+
+def test_what_cannot_start_is_named_and_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used = tmp_path / "run"
+    used.mkdir()
+    (used / "metrics.jsonl").write_text("{}\n")
+    assert doctor.main([*LOCAL, f"output_dir={used}"]) == 1
+    said = capsys.readouterr().out
+    assert "failed   configuration: " in said and "is not empty" in said
+    assert said.endswith("this configuration cannot start here: 1 of 1 checks failed\n")
+
+
+def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"output_dir={tmp_path / 'run'}", "runtime.address=127.0.0.1:1", "rollout.engine=vllm_omni"]
+    assert doctor.main(words) == 1
+    said = capsys.readouterr().out
+    assert "failed   Ray: runtime.address=127.0.0.1:1: no Ray cluster answers" in said
+    assert "failed   optional vllm-omni: " in said and "this configuration asks for it" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["total_stepz=1"], "total_steps"),
+        (["--config-name", "one_step_of"], "one_step_off"),
+        (["--nodes", "2", "total_steps=1"], "needs runtime.address"),
+        (["--gpu", "total_steps=1"], "takes no configuration"),
+    ],
+)
+def test_bad_words_are_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("doctor: ") and sentence in said and said.count("\n") == 1
+
+
+def test_preflight_refuses_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(told, "free_memory", lambda: 1_000_000)
+    config = compose_config("sync", [*LOCAL, "preflight=true", f"output_dir={tmp_path / 'run'}"])
+    assert program.train(config, {}) == 2
+    said = capsys.readouterr().err
+    assert "preflight: 2 of" in said and "  failed   memory: " in said and "  failed   object store: " in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    original = start.start_findings
+
+    def watched(*arguments: Any) -> Any:
+        looked.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr("async_flowrl.doctor.preflight.start_findings", watched)
+    short = ("group_size=4", "trainer.micro_batch_size=4", "evaluate.images_per_prompt=1", "preflight=true")
+    config = compose_config("sync", [*LOCAL, *short, f"output_dir={tmp_path / 'run'}"])
+    assert program.train(config, {}) == 0
+    assert looked and (tmp_path / "run" / "summary.json").exists()
+
+
+def test_needs_grow_with_what_is_asked_for() -> None:
+    few, many = compose_config("sync"), compose_config("sync", ["save.keep=9", "rollout.num_workers=4"])
+    on_cpu, on_gpu = needs_of(few, on_gpus=False), needs_of(few, on_gpus=True)
+    assert needs_of(many, on_gpus=False).run_directory > on_cpu.run_directory
+    assert needs_of(many, on_gpus=False).memory > on_cpu.memory > on_gpu.memory

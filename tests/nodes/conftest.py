@@ -1,0 +1,55 @@
+"""Nodes are pretended where namespaces are allowed; elsewhere their tests are skipped, in one sentence."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from node_runs import TINY
+from pretended_nodes import ROOT, Nodes, obstacle
+
+
+@pytest.fixture(scope="session")
+def allowed() -> None:
+    if sentence := obstacle():
+        pytest.skip(sentence)
+
+
+@pytest.fixture
+def ray_nodes(allowed: None, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    """Makes nodes with a Ray cluster over them, one for each mapping of seats; the first is the head."""
+    opened: list[Nodes] = []
+
+    def make(*seats: Mapping[str, float]) -> Nodes:
+        nodes = Nodes(tmp_path / "nodes", seats)
+        opened.append(nodes)
+        nodes.__enter__()
+        nodes.start_ray()
+        return nodes
+
+    try:
+        yield make
+    finally:
+        for nodes in opened:
+            nodes.close()
+
+
+@pytest.fixture(scope="session")
+def one_node_digest(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Weights after so many steps of a run whose workers are threads of one process."""
+    known: dict[int, str] = {}
+
+    def digest(steps: int) -> str:
+        if steps not in known:
+            root = tmp_path_factory.mktemp("one_node") / "run"
+            words = [*TINY, "runtime.backend=local", f"total_steps={steps}", f"output_dir={root}"]
+            command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *words]
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+            subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=300)
+            known[steps] = str(json.loads((root / "summary.json").read_text())["weights_digest"])
+        return known[steps]
+
+    return digest

@@ -1,0 +1,108 @@
+"""Runs whose driver is on a pretended node, and what they leave behind."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pretended_nodes import Node, end_tree
+
+TINY = (
+    "group_size=4",
+    "trainer.micro_batch_size=4",
+    "evaluate.every=0",
+    "evaluate.before_training=false",
+    "monitor.report=false",
+    "console=lines",
+    "checkpoint_engine.setup_seconds=20",
+    "deadlines.load=120",
+)
+LIMIT = 300.0
+"""Seconds any one run may take."""
+HEADLESS = 60.0
+"""Seconds in which a run ends that has lost Ray's head."""
+
+
+@dataclass
+class RunOnNodes:
+    """A run under way or over; `root` is its folder."""
+
+    root: Path
+    process: "subprocess.Popen[str]"
+
+    def after_step(self, step: int, seconds: float = LIMIT) -> None:
+        """Waits until a step is trained. Raises AssertionError, with what was printed, where the run ends before."""
+        self.wait_for(lambda: self.last_step >= step, f"step {step}", seconds)
+
+    def wait_for(self, true: Callable[[], bool], what: str, seconds: float = LIMIT) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.printed}"
+            assert time.monotonic() < end, f"no {what} within {seconds:g} s"
+            time.sleep(0.1)
+
+    def finish(self, code: int = 0, seconds: float = LIMIT) -> str:
+        """What the run printed, when it has ended with this exit code."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            end_tree(self.process)
+            raise AssertionError(f"the run hangs:\n{self.printed}") from None
+        assert self.process.returncode == code, self.printed
+        return self.printed
+
+    @property
+    def printed(self) -> str:
+        return self.root.with_suffix(".txt").read_text()
+
+    @property
+    def last_step(self) -> int:
+        return max((int(line["step"]) for line in lines(self.root / "metrics.jsonl") if "step" in line), default=0)
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return lines(self.root / "events.jsonl")
+
+    @property
+    def digest(self) -> str:
+        return str(json.loads((self.root / "summary.json").read_text())["weights_digest"])
+
+    @property
+    def log(self) -> str:
+        return (self.root / "logs" / "controller.log").read_text()
+
+    def nodes_of(self, pool: str) -> set[str]:
+        """Addresses of the nodes that the pool's workers had seats on."""
+        return {e["node"] for e in self.events if e["event"] == "worker" and e["worker"].startswith(pool)}
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """Step and ordinal of every ticket that was trained, since the last return to a checkpoint of its step."""
+        found: list[tuple[int, int]] = []
+        for event in self.events:
+            if event["event"] == "rollback":
+                found = [one for one in found if one[0] <= event["step"]]
+            elif event["event"] == "ticket" and event["state"] == "TRAINED":
+                found.append((event["step"], event["ordinal"]))
+        return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Of a file of JSON lines, those that are whole."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def start(driver: Node, root: Path, *overrides: str, **environment: str) -> RunOnNodes:
+    """A run as people start it, on the Ray cluster of the node that it is started on."""
+    words = ["--config-name", "one_step_off", *TINY, "runtime.address=auto", f"output_dir={root}", *overrides]
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with root.with_suffix(".txt").open("w") as printed:
+        program = [sys.executable, "-m", "async_flowrl.main", *words]
+        return RunOnNodes(root, driver.start(*program, stdout=printed, **environment))

@@ -1,0 +1,53 @@
+"""The doctor on a cluster whose second node has another clock and other code: both are found, and named."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoint_engine
+from tests.nodes.pretended_nodes import Nodes
+
+pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1800)]
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+SECONDS = 600.0
+
+
+def doctor(nodes: Nodes, *words: str) -> tuple[int, str]:
+    """As a driver on the first node starts it: exit code, and what it says."""
+    command = [sys.executable, "-m", "async_flowrl.doctor", f"runtime.address={nodes.ray_address}", *words]
+    process = nodes.head.start(*command)
+    said, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, said
+
+
+def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -> None:
+    if not Path(FAKETIME).exists():
+        pytest.skip("no libfaketime: apt-get install faketime")
+    installed, edited = Path(checkpoint_engine.__file__).parent, tmp_path / "edited"
+    shutil.copytree(installed, edited)
+    (edited / "__init__.py").write_text((edited / "__init__.py").read_text() + "# edited here\n")
+    late = {"LD_PRELOAD": FAKETIME, "FAKETIME": "-180s"}
+    with Nodes(tmp_path / "nodes", [{"trainer": 1, "rollout": 1}]) as nodes:
+        nodes.head.start_ray()
+        other = nodes.add({}, environment=late)
+        other.run("mount", "--bind", str(edited), str(installed))
+        other.start_ray(nodes.head)
+        code, said = doctor(nodes, "--nodes", "2", f"output_dir={tmp_path / 'run'}")
+        lines = {line.split(":")[0].split(maxsplit=1)[-1]: line for line in said.splitlines() if ": " in line}
+        assert code == 1 and "this configuration cannot start here" in said, said
+        assert f"{other.address} " in lines["code"] and "has another checkpoint_engine" in lines["code"], said
+        assert lines["clocks"].strip().startswith("warning") and "180.0 s behind" in lines["clocks"], said
+        assert f"{other.address} " in lines["clocks"], said
+        assert lines["Ray"].strip().startswith("ok") and lines["broadcast"].strip().startswith("ok"), said
+
+
+def test_workers_that_find_no_seat_and_a_folder_that_is_not_shared(allowed: None, tmp_path: Path) -> None:
+    """/dev/shm is a node's own; a trainer of three ranks has no place where one may sit."""
+    with Nodes(tmp_path / "nodes", [{"trainer": 1}, {"rollout": 1}]) as nodes:
+        nodes.start_ray()
+        code, said = doctor(nodes, "trainer.num_workers=3", "output_dir=/dev/shm/run")
+        assert code == 1, said
+        assert "failed   seats: the cluster can't hold what was asked: it has 1 trainer and 3 are needed" in said
+        assert f"warning  shared run directory: not seen on {nodes.nodes[1].address} " in said

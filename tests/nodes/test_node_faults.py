@@ -1,0 +1,131 @@
+"""Faults of whole nodes. Each test's name says the outcome; "the same weights" are those of a run on one node."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from node_runs import HEADLESS, RunOnNodes, start
+from pretended_nodes import Nodes, end_tree
+
+pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(900)]
+
+STEPS = 10
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+LATE = {"LD_PRELOAD": FAKETIME, "FAKETIME": "-300s"}
+FILL = """import time, numpy, ray
+ray.init(address="auto", log_to_driver=False)
+kept = [ray.put(numpy.full(20_000_000, index, numpy.uint8)) for index in range(8)]
+print("full", flush=True)
+time.sleep(3600)
+"""
+"""Holds 160 MB of a store of 100 MB; Ray puts the rest on disk."""
+POOLS = (f"total_steps={STEPS}", "trainer.num_workers=2", "rollout.num_workers=2", "save.every=2")
+Make = Callable[..., Nodes]
+Digest = Callable[[int], str]
+
+
+def begun(nodes: Nodes, *overrides: str) -> RunOnNodes:
+    run = start(nodes.head, nodes.folder / "run", *POOLS, *overrides)
+    run.after_step(3)
+    return run
+
+
+def same_weights(run: RunOnNodes, digest: Digest) -> None:
+    """The run ends well with the weights of a run on one node, and trained nothing twice."""
+    run.finish()
+    assert run.digest == digest(STEPS)
+    assert len(run.trained) == len(set(run.trained))
+
+
+def node_with(nodes: Nodes, run: RunOnNodes, pool: str) -> int:
+    """Index of the last node on which a worker of the pool sits."""
+    addresses = run.nodes_of(pool)
+    return max(index for index, node in enumerate(nodes.nodes) if node.address in addresses)
+
+
+def test_without_the_raylet_of_a_rollout_worker_the_weights_are_the_same(
+    ray_nodes: Make, one_node_digest: Digest
+) -> None:
+    nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 1}, {"rollout": 1}, {"rollout": 1})
+    run = begun(nodes)
+    nodes.nodes[node_with(nodes, run, "rollout")].kill("raylet")
+    same_weights(run, one_node_digest)
+
+
+def test_without_the_raylet_of_a_trainer_rank_the_weights_are_the_same(
+    ray_nodes: Make, one_node_digest: Digest
+) -> None:
+    nodes = ray_nodes({}, {"rollout": 2}, {"trainer": 1}, {"trainer": 1}, {"trainer": 1})
+    run = begun(nodes)
+    nodes.nodes[node_with(nodes, run, "trainer")].kill("raylet")
+    same_weights(run, one_node_digest)
+    assert "died; going on from the last checkpoint" in run.log
+
+
+def test_five_seconds_without_a_cable_change_nothing(ray_nodes: Make, one_node_digest: Digest) -> None:
+    nodes = ray_nodes({}, {"trainer": 1, "rollout": 1}, {"trainer": 1, "rollout": 1})
+    run = begun(nodes)
+    nodes.nodes[2].unplug()
+    time.sleep(5)
+    nodes.nodes[2].plug()
+    same_weights(run, one_node_digest)
+    assert not [event for event in run.events if event["event"] == "fault"]
+
+
+def test_a_node_without_a_cable_for_good_counts_as_dead(ray_nodes: Make, one_node_digest: Digest) -> None:
+    nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 1}, {"rollout": 1}, {"rollout": 1})
+    run = begun(nodes)
+    nodes.nodes[node_with(nodes, run, "rollout")].unplug()
+    same_weights(run, one_node_digest)
+    assert "has been marked dead" in run.log and [event for event in run.events if event["event"] == "fault"]
+
+
+def test_a_slow_link_slows_the_run_and_nothing_else(ray_nodes: Make, one_node_digest: Digest) -> None:
+    nodes = ray_nodes({}, {"trainer": 1}, {"trainer": 1}, {"rollout": 2})
+    for node in nodes.nodes[1:3]:
+        node.slow_down("20mbit")
+    run = begun(nodes, "checkpoint_engine.transport=gloo")
+    same_weights(run, one_node_digest)
+    assert not [event for event in run.events if event["event"] == "fault"]
+
+
+def test_a_disk_that_fills_changes_nothing_and_a_full_one_is_named(ray_nodes: Make, one_node_digest: Digest) -> None:
+    nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 2})
+    run = begun(nodes)
+    fill = "dd if=/dev/zero of=/tmp/ray/full bs=1M 2>/dev/null; df --output=avail /tmp/ray | tail -1"
+    assert nodes.nodes[2].run("sh", "-c", fill).strip() == "0"
+    same_weights(run, one_node_digest)
+    printed = start(nodes.head, nodes.folder / "second", *POOLS).finish(1)
+    assert "rollout-" in printed.splitlines()[-1] and "whether that disk is full" in printed.splitlines()[-1]
+
+
+def test_a_full_object_store_on_a_node_changes_nothing(ray_nodes: Make, one_node_digest: Digest) -> None:
+    nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 2})
+    others = nodes.nodes[2].start(sys.executable, "-c", FILL)
+    assert others.stdout is not None
+    assert "full\n" in iter(others.stdout.readline, "")
+    same_weights(begun(nodes), one_node_digest)
+    assert others.poll() is None
+    end_tree(others)
+
+
+def test_a_clock_five_minutes_behind_changes_nothing(allowed: None, tmp_path: Path, one_node_digest: Digest) -> None:
+    if not Path(FAKETIME).exists():
+        pytest.skip("no libfaketime: apt-get install faketime")
+    with Nodes(tmp_path / "nodes", [{}, {"trainer": 2}]) as nodes:
+        nodes.add({"rollout": 2}, environment=LATE)
+        nodes.start_ray()
+        late, now = (float(node.run("date", "+%s")) for node in (nodes.nodes[2], nodes.head))
+        assert now - late > 200
+        same_weights(begun(nodes), one_node_digest)
+
+
+def test_without_the_head_the_run_ends_with_a_sentence(ray_nodes: Make) -> None:
+    nodes = ray_nodes({}, {}, {"trainer": 2}, {"rollout": 2})
+    run = start(nodes.nodes[1], nodes.folder / "run", *POOLS, "total_steps=200")
+    run.after_step(3)
+    nodes.head.power_off()
+    printed = run.finish(1, seconds=HEADLESS)
+    assert "async_flowrl: the run failed: " in printed and "head" in printed.splitlines()[-1]

@@ -1,0 +1,167 @@
+"""Findings on machines: what differs, what does not fit, and who is named."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor import facts as told
+from async_flowrl.doctor.facts import Asked
+from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
+from async_flowrl.doctor.machines import (
+    Machine,
+    disk_findings,
+    machine_finding,
+    memory_findings,
+    run_folder,
+    same_findings,
+    together,
+)
+from async_flowrl.doctor.needs import Needs, Process
+from async_flowrl.doctor.network import broadcast_finding, clock_finding
+from async_flowrl.doctor.start import Wanted, modules_of, reached
+from separation.survey import Node, Offset
+
+GB = 10**9
+NEEDS = Needs(
+    (Process("trainer", 2, 4 * GB), Process("rollout", 2, 3 * GB)),
+    store=2 * GB,
+    run_directory=3 * GB,
+    model_files=50 * GB,
+    version=10**6,
+)
+
+
+def machine(name: str = "a", **changes: Any) -> Machine:
+    disk = {"free": 100 * GB, "total": 200 * GB, "device": 1, "writable": True}
+    facts = {
+        "host": name,
+        "boot": name,
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "code": {"async_flowrl": "c" * 12},
+        "cores": 8,
+        "memory": 32 * GB,
+        "shm": 16 * GB,
+        "disks": dict.fromkeys(("/tmp/ray", "/cache", run_folder(Config())), disk),
+        "temporary": "/tmp/ray",
+        "cache": "/cache",
+        "lacking": [],
+        "marked": True,
+        "gpus": [],
+    }
+    return Machine(name, {**facts, **changes})
+
+
+def by_name(findings: Any) -> Mapping[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_equal_nodes_are_ok_and_the_one_that_differs_is_named() -> None:
+    here = machine("here").facts
+    same = by_name(same_findings(here, [machine("a"), machine("b")]))
+    assert {finding.status for finding in same.values()} == {OK}
+    other = machine(
+        "b", versions={"python": "3.11.7", "torch": "2.12.1"}, code={"async_flowrl": "d" * 12}, lacking=["my_rewards"]
+    )
+    found = by_name(same_findings(here, [machine("a"), other]))
+    assert found["versions of the nodes"].status == FAILED
+    assert found["versions of the nodes"].sentence == "b has torch 2.12.1 instead of 2.13.0"
+    assert found["code"].status == FAILED and "b has another async_flowrl (dddddddddddd" in found["code"].sentence
+    assert found["modules of your own"].sentence == "not found: my_rewards on b"
+
+
+def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
+    assert by_name(memory_findings(NEEDS, [machine()]))["memory"].status == OK
+    assert by_name(memory_findings(NEEDS, [machine(memory=10 * GB)]))["memory"].status == FAILED
+    many = [machine(name, memory=int(3.5 * GB)) for name in "abcde"]
+    found = by_name(memory_findings(NEEDS, many))["memory"]
+    assert found.status == FAILED and "for one trainer process" in found.sentence
+
+
+def test_nodes_of_one_machine_share_its_memory() -> None:
+    assert together([machine("a", boot="x"), machine("b", boot="x"), machine("c")]) == 64 * GB
+
+
+@pytest.mark.parametrize(("shm", "status"), [(16 * GB, OK), (GB, FAILED)])
+def test_the_object_store_is_at_most_shared_memory_where_a_run_starts_it(shm: int, status: str) -> None:
+    assert by_name(memory_findings(NEEDS, [machine(shm=shm)]))["object store"].status == status
+
+
+def test_the_object_store_of_a_cluster_is_what_ray_says() -> None:
+    given = machine(shm=GB)
+    assert by_name(memory_findings(NEEDS, [Machine("a", given.facts, store=3.0 * GB)]))["object store"].status == OK
+
+
+def test_disks_of_the_run_and_of_the_models() -> None:
+    config = Config()
+    config.model.path = "Qwen/Qwen-Image"
+    fine = machine()
+    found = by_name(disk_findings(config, NEEDS, fine, [fine]))
+    assert {finding.status for finding in found.values()} == {OK}
+    disk = {"free": GB, "total": 200 * GB, "device": 1, "writable": True}
+    folder = run_folder(config)
+    full = machine(disks={**fine.facts["disks"], folder: disk, "/cache": disk})
+    found = by_name(disk_findings(config, NEEDS, full, [fine, full]))
+    assert found["run directory"].status == FAILED and "3.00 GB planned, 1.0 free" in found["run directory"].sentence
+    assert found["model files"].status == WARNING and "a (1.0 free)" in found["model files"].sentence
+    locked = machine(disks={**fine.facts["disks"], folder: {**disk, "writable": False}})
+    found = by_name(disk_findings(config, NEEDS, locked, [locked]))
+    assert found["run directory"].status == FAILED and "cannot be written" in found["run directory"].sentence
+
+
+def test_a_run_directory_that_nobody_else_sees() -> None:
+    seen, blind = machine("a"), machine("b", marked=False)
+    shared = "shared run directory"
+    config = Config()
+    assert by_name(disk_findings(config, NEEDS, seen, [seen, seen]))[shared].status == OK
+    assert by_name(disk_findings(config, NEEDS, seen, [seen, blind]))[shared].status == WARNING
+    assert by_name(disk_findings(config, NEEDS, seen, [blind, blind]))[shared].status == FAILED
+    assert shared not in by_name(disk_findings(config, NEEDS, seen, [seen]))
+
+
+def test_a_disk_on_which_ray_stops_making_objects() -> None:
+    disk = {"free": 4 * GB, "total": 100 * GB, "device": 1, "writable": True}
+    assert machine_finding(machine()).status == OK
+    assert machine_finding(machine(disks={"/tmp/ray": disk})).status == FAILED
+
+
+def test_clocks_and_broadcast_name_the_node_that_is_off() -> None:
+    names = {"1": "a", "2": "b"}
+    assert clock_finding(names, {"1": Offset(0.0, 0.1), "2": Offset(0.4, 0.1)}).status == OK
+    skewed = clock_finding(names, {"1": Offset(0.0, 0.1), "2": Offset(-180.0, 0.1)})
+    assert skewed.status == WARNING and skewed.sentence == "b is 180.0 s behind"
+    uncertain = clock_finding(names, {"1": Offset(0.0, 0.1), "2": Offset(3.0, 2.5)})
+    assert uncertain.status == OK
+    fast = broadcast_finding(names, {"1": 0.001, "2": 0.1}, 32_000_000, 64_000_000)
+    assert fast.status == OK and "a version of 64.0 MB takes 0.20 s" in fast.sentence
+    slow = broadcast_finding(names, {"1": 0.001, "2": 3.2}, 32_000_000, 64_000_000)
+    assert slow.status == WARNING and "b is slow" in slow.advice
+    silent = broadcast_finding(names, {"1": 0.001, "2": TimeoutError("no answer within 9 s")}, 32_000_000, 1)
+    assert silent.status == FAILED and "b: TimeoutError: no answer within 9 s" in silent.sentence
+
+
+def test_a_cluster_that_is_smaller_than_it_should_be() -> None:
+    nodes = [Node("1", "10.0.0.1", {"CPU": 8.0}, {})]
+    assert reached(nodes, "x:6379", Wanted()).status == OK
+    assert "has 1 nodes" in reached(nodes, "x:6379", Wanted(2, 5.0)).sentence
+    assert reached(nodes, "x:6379", Wanted(2, 5.0)).status == FAILED
+
+
+def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    monkeypatch.setattr(told, "CGROUPS", ((str(limit), str(used)),))
+    assert told.free_memory() == 600_000
+    limit.write_text("max\n")
+    assert told.free_memory() > 1_000_000
+
+
+def test_modules_that_workers_import_are_those_that_the_configuration_names() -> None:
+    config = Config()
+    config.algorithm.name = "my_algorithms.grpo:build"
+    assert modules_of(config) == ["my_algorithms.grpo"]
+    facts = cast("dict[str, Any]", told.facts(Asked(modules=("json", "surely_missing.module"))))
+    assert facts["lacking"] == ["surely_missing.module"] and facts["marked"]

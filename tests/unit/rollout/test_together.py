@@ -1,0 +1,100 @@
+"""Several tickets in one batch of the reference engine: each is what it is alone, always the same, and fails alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_flowrl.rollout.base import Rollout
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.together import TogetherEngine, check_shareable, merged_spans
+from async_flowrl.seeds import derive
+from async_flowrl.types import Prompt, RolloutRequest, Span, Trajectory
+from tests.support.tiny import adapted_policy, request, sampling
+
+TEXTS = ("red red red red", "a very long prompt about a blue square, a red circle and more", "a hill")
+
+
+def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
+    """Of other prompts, texts of other lengths and other noise."""
+    return [
+        replace(
+            request(2, how=sampling(cfg=cfg), prompt=Prompt(ordinal, text)),
+            ordinal=ordinal,
+            initial_seeds=(derive(ordinal, "a"), derive(ordinal, "b")),
+            noise_seeds=(derive(ordinal, "c"), derive(ordinal, "d")),
+        )
+        for ordinal, text in enumerate(TEXTS)
+    ]
+
+
+def trajectory(rollout: Rollout) -> Trajectory:
+    assert rollout.trajectory is not None
+    return rollout.trajectory
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return adapted_policy()
+
+
+@pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
+def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
+    engine, alone = (kind(policy, batch_size=chunk) for kind in (TogetherEngine, DiffusersEngine))
+    made = engine.generate_together(tickets(cfg))
+    for one, ticket in zip(made, tickets(cfg), strict=True):
+        expected = trajectory(alone.generate(ticket))
+        assert np.abs(trajectory(one).latents - expected.latents).max() < 1e-5
+        assert np.abs(trajectory(one).log_probs - expected.log_probs).max() < 1e-5
+        assert np.array_equal(trajectory(one).conditioning["prompt_embeds"], expected.conditioning["prompt_embeds"])
+    for one, again in zip(made, engine.generate_together(tickets(cfg)), strict=True):
+        assert np.array_equal(one.images, again.images)
+        assert np.array_equal(trajectory(one).latents, trajectory(again).latents)
+
+
+def test_the_network_runs_once_per_step_for_all(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    network = policy._network
+
+    def counted(latents: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(len(latents))
+        return network(latents, *others)
+
+    monkeypatch.setattr(policy, "_network", counted)
+    made = TogetherEngine(policy).generate_together(tickets())
+    assert rows == [6] * 6
+    spans = [span for one in made for span in one.spans if span.name == "generate"]
+    assert len({span.flops for span in spans}) == 1 and spans[0].flops
+
+
+def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:
+    engine, asked = TogetherEngine(policy), tickets()
+    wrong = replace(asked[1], train_steps=(5,), noise_steps=(1,))
+    with pytest.raises(ValueError, match=r"request of ticket 1: train_steps \(5,\)"):
+        engine.generate_together([asked[0], wrong, asked[2]])
+    assert len(engine.generate_together(asked)) == 3
+
+
+def test_a_network_that_fails_fails_every_ticket(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(policy, "_network", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        TogetherEngine(policy).generate_together(tickets())
+
+
+def test_tickets_that_differ_cannot_share(policy: Any) -> None:
+    one, other, _ = tickets()
+    for different in (replace(other, version=9), replace(other, sampling=sampling(cfg=2.0)), request(3)):
+        with pytest.raises(ValueError, match=r"tickets 0 and \d cannot share a batch"):
+            TogetherEngine(policy).generate_together([one, different])
+    with pytest.raises(ValueError, match="built on PipelinePolicy, own is not"):
+        check_shareable(type("Own", (), {"family": "own"})())
+
+
+def test_the_spans_of_a_batch_are_one_of_each_name() -> None:
+    spans = [(Span("generate", 1, 5, 10.0), Span("decode", 5, 6, bytes=3)), (Span("generate", 2, 4, 10.0),)]
+    assert merged_spans(spans) == (Span("generate", 1, 5, 20.0), Span("decode", 5, 6, bytes=3))

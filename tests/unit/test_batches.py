@@ -1,0 +1,40 @@
+"""Tickets that share a batch: always the same ones, whoever makes them and whatever is lost."""
+
+import pytest
+
+from async_flowrl.controller.dispatch import TicketLost
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import Fault, Timing
+
+
+def shared(size: int, fault: Fault | None = None, *, workers: int = 2, timing: Timing | None = None) -> ToyRun:
+    config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=size, rollout__num_workers=workers)
+    return virtual(config, timing, *([fault] if fault else []))
+
+
+def test_a_batch_is_the_next_tickets_of_a_step() -> None:
+    """Eight tickets a step, so three, three and two; never some of two steps."""
+    (worker,) = shared(3, workers=1).groups["rollout"].workers
+    first = [(0, 1, 2), (3, 4, 5), (6, 7)]
+    assert worker.target.batches == [tuple(8 * step + k for k in batch) for step in range(5) for batch in first]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_weights_depend_on_the_batches_and_not_on_who_makes_them_when(size: int) -> None:
+    digest = shared(size, workers=1).digest
+    assert digest == shared(size, workers=3, timing=Timing(seed=1, spread=0.9, slow={"rollout-1": 3.0})).digest
+    assert digest != shared(1).digest, "the company of a ticket does not matter, so nothing is tested here"
+
+
+@pytest.mark.parametrize("what", ["kill", "hang", "lose-images", "lose-trajectory"])
+@pytest.mark.parametrize("number", [1, 4])
+def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) -> None:
+    """Also where only one ticket of a batch is lost: the others are computed beside it, and thrown away."""
+    found = shared(2, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
+    assert found.observer.of("injected") and found.table.retried > 0
+    assert found.digest == shared(2).digest
+
+
+def test_a_batch_that_is_lost_again_and_again_ends_the_run() -> None:
+    with pytest.raises(TicketLost, match=r"was lost 6 times; see the faults"):
+        shared(2, lambda worker, method, number: "lose-images" if method == "generate_together" else None)
