@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class RunOnNodes:
     def last_step(self) -> int:
         return max((int(line["step"]) for line in lines(self.root / "metrics.jsonl") if "step" in line), default=0)
 
-    @cached_property
+    @property
     def events(self) -> list[dict[str, Any]]:
         return lines(self.root / "events.jsonl")
 

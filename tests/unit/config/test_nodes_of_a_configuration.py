@@ -7,6 +7,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.run.nodes import runs
 
 CLUSTER = "runtime.address=auto"
+HYBRID = ("trainer.shard=hybrid", "trainer.shard_size=4")
 
 
 @pytest.mark.parametrize(
@@ -18,11 +19,11 @@ CLUSTER = "runtime.address=auto"
         (("runtime.backend=local", "rollout.workers_per_node=1"), "runtime.backend=local has threads of one process"),
         ((CLUSTER, "trainer.workers_per_node=0"), "trainer.workers_per_node must be"),
         (
-            (CLUSTER, "trainer.num_workers=12", "trainer.workers_per_node=6", "trainer.shard=hybrid", "trainer.shard_size=4"),
+            (CLUSTER, "trainer.num_workers=12", "trainer.workers_per_node=6", *HYBRID),
             "trainer.shard_size=4 must divide trainer.workers_per_node=6",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_placed_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check(compose_config("one_step_off", list(overrides)))
