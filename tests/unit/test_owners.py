@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 
 from async_flowrl.controller.owners import Owners, idle_ranks
-from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import Part, parts_of
+from async_flowrl.training.parts import Part, Place, parts_of
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -16,7 +15,7 @@ SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
 def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tuple[int, ...]]:
     owners = Owners(ranks, per_replica)
     owners.begin(groups)
-    return [owners.of(parts) for _ in range(groups)]
+    return [owners.of([1] * parts) for _ in range(groups)]
 
 
 def test_whole_groups_where_every_replica_gets_two() -> None:
@@ -57,15 +56,15 @@ def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
 def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> None:
     owners = Owners(4, per_replica)
     owners.begin(7)
-    metas = [meta(group, owners.of(2)) for group in range(7)]
-    by_rank = [parts_of(metas, World(rank, 4, True, per_replica), 2) for rank in range(4)]
+    metas = [meta(group, owners.of([2, 2])) for group in range(7)]
+    by_rank = [parts_of(metas, Place(rank, 4, per_replica), 2) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
     for rank, parts in enumerate(by_rank):
-        assert len(parts) == max(len(by_rank[other]) for other in World(rank, 4, True, per_replica).replica)
+        assert len(parts) == max(len(by_rank[other]) for other in Place(rank, 4, per_replica).replica)
         assert per_replica > 1 or all(part.counts for part in parts)
 
 
 def test_without_owners_whoever_is_asked_trains_everything() -> None:
     one = GroupMeta(0, 1, 0, 0, (1.0,) * 3, (0, 1, 2), (0, 1, 2), " ", SAMPLING)
-    assert parts_of([one], World(), 2) == [Part(0, 0), Part(0, 1)]
+    assert parts_of([one], Place(), 2) == [Part(0, 0), Part(0, 1)]

@@ -103,7 +103,7 @@ def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) 
 def in_two_tickets(group: rig.Handed) -> rig.Handed:
     meta, (whole,) = group
     halves = [
-        replace(whole, latents=whole.latents[h], log_probs=whole.log_probs[h]) for h in (slice(0, 1), slice(1, 4))
+        replace(whole, latents=whole.latents[h], log_probs=whole.log_probs[h]) for h in (slice(0, 2), slice(2, 4))
     ]
     return replace(meta, tickets=2), halves
 
@@ -293,7 +293,7 @@ def test_ema_and_learning_rate_follow_their_counters(handed: list[list[rig.Hande
 def test_groups_that_do_not_fit_are_refused(handed: list[list[rig.Handed]]) -> None:
     (meta, (trajectory,)), (_, (other,)) = handed[0]
     device = torch.device("cpu")
-    with pytest.raises(ValueError, match="4 images, 3 advantages"):
+    with pytest.raises(ValueError, match="4 images in 1 of 1 tickets, 3 advantages"):
         Group(replace(meta, advantages=(1.0, 2.0, 3.0)), [trajectory], device=device)
     with pytest.raises(ValueError, match="group 0 differ in schedule, window or conditioning"):
         Group(replace(meta, tickets=2), [half(trajectory, 0), half(other, 1)], device=device)
