@@ -1,4 +1,4 @@
-"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed twice; equal digests or exit 1."""
+"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed; equal digests or exit code 1."""
 
 import argparse
 import json
@@ -53,6 +53,7 @@ def prove(out: Path, overrides: Sequence[str]) -> dict[str, str]:
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
         "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
+        "2 trainer ranks, one killed -9": rank_killed,
     }
     digests = {}
     for number, (title, case) in enumerate(cases.items()):
@@ -88,6 +89,19 @@ def killed(folder: Path, overrides: Sequence[str]) -> str:
     finish(start(folder, [*overrides, "rollout.num_workers=2", "resume=auto"]), folder)
     if not any(event["step"] == 6 for event in events(folder, "rollback")):
         raise NotProven("the resumed run did not start from checkpoint 6")
+    return digest(folder)
+
+
+def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
+    run = start(folder, [*overrides, "trainer.num_workers=2", "debug.delays.generate=0.2"])
+    wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
+    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
+    os.kill(pids["trainer-1"], signal.SIGKILL)
+    finish(run, folder)
+    if not events(folder, "rollback"):
+        raise NotProven("the run did not go back to a checkpoint when a trainer rank died")
+    if not all(event["bytes"] for event in events(folder, "fetched")):
+        raise NotProven("a trainer rank trained nothing in some step")
     return digest(folder)
 
 

@@ -107,8 +107,7 @@ class TrainerWorker:
             load_warm_start(policy.transformer, config.lora, policy)
         adapter = lora_parameters(policy.transformer)
         self.parameters = FlatParameters(adapter, self.device)
-        if trainer.gradient_checkpointing:
-            checkpoint_blocks(policy)
+        checkpoint_blocks(policy, trainer.gradient_checkpointing)
         if trainer.compile:
             compile_blocks(policy)
         layout = self._place(policy, set(adapter.values()), size)

@@ -134,7 +134,9 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
     fit. Every rank hears at the end of all groups, and gets the probe."""
     samples = worker.config.trainer.micro_batch_size
     planned = tuple((meta.group, len(meta.owners)) for meta, _ in handed)
-    mine = [(m, t) for m, t in handed if any(owner in worker.world.replica for owner in m.owners)]
+    turn = step % len(handed)  # Groups come in another order with every step.
+    coming = [*handed[turn:], *handed[:turn]]
+    mine = [(meta, t) for meta, t in coming if any(owner in worker.world.replica for owner in meta.owners)]
     lowest, its_tickets = min(handed, key=lambda group: group[0].group)
     first = tickets_of(lowest, [0], samples)
     while True:
