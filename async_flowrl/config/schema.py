@@ -476,7 +476,7 @@ class Config:
     version max(0, s - max_staleness). 0 trains on fresh images only, so generation waits for the update; 1 generates
     the next step during an update; every further one runs a step further ahead and keeps one more version in memory."""
     hand_over: str = setting("batch", choices=("batch", "stream"), changes=NOTHING)
-    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
+    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready."""
     resume: str = setting("never", changes=NOTHING)
     """never, auto (newest checkpoint in output_dir), force (the same, and other prompts or another configuration than
     the checkpoint's are a warning instead of a refusal), or a checkpoint's path."""

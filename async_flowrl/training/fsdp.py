@@ -134,7 +134,8 @@ def prefetch(policy: Policy, ahead: int) -> None:
 def checkpoint_blocks(policy: Policy, how: str) -> None:
     """Blocks recompute their activations in the backward pass, by `trainer.gradient_checkpointing`: every n-th, or all.
 
-    Same weights, less memory, about a third more time for those blocks. Wraps `forward` itself, not the module, so that names stay and FSDP's hooks run once. Call before `shard`.
+    Same weights, less memory, about a third more time for those blocks. Wraps `forward` itself, not the module, so that
+    names stay and FSDP's hooks run once. Call before `shard`.
     """
     if how == "none":
         return
