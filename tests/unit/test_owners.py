@@ -1,12 +1,13 @@
 """How the parts of a step's groups are spread over ranks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from async_flowrl.controller.owners import Owners, idle_ranks
+from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import Part, Place, parts_of
+from async_flowrl.training.parts import Part, Place, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -40,6 +41,42 @@ def test_ranks_of_a_replica_share_its_groups() -> None:
     found = spread(4, 4, 2, per_replica=2)
     assert found == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert spread(4, 2, 2, per_replica=4) == [(0, 1), (2, 3)]
+
+
+def test_the_pace_that_was_measured_decides() -> None:
+    """A replica that needs three times as long gets a quarter; one that is not measured counts as the others."""
+    owners = Owners(3)
+    owners.took(0, 4, 1.0)
+    owners.took(1, 4, 3.0)
+    owners.begin(14)
+    counts = Counter(owner for _ in range(14) for owner in owners.of([2, 2]))
+    assert counts[0] == 16 and counts[1] == 4 and counts[2] == 8
+
+
+def test_who_is_free_comes_before_who_had_less() -> None:
+    owners = Owners(2)
+    owners.begin(9, now=100.0)
+    assert owners.of([5], now=100.0) == (0,) and owners.of([1], now=100.0) == (1,)
+    owners.took(0, 0, 0.0, idle_at=101.0)
+    assert owners.of([1], now=103.0) == (0,), "both are free: the first"
+    assert owners.of([1], now=103.0) == (1,)
+
+
+def test_ranks_that_repeat_work_are_told_of() -> None:
+    assert repeating_ranks(2, 1, 2) is None and repeating_ranks(1, 1, 1) is None
+    said = repeating_ranks(4, 1, 2)
+    assert said is not None and said.startswith(
+        "2 of the 4 trainer ranks that share one copy of the base compute parts"
+    )
+
+
+def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
+    """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
+    given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)
+    for per_replica, expected in ((1, [((1,),), ((0,),), ((),)]), (3, [((1,),), ((0,),), ((0,),)])):
+        assert [tickets_for([given], Place(rank, 3, per_replica), 1) for rank in range(3)] == expected
+    repeated = [part.part for part in parts_of([given], Place(0, 3, 3), 1) if not part.counts]
+    assert repeated == [0], "its own last one, which it has already"
 
 
 def test_ranks_that_make_no_replicas_are_refused() -> None:

@@ -10,13 +10,16 @@ import torch
 import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
+from async_flowrl.algorithms.base import LossOutput
 from async_flowrl.config.schema import Config
 from async_flowrl.export import save_lora
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.messages import StepPlan, TrainRequest
+from async_flowrl.training.merged_stats import merged
+from async_flowrl.training.messages import PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
+from async_flowrl.training.update_metrics import PartSums
 from async_flowrl.types import Trajectory
 
 
@@ -207,6 +210,22 @@ def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, han
     worker = rig.trainer(config)
     kl = [rig.update(worker, step, batch).metrics["kl"] for step, batch in enumerate(handed)]
     assert kl[0] == 0.0 and 0 < kl[1] < kl[2]
+
+
+@pytest.mark.parametrize("name", ["gradient", "loss", "behaviour_gap"])
+def test_a_metric_of_an_algorithm_never_replaces_one_of_the_trainer(name: str) -> None:
+    sums, rows = PartSums(), torch.ones(2)
+    with pytest.raises(ValueError, match=f"a metric named '{name}', which the trainer itself reports"):
+        sums.add(LossOutput(rows, {name: rows}))
+
+
+def test_only_the_lowest_group_counts_as_probed() -> None:
+    """Each that came before a lower one was probed, too."""
+    parts = [PartStats(g, 0, 0, 0, 0, 2, {"loss": 0.0, "behaviour_gap": gap}, 1.0) for g, gap in ((4, 9.0), (1, 0.5))]
+    stats = UpdateStats(0, 0, False, {"grad_norm": 1.0}, rows=4, parts=tuple(parts))
+    found = merged([stats])
+    assert found.metrics["behaviour_gap"] == 0.25
+    assert merged([replace(stats, parts=tuple(parts[::-1]))]) == found
 
 
 @pytest.mark.parametrize(("how", "blocks"), [("full", [True, True]), ("every_2", [True, False])])
