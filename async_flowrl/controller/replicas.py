@@ -29,6 +29,8 @@ class Replica:
     """It has been told of the optimizer step under way."""
     waiting: int = 0
     """Calls that were not answered yet."""
+    state: str = ""
+    """What was last recorded of its ranks in this step."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def places(self) -> list[Place]:

@@ -75,6 +75,8 @@ class TrainerGroup:
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = _now()
         self._waited = 0.0
+        for replica in self._replicas:
+            replica.state = ""
         updates = ctx.config.trainer.updates_per_batch
         size = ctx.config.prompts_per_step // updates
         batch = await self._batch(ctx, step, size) if ctx.config.hand_over == "batch" else []
@@ -147,18 +149,21 @@ class TrainerGroup:
         """Waits for groups; it counts as waiting only as long as no rank computes."""
         if not condition():
             began = _now()
-            self._book_state(ctx, "wait_data")
+            for replica in self._replicas:
+                if not replica.waiting:
+                    self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
             if not any(replica.waiting for replica in self._replicas):
                 self._waited += _now() - max(began, self._idle_since)
-        self._book_state(ctx, "busy")
+        if len(self.workers.workers) == 1:
+            self._book_state(ctx, self._replicas[0], "busy")
 
-    def _book_state(self, ctx: Context, state: str) -> None:
-        """Of the ranks that have nothing to do."""
-        for replica in self._replicas:
-            if not replica.waiting:
-                for rank in replica.ranks:
-                    ctx.observer.state(self.workers.workers[rank].name, state)
+    def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
+        """Only where it changes: with many ranks this is asked for each group."""
+        if replica.state != state:
+            replica.state = state
+            for rank in replica.ranks:
+                ctx.observer.state(self.workers.workers[rank].name, state)
 
     # -- optimizer steps
 
@@ -236,10 +241,8 @@ class TrainerGroup:
         self, ctx: Context, index: int, step: int, groups: Sequence[HandedGroup], method: str, plan: StepPlan | None
     ) -> None:
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
-        names = [self.workers.workers[rank].name for rank in replica.ranks]
         async with replica.lock:
-            for name in names:
-                ctx.observer.state(name, "busy")
+            self._book_state(ctx, replica, "busy")
             metas = tuple(group.meta for group in groups if group.meta is not None)
             request = TrainRequest(step, metas, None if replica.begun else plan)
             replica.begun, began = plan is not None, _now()
@@ -250,14 +253,14 @@ class TrainerGroup:
         if not replica.waiting:
             self._idle_since = now
             self._freed.set()
-            for name in names:
-                ctx.observer.state(name, "idle")
+            self._book_state(ctx, replica, "idle")
 
     async def _finish(
         self, ctx: Context, step: int, groups: Sequence[HandedGroup], plan: StepPlan
     ) -> list[UpdateStats]:
         """Has all ranks add up what they have and step; each is told what all of them together must have."""
-        self._book_state(ctx, "busy")
+        for replica in self._replicas:
+            self._book_state(ctx, replica, "busy")
         trained = [group for group in groups if group.meta is not None]
         planned = tuple((group.meta.group, len(group.meta.owners)) for group in trained if group.meta is not None)
         begun = [replica.begun for replica in self._replicas for _ in replica.ranks]
