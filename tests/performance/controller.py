@@ -199,7 +199,10 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
 
 
 def markdown(costs: Sequence[Cost]) -> str:
-    head = "| workers | ranks | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core | bytes per waiting ticket |"
+    head = (
+        "| workers | ranks | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core "
+        "| bytes per waiting ticket |"
+    )
     lines = [head, "|" + "---|" * 7]
     lines += [
         f"| {cost.workers} | {cost.ranks} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "

@@ -251,7 +251,7 @@ class ToyTrainer:
         left, samples = iter(trajectories), self.config.trainer.micro_batch_size
         self.given += len(trajectories)
         held = [dict(zip(own, left, strict=False)) for own in tickets or [range(meta.tickets) for meta in metas]]
-        for part in parts_of(metas, Place(self.index, len(self.ranks())), samples):
+        for part in parts_of(metas, Place(self.index, self.config.trainer.num_workers), samples):
             meta = metas[part.group]
             images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)[part.part]
             rows = [held[part.group][image // images].latents[image % images] for image in chosen]
