@@ -1,7 +1,8 @@
 """Calls to the replicas of the trainer: the groups of each go to its ranks in order, replicas work side by side."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,3 +120,16 @@ async def _called(
     if len(workers) > 1 and any(refs for _, refs in calls):
         await together(*(w.call(ARRIVED, *refs) for w, (_, refs) in zip(workers, calls, strict=True)))
     return await together(*(w.call(method, request, *refs) for w, (request, refs) in zip(workers, calls, strict=True)))
+
+
+@asynccontextmanager
+async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose first failure is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

@@ -8,7 +8,6 @@ and stream hand-over train the same parts; only the waiting differs.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,13 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
-from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, with_probe, with_trajectories
+from async_flowrl.controller.replicas import (
+    MAX_GROUPS_PER_CALL,
+    Replica,
+    failing_as_one,
+    with_probe,
+    with_trajectories,
+)
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
@@ -103,7 +108,7 @@ class TrainerGroup:
         for start in range(0, len(handed), size):
             self._owners.begin(size, _now())
             batch += self._owned(ctx, handed[start : start + size])
-        async with _failing_as_one() as tasks:
+        async with failing_as_one() as tasks:
             # Predictions of the weights at the start of the batch, on the ranks that will train on them.
             self._give(ctx, tasks, step, batch[size:], "update.proximal", None, most=1)
         return batch
@@ -192,7 +197,7 @@ class TrainerGroup:
         plan = StepPlan(rows=0)
         for replica in self._replicas:
             replica.begun = False
-        async with _failing_as_one() as tasks:
+        async with failing_as_one() as tasks:
             async for some in coming:
                 if not groups:
                     plan = self._plan(ctx, some[0], update, size)
@@ -286,16 +291,3 @@ class TrainerGroup:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-@asynccontextmanager
-async def _failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose first failure is raised as itself."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        first: BaseException = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
