@@ -27,8 +27,8 @@ def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
     return (
         f"{per_replica - groups * parts} of the {per_replica} trainer ranks that share one copy of the base compute "
         f"parts again that another has, because all gather its blocks together: as few as {groups} groups of {parts} "
-        "parts come at a time; a smaller trainer.micro_batch_size, hand_over=batch, trainer.shard=none, or hybrid with a "
-        "smaller trainer.shard_size wastes less"
+        "parts come at a time; a smaller trainer.micro_batch_size, hand_over=batch, trainer.shard=none, or hybrid with "
+        "a smaller trainer.shard_size wastes less"
     )
 
 
