@@ -267,8 +267,11 @@ class TrainerConfig:
     """Training steps over which the learning rate rises linearly to its full value."""
     max_grad_norm: float = setting(1.0, above=0, infinite=True)
     """L2 norm of the whole gradient above which it is scaled down to it."""
-    gradient_checkpointing: bool = setting(False, changes=ROUNDING)
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: str = setting(
+        "none", choices=("none", "every_4", "every_3", "every_2", "full"), changes=ROUNDING
+    )
+    """Blocks that recompute their activations in the backward pass: none, every fourth, third or second, or all of them
+    (full: least memory, about a third more time). `plan --memory` says which of them fits."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block. Its kernels round differently from those of a rollout that does not compile."""
     cpu_offload: bool = setting(False, changes=ROUNDING)
@@ -481,7 +484,7 @@ class Config:
     version max(0, s - max_staleness). 0 trains on fresh images only, so generation waits for the update; 1 generates
     the next step during an update; every further one runs a step further ahead and keeps one more version in memory."""
     hand_over: str = setting("batch", choices=("batch", "stream"), changes=NOTHING)
-    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
+    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready."""
     resume: str = setting("never", changes=NOTHING)
     """never, auto (newest checkpoint in output_dir), force (the same, and other prompts or another configuration than
     the checkpoint's are a warning instead of a refusal), or a checkpoint's path."""

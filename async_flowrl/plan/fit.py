@@ -81,7 +81,7 @@ class Recipe:
     def __init__(self, experiment: str) -> None:
         self.experiment = experiment
         self._model: MetaModel | None = None
-        self._training: dict[tuple[int, bool], int] = {}
+        self._training: dict[tuple[int, str], int] = {}
         self._sampling: dict[int, int] = {}
 
     def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
@@ -186,8 +186,8 @@ def savings(config: Config) -> Iterator[str]:
     """What needs less memory, one after the other."""
     yield "rollout.text_encoder=offload"
     yield "rollout.batch_size=1"
-    if not config.trainer.gradient_checkpointing:
-        yield "trainer.gradient_checkpointing=true"
+    if config.trainer.gradient_checkpointing != "full":
+        yield "trainer.gradient_checkpointing=full"
     yield "trainer.micro_batch_size=1"
     yield "trainer.shard=full"
     yield "trainer.cpu_offload=true"

@@ -15,8 +15,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
-from async_flowrl.controller.trainer import MAX_GROUPS_PER_CALL, TrainerGroup
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.run.nodes import OUR_CODE, look_at_nodes
 from async_flowrl.run.prepare import Prepared, doubts_of

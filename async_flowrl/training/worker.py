@@ -107,8 +107,7 @@ class TrainerWorker:
             load_warm_start(policy.transformer, config.lora, policy)
         adapter = lora_parameters(policy.transformer)
         self.parameters = FlatParameters(adapter, self.device)
-        if trainer.gradient_checkpointing:
-            checkpoint_blocks(policy)
+        checkpoint_blocks(policy, trainer.gradient_checkpointing)
         if trainer.compile:
             compile_blocks(policy)
         layout = self._place(policy, set(adapter.values()), size)
@@ -164,12 +163,13 @@ class TrainerWorker:
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
+        groups = len(trajectories) - len(request.probe_tickets)
         if request.metas:
-            self.update.accumulate(request.metas, *trajectories)
-        return self._finish() if request.finishes else None
+            self.update.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
+        return self._finish(request, *trajectories[groups:]) if request.finishes else None
 
-    def _finish(self) -> UpdateStats:
-        stats = self.update.finish()
+    def _finish(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats:
+        stats = self.update.finish(request, *trajectories)
         if stats.overflow is not None:
             return stats
         debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
