@@ -23,7 +23,6 @@ from async_flowrl.controller.group_advantages import group_advantages
 from async_flowrl.controller.owners import Owners, idle_ranks
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket, describe
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
@@ -180,7 +179,7 @@ class TrainerGroup:
             selected=selected,
             seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
             negative=prompt.negative_wording(config.rollout.negative_prompt),
-            sampling=sampling(config),
+            sampling=ctx.requests.sampling(first),
             owners=self._owners.of(len(cut(selected, config.trainer.micro_batch_size))),
         )
         return HandedGroup(tickets, scores, advantages, meta)

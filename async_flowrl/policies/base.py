@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
+from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Wording
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Policy(Protocol):
         """Raises ValueError, one sentence, for guidance that the network cannot be asked for. Called at start-up."""
         ...
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """The schedule, float32 [T+1], from exactly 1 down to exactly 0."""
         ...
 
-    def latent_shape(self, resolution: int) -> tuple[int, ...]:
+    def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         """Shape of one image's latents, without the batch dimension."""
         ...
 
@@ -81,7 +81,7 @@ class Policy(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+    def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images uint8 [n, H, W, 3] on the latents' device; only in processes that loaded the VAE."""
         ...
 
@@ -116,7 +116,7 @@ class PolicyFamily(Protocol):
         ...
 
     def shapes(
-        self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
+        self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
         """Shapes from the model's configuration files alone: asked at start-up, in a process without models.
 

@@ -3,6 +3,7 @@
 A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
-from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
 JOINT_ATTENTION = (
     "attn.to_q",
@@ -103,7 +105,7 @@ class PipelinePolicy(ABC):
         """The longest text the encoder is asked for where it pads, otherwise `usual`."""
         return int(self._text_options.get("max_sequence_length", usual))
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """The pipeline's own schedule, float32 [T+1], exactly 1 first and exactly 0 last.
 
         Raises ValueError for fewer steps than the schedule is defined for.
@@ -111,9 +113,9 @@ class PipelinePolicy(ABC):
         if num_inference_steps < self.least_steps:
             least = f"num_inference_steps must be at least {self.least_steps} for {self.title}'s schedule"
             raise ValueError(f"{least}, got {num_inference_steps}")
-        key = num_inference_steps, resolution
+        key = num_inference_steps, math.prod(self._grid(resolution))
         if key not in self._schedules:
-            self._set_schedule(num_inference_steps, self._tokens(resolution) ** 2)
+            self._set_schedule(*key)
             sigmas = cast("Tensor", self._scheduler.sigmas).to("cpu", torch.float32).clone()
             if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
                 raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
@@ -141,18 +143,22 @@ class PipelinePolicy(ABC):
             )
         )
 
-    def _tokens(self, resolution: int) -> int:
-        """Image tokens per side of a square image."""
-        if resolution < self._side or resolution % self._side:
-            nearest = max(self._side, round(resolution / self._side) * self._side)
-            raise ValueError(f"resolution must be a multiple of {self._side}, got {resolution}, nearest: {nearest}")
-        return resolution // self._side
+    def _grid(self, resolution: Resolution) -> tuple[int, int]:
+        """Rows and columns of image tokens. Raises ValueError, with the nearest size, where they are not whole."""
+        (height, width), side = height_width(resolution), self._side
+        if height % side or width % side:
+            wanted = "a multiple" if isinstance(resolution, int) else "multiples"
+            nearest = of_sides(*(side * max(1, round(each / side)) for each in (height, width)))
+            raise ValueError(
+                f"resolution must be {wanted} of {side}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
+            )
+        return height // side, width // side
 
     @abstractmethod
-    def latent_shape(self, resolution: int) -> tuple[int, ...]:
-        """Shape of one square image's latents, without the batch dimension."""
+    def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
+        """Shape of one image's latents, without the batch dimension."""
 
-    def shapes(self, resolution: int) -> Shapes:
+    def shapes(self, resolution: Resolution) -> Shapes:
         """Of an image's latents and of a prompt of usual length."""
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
@@ -169,7 +175,7 @@ class PipelinePolicy(ABC):
         True CFG has two branches, with gradients through both: in one batch, or in two where `_apart`.
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
-            raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
+            raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
         self.check(sampling)
         if sampling.true_cfg_scale <= 1:
             return self._network(latents, sigma, [positive], sampling)
@@ -220,19 +226,19 @@ class PipelinePolicy(ABC):
         return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+    def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images uint8 [n, H, W, 3] of final latents, on their device, rounded as diffusers' image processor does."""
         pipeline = self._whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
-    def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images [n, 3, H, W] as the VAE gives them."""
         vae = pipeline.vae
         scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
         return cast("Tensor", vae.decode(scaled + vae.config.shift_factor, return_dict=False)[0])
 
-    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Latents as the VAE takes them, [n, C, h, w]."""
         return latents
 

@@ -40,8 +40,7 @@ class SanaPolicy(PipelinePolicy):
         self._scheduler.set_timesteps(steps)
 
     def latent_shape(self, resolution: int) -> tuple[int, int, int]:
-        side = self._tokens(resolution)
-        return int(self._config.in_channels), side, side
+        return int(self._config.in_channels), *self._grid(resolution)
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

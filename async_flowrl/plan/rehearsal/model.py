@@ -17,7 +17,7 @@ from async_flowrl.policies.architectures import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.types import Conditioning, Resolution, Wording
 
 Aside = Callable[[], AbstractContextManager[None]]
 
@@ -112,7 +112,7 @@ def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
     return policy
 
 
-def _sigmas(num_inference_steps: int, resolution: int) -> Tensor:
+def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
     with unset_fake_temporarily():
         return torch.linspace(1.0, 0.0, num_inference_steps + 1)
 

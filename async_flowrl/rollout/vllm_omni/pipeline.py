@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
+from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.qwen_image import QwenImagePolicy
@@ -76,7 +77,7 @@ class RolloutQwenImagePipeline(QwenImagePipeline):  # type: ignore[misc]
         request = whole_ticket(req)
         rollout = self.engine.generate(request)
         # The images are bytes already and travel beside the trajectory; nothing is left for vllm-omni to convert.
-        payload = {"image": torch.empty(0, 3, request.sampling.resolution, request.sampling.resolution)}
+        payload = {"image": torch.empty(0, 3, *height_width(request.sampling.resolution))}
         stamped = {"active": self.adapters.active(), "rollout": rollout}
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
