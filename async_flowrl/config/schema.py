@@ -18,7 +18,7 @@ class TinyConfig:
     """The tiny random model built when `model.path=tiny`."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux or z_image, or `pkg.module:attr` of your own."""
+    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` of your own."""
     layers: int = setting(2, at_least=1)
     """Transformer blocks, of each kind that the family has."""
     heads: int = setting(8, at_least=1)

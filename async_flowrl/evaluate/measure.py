@@ -187,7 +187,7 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
     like = next(policy.transformer.parameters())
     options: dict[str, Any] = {}
     if prompt.negative_token_ids is not None:
-        (negative,) = policy.encode([prompt.negative_token_ids])
+        (negative,) = policy.encode([prompt.negative_token_ids], negative=True)
         options = {f"negative_{name}": torch.from_numpy(value)[None].to(like) for name, value in negative.items()}
         options["negative_prompt"] = None
     if prompt.system is None and prompt.token_ids is None:

@@ -46,8 +46,12 @@ class Policy(Protocol):
         """The modules that `encode` computes with and nothing else does; `encode` runs on the device they are on."""
         ...
 
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """Prompt embeddings, one dict per text; only in processes that loaded the text encoder.
+
+        `negative`: as what guidance leads away from, which some pipelines word otherwise.
 
         Names are those of the stock pipeline's arguments, arrays have no batch dimension. `system` replaces the system
         prompt of the family's template; ValueError where there is none, and for token ids where it takes only text.

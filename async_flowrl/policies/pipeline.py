@@ -37,6 +37,8 @@ class PipelinePolicy(ABC):
     """The model's name in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
+    size_step: ClassVar[int] = 1
+    """Pixels that the stock pipeline wants sides to be a multiple of, beside whole image tokens."""
     has_system_prompt: ClassVar[bool] = False
 
     def __init__(
@@ -80,7 +82,9 @@ class PipelinePolicy(ABC):
         return [encoder for encoder in found if encoder is not None]
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """Float32 arrays without batch dimension, by the names of the pipeline's own arguments, one dict per text.
 
         One text at a time: padding to a batch neighbour's length would change the last bits. Raises ValueError for a
@@ -89,10 +93,15 @@ class PipelinePolicy(ABC):
         self._whole("encode prompts")
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
-        return [self._encode_one(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
+        encode = self._encode_negative if negative else self._encode_one
+        return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
     @abstractmethod
     def _encode_one(self, text: str) -> Conditioning: ...
+
+    def _encode_negative(self, text: str) -> Conditioning:
+        """Of a prompt that guidance leads away from, where the pipeline words it otherwise."""
+        return self._encode_one(text)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         raise ValueError(f"{self.title} takes prompts as text, got {len(ids)} token ids")
@@ -145,14 +154,14 @@ class PipelinePolicy(ABC):
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
         """Rows and columns of image tokens. Raises ValueError, with the nearest size, where they are not whole."""
-        (height, width), side = height_width(resolution), self._side
-        if height % side or width % side:
+        (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
+        if height % step or width % step:
             wanted = "a multiple" if isinstance(resolution, int) else "multiples"
-            nearest = of_sides(*(side * max(1, round(each / side)) for each in (height, width)))
+            nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
             raise ValueError(
-                f"resolution must be {wanted} of {side}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
+                f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
             )
-        return height // side, width // side
+        return height // self._side, width // self._side
 
     @abstractmethod
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:

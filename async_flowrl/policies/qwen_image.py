@@ -41,13 +41,15 @@ class QwenImagePolicy(PipelinePolicy):
         return rf"transformer_blocks\.{last}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own.
 
         Token ids are those of the whole template. With a system prompt in them, `system` must say the same one.
         """
         with system_prompt(self._whole("encode prompts"), system):
-            return super().encode(texts)
+            return super().encode(texts, negative=negative)
 
     def _encode_one(self, text: str) -> Conditioning:
         pipeline = self._whole("encode prompts")

@@ -26,12 +26,14 @@ FAMILIES = {
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
+    "sana": "async_flowrl.policies.sana:SanaFamily",
 }
 PIPELINES = {
     "QwenImagePipeline": "qwen_image",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "ZImagePipeline": "z_image",
+    "SanaPipeline": "sana",
 }
 """`_class_name` of model_index.json to family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -108,7 +108,7 @@ def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
     """The same policy with a schedule that falls evenly, and with embeddings of usual length for any prompt."""
     changed = cast("Any", policy)
     changed.sigmas = _sigmas
-    changed.encode = lambda texts, system=None: _encode(policy, texts)
+    changed.encode = lambda texts, system=None, *, negative=False: _encode(policy, texts)
     return policy
 
 
