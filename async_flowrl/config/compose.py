@@ -36,6 +36,7 @@ WORDS: dict[Any, str] = {
     float | None: "a number or null",
     str | None: "text or null",
     list[str] | None: "a list of texts, such as [one,two], or null",
+    list[Any]: "a list of sizes, such as [512,[448,576]]",
     list[int]: "a list of integers, such as [1,2]",
     list[int] | None: "a list of integers, such as [1,2], or null",
     tuple[float, float]: "two numbers, such as [0.9,0.99]",

@@ -61,7 +61,7 @@ def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
     visited = Visited()
     prompts = prompts_of(visited)
     first = prompts.embeddings([("red", None, False), (" ", None, True)])
-    assert visited.encoded == [(1, "red", None), (1, " ", None)]
+    assert visited.encoded == [(1, "red", None, False), (1, " ", None, True)]
     assert prompts.embeddings([("red", None, False), (" ", None, True)])[1] is first[1]
     prompts.embeddings([("red", "Be bold.", False), (" ", None, True), ("red", "Be bold.", False)])
     assert visited.encoded[2:] == [(2, "red", "Be bold.", False)] and visited.visits == 2
