@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config.resolution import in_words
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.terminal import say
@@ -58,7 +57,6 @@ def _lines(rows: Rows) -> str:
     return named_lines(rows, 10)
 
 
-SIZES_SHOWN = 4
 OVERLAP = {
     "sync": "generate, then train",
     "stream": "a group is trained while others of its step are generated",
@@ -82,17 +80,9 @@ def model_of(prepared: Prepared) -> str:
     config, model = prepared.config, prepared.model
     start = "" if config.lora.path is None else f", from {config.lora.path}"
     return (
-        f"{config.model.path} ({model.family}, {model.dtype}, {sizes_of(prepared)}), "
+        f"{config.model.path} ({model.family}, {model.dtype}, {prepared.sizes_in_words}), "
         f"LoRA of rank {config.lora.rank}{start}, by {prepared.algorithm.name}"
     )
-
-
-def sizes_of(prepared: Prepared) -> str:
-    """Of images: all of them where they are few, otherwise how many there are, and the smallest and largest."""
-    sizes = [in_words(size) for size in prepared.sizes]
-    if len(sizes) > SIZES_SHOWN:
-        return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
-    return f"{', '.join(sizes)} px"
 
 
 def devices(prepared: Prepared) -> str:

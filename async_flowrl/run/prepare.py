@@ -23,6 +23,8 @@ from async_flowrl.tickets.arithmetic import check_batching
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Resolution
 
+SIZES_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -35,6 +37,14 @@ class Prepared:
     data: Data
     sizes: tuple[Resolution, ...]
     """That images can have, in the order of their pixels."""
+
+    @property
+    def sizes_in_words(self) -> str:
+        """All of them where they are few, otherwise how many there are, and the smallest and largest."""
+        sizes = [in_words(size) for size in self.sizes]
+        if len(sizes) > SIZES_SHOWN:
+            return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
+        return f"{', '.join(sizes)} px"
 
     @property
     def at_largest(self) -> Config:

@@ -1,8 +1,8 @@
 """python -m tests.performance.rollouts [FAMILY ...]: the rollout engine against diffusers' own pipeline, each family.
 
 Both make as many images of a tiny model with an adapter in one process, in turns; text is encoded once for both. The
-pipeline, with PEFT's own adapter, denoises and decodes; the engine also draws noise at every step, computes log-probs and records the trajectory.
-CPU seconds stay true on a machine that is busy with other things.
+pipeline, with PEFT's own adapter, denoises and decodes; the engine also draws noise at every step, computes log-probs
+and records the trajectory. CPU seconds stay true on a machine that is busy with other things.
 """
 
 import argparse

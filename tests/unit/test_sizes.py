@@ -79,9 +79,7 @@ def test_a_square_is_an_integer_however_it_is_written_and_a_run_is_the_same(tmp_
         (["rollout.resolution=0"], r"rollout\.resolution must be an integer, .* got 0$"),
     ],
 )
-def test_bad_sizes_are_one_sentence_before_anything_starts(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
+def test_bad_sizes_are_one_sentence_before_anything_starts(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(composed(tmp_path, *overrides))
 
