@@ -54,8 +54,8 @@ def sizes(scan: Scan) -> str:
     shown = ", ".join(in_words(each) for each in some[:SIZES_SHOWN])
     more = f" … and {len(some) - SIZES_SHOWN:,} more" if len(some) > SIZES_SHOWN else ""
     rest = len(scan.places) - scan.sized
-    others = f"; the other {rest:,} prompts have what rollout.resolution says" if rest else ""
-    return f"{shown}{more} px (height × width), of {scan.sized:,} prompts{others}"
+    others = f"; rollout.resolution says that of the other {rest:,}" if rest else ""
+    return f"{shown}{more} px (height × width) by {scan.sized:,} prompts themselves{others}"
 
 
 def layout(scan: Scan) -> str:
