@@ -95,9 +95,9 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
     """Every size that an image of the run can have, smallest first. Raises ValueError for one that the model cannot
     make, naming the key or the prompt's place."""
     both = (data.train, data.evaluation)
-    where = {size: place for prompts in both for size, place in prompts.sizes.items()}
+    where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
     if not all(prompts.all_sized for prompts in both):
-        key = "rollout.resolutions" if config.rollout.resolutions else "rollout.resolution"
+        key = "rollout.resolutions: " if config.rollout.resolutions else ""
         where |= dict.fromkeys(configured(config.rollout), key)
     if config.rollout.engine == "vllm_omni" and (len(where) > 1 or not isinstance(next(iter(where)), int)):
         raise ValueError(
@@ -108,7 +108,8 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
         try:
             shapes_of(model, size)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            # A family's files may be what is wrong, wherever the size comes from.
+            raise ValueError(f"{place if str(error).startswith('resolution') else ''}{error}") from error
     return tuple(sorted(where, key=lambda size: (pixels(size), height_width(size))))
 
 
