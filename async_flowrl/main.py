@@ -118,8 +118,8 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
     from async_flowrl.report.write import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
-    if len(runs) > 1:
-        path = Path(os.path.commonpath(runs)) / "report.html"
+    if runs and jobs > 1:
+        path = (Path(os.path.commonpath(runs)) if len(runs) > 1 else runs[0].parent) / "report.html"
         share = f"all {jobs}" if len(runs) == jobs else f"{len(runs)} of {jobs}"
         say(f"{'report':8} {write_page(runs, path)}: {share} runs\n")
 

@@ -23,7 +23,7 @@ _MAX_SCORES = 4
 
 
 def table(found: Comparison) -> Table:
-    """A row per score: mean ± standard error before and after, the paired difference with its 95 % interval."""
+    """A row per score: means ± half of their 95 % intervals before and after, the paired difference with its own."""
     job, how = found.job, from_config(found.job.config).sampling
     sizes = sizes_of(found)
     title = (
@@ -53,7 +53,7 @@ def _after(row: Row) -> tuple[str, str, str]:
 
 
 def _mean(found: Estimate) -> str:
-    return f"{found.mean:.4g}" + ("" if found.stderr is None else f" ± {found.stderr:.2g}")
+    return f"{found.mean:.4g}" + ("" if found.high is None else f" ± {found.high - found.mean:.2g}")
 
 
 def _difference(found: Estimate) -> str:

@@ -170,10 +170,10 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
     for name, curve in now.curves.items():
         moved, first = between(name, now, before), before.curves.get(name)
         if moved is not None and first is not None:
-            error = "" if moved.stderr is None else f" ± {moved.stderr:.2g}"
+            error = "" if moved.half is None else f" ± {moved.half:.2g}"
             means = f"{first.estimate().mean:.4g}", f"{curve.estimate().mean:.4g}"
             rows.append((f"`{name}`", curve.kind.replace("_", " "), *means, f"{moved.mean:+.4g}{error}"))
-    note = "From the run's own evaluations: paired by prompt and noise, ± one standard error over prompts."
+    note = "From the run's own evaluations: paired by prompt and noise, ± half of the 95 % interval over prompts."
     head = ("score", "kind", f"version {before.version}", f"version {now.version}", "difference")
     return _table(head, rows) + f"\n\n{note}"
 

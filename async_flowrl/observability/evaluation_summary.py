@@ -8,6 +8,7 @@ from async_flowrl.config.curves import best_curve
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.evaluations import Evaluation, between, first_of
 from async_flowrl.observability.hacking import alarms, best, notices
+from async_flowrl.observability.statistics import CHANGE_FIELDS
 
 
 def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any
     for name, curve in evaluation.curves.items():
         first = None if evaluation.baseline else first_of(name, history, evaluation)
         moved = None if first is None else between(name, evaluation, first)
-        paired = {"change": moved and moved.mean, "change_stderr": moved and moved.stderr}
+        paired = dict.fromkeys(CHANGE_FIELDS) if moved is None else moved.fields()
         curves[name] = {"kind": curve.kind, **asdict(curve.estimate()), **paired}
     return {
         "version": evaluation.version,

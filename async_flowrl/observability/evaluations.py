@@ -110,7 +110,7 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
         keys |= {f"{prefix}/{field}": getattr(found, field) for field in ("mean", "std", "stderr", "low", "high")}
         first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:
-            keys |= {f"{prefix}/change": moved.mean, f"{prefix}/change_stderr": moved.stderr}
+            keys |= {f"{prefix}/{field}": value for field, value in moved.fields().items()}
     return {name: value for name, value in keys.items() if value is not None}
 
 

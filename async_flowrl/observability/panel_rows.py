@@ -165,9 +165,9 @@ def _evaluation(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> lis
     found = []
     label = "held-out" if now.held_out else "evaluated"
     for index, name in enumerate(names):
-        text, error = with_change(metrics, name), metrics.get(f"{name}/stderr")
-        if "(" not in text and error is not None:
-            text += f" ± {error:.2g}"
+        text, high = with_change(metrics, name), metrics.get(f"{name}/high")
+        if "(" not in text and high is not None:
+            text += f" ± {high - metrics[f'{name}/mean']:.2g}"
         text = text.replace("±", glyphs.plus_minus).replace(")", " since the first)")
         said = Text(name.replace("held_out/", "held-out ") + " ").append(text, "bold")
         found.append(_row("" if index else label, [said, Text(title, "dim")], width))

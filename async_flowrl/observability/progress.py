@@ -89,12 +89,12 @@ def number(value: Any, form: str = ".4f") -> str:
 
 
 def with_change(metrics: Mapping[str, float], name: str) -> str:
-    """A mean, and in brackets what it has changed by since the first evaluation, with its standard error."""
-    changed, error = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_stderr")
+    """A mean, and in brackets what it has changed by since the first evaluation, ± half of the 95 % interval."""
+    changed, high = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_high")
     text = number(metrics.get(f"{name}/mean"))
     if changed is None:
         return text
-    return f"{text} ({changed:+.3g}{'' if error is None else f' ± {error:.2g}'})"
+    return f"{text} ({changed:+.3g}{'' if high is None else f' ± {high - changed:.2g}'})"
 
 
 def evaluated(metrics: Mapping[str, float]) -> tuple[str | None, Mapping[str, float]]:

@@ -19,6 +19,7 @@ ByPrompt = Mapping[int, Sequence[float]]
 """Place of the prompt → one number per image, in image order."""
 LEVEL = 0.95
 """Of the intervals."""
+CHANGE_FIELDS = ("change", "change_stderr", "change_low", "change_high")
 DIVERSITY_SIDE = 64
 """Pixels to which larger images are reduced before their distance is taken."""
 
@@ -49,6 +50,12 @@ class Change:
     def half(self) -> float | None:
         """Half the interval of LEVEL around the mean."""
         return None if self.stderr is None else _quantile(self.freedom) * self.stderr
+
+    def fields(self) -> dict[str, float | None]:
+        """`change`, `change_stderr` and the ends of the interval, `change_low` and `change_high`."""
+        half = self.half
+        ends = (None, None) if half is None else (self.mean - half, self.mean + half)
+        return dict(zip(CHANGE_FIELDS, (self.mean, self.stderr, *ends), strict=True))
 
     def p_above(self) -> float:
         """Probability of a mean so large or larger, were there no change: one-sided, Student's t."""

@@ -17,8 +17,8 @@ from async_flowrl.report.thin import chosen, rounded
 KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
 MAX_ROWS = 40
 EXPLAINED = (
-    "Mean ± half the 95 % interval, errors clustered by prompt; below it the change since the first evaluation, paired "
-    "by prompt and noise, ± its standard error."
+    "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
+    "first evaluation, paired by prompt and noise."
 )
 
 
@@ -66,5 +66,5 @@ def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[s
         "mean": rounded(found.mean),
         "half": None if found.high is None else rounded(found.high - found.mean),
         "change": moved and rounded(moved.mean),
-        "change_stderr": moved and rounded(moved.stderr),
+        "change_half": moved and rounded(moved.half),
     }

@@ -95,7 +95,7 @@ def read_run(root: Path) -> Records:
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
     evaluations = sorted(read_evaluations(root / "evaluations.jsonl"), key=lambda e: (not e.baseline, e.version))
     config = _config(root / "config.yaml")
-    summary = _summary(root / "summary.json", steps=len(metrics))
+    summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
     return Records(
         root=root,
         metrics=metrics,
@@ -129,12 +129,13 @@ def _config(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
-def _summary(path: Path, steps: int) -> dict[str, Any]:
-    """Of the attempt that made the steps: a run that goes on with more of them has not written its summary yet."""
+def _summary(path: Path, steps: int, total_steps: int | None) -> dict[str, Any]:
+    """Of the newest attempt: a run that goes on, with more steps or to more of them, has not written its own yet."""
     if not path.exists():
         return {}
     summary = dict(json.loads(path.read_text(encoding="utf-8")))
-    return summary if summary.get("steps", steps) == steps else {}
+    same = total_steps is None or summary.get("total_steps", total_steps) == total_steps
+    return summary if same and summary.get("steps", steps) == steps else {}
 
 
 def _state(root: Path, summary: dict[str, Any], steps: int) -> str:

@@ -20,6 +20,12 @@ pytestmark = [
     pytest.mark.slow,
 ]
 LIMIT = 240.0
+PRESS_PLAY = """() => {
+  const waiting = setInterval(() => {
+    const play = document.getElementById("play");
+    if (play) { play.click(); clearInterval(waiting); }
+  }, 50);
+}"""
 
 
 @pytest.fixture
@@ -61,12 +67,14 @@ def test_a_run_appears_and_grows_without_a_reload(tmp_path: Path, address: str) 
         run = subprocess.Popen([*command, "console=quiet"], cwd=ROOT)
         page.wait_for_selector("text=Still running")
         page.evaluate("window.neverReloaded = true")
+        page.evaluate(PRESS_PLAY)
         seen = sorted(seen_while_it_runs(page))
         assert len({steps for steps, _ in seen}) >= 3, f"the page did not follow the run: {seen}"
         assert len({images for _, images in seen}) >= 2, f"no image came while it ran: {seen}"
         assert run.wait() == 0
         assert page.evaluate("window.neverReloaded") is True
         assert "in 8 steps" in page.inner_text("body")
+        assert page.get_attribute("#play", "aria-pressed") == "true", "a newer page stopped the images"
         browser.close()
     assert errors == []
     assert {url.split("/")[2] for url in asked} == {address.split("/")[2]}

@@ -67,19 +67,21 @@ function browser(run) {
     el("option", { value: "all" }, "all prompts, one image each"),
     data.prompts.map((each) => el("option", { value: each.place }, `${each.place + 1}: ${each.text.slice(0, 70)}`)));
   choice.value = data.prompts.some((each) => String(each.place) === state.prompt) ? state.prompt : "all";
-  const play = el("button", { id: "play", "aria-pressed": "false", onclick: () => playing(play, () => move((Number(slider.value) + 1) % (last + 1))) }, "Play");
+  const next = () => move((Number(slider.value) + 1) % (last + 1));
+  const play = el("button", { id: "play", onclick: () => { state.playing = !state.playing; playing(play, state.playing, next); } });
+  playing(play, state.playing && last > 0, next);
   show(at);
   return el("section", { class: "card", "aria-label": "Images of evaluations" },
     el("div", { class: "bar" }, el("label", {}, "Prompt ", choice)),
     el("div", { class: "bar" }, el("label", { for: "slider" }, "Through training"), slider, told, last > 0 ? play : ""), text, grid);
 }
 
-function playing(button, next) {
+// A page that is drawn anew while it plays goes on playing, at the same image.
+function playing(button, on, next) {
   clearInterval(ui.timer);
-  const on = button.getAttribute("aria-pressed") !== "true";
-  button.setAttribute("aria-pressed", String(on));
+  button.setAttribute("aria-pressed", String(Boolean(on)));
   button.textContent = on ? "Pause" : "Play";
-  if (on) ui.timer = setInterval(() => (button.isConnected ? next() : clearInterval(ui.timer)), 700);
+  if (on) ui.timer = setInterval(next, 700);
 }
 
 // One image large beside the same of the first evaluation; left and right arrows go through training.

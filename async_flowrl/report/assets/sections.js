@@ -54,7 +54,7 @@ function evaluations(page, run) {
   if (!data) return null;
   const cell = (each) => each
     ? el("td", {}, number(each.mean), each.half === null ? "" : ` ± ${rough(each.half)}`,
-        each.change === null || each.change === undefined ? "" : [el("br"), el("small", {}, `${signed(each.change)}${each.change_stderr === null ? "" : ` ± ${rough(each.change_stderr)}`}`)])
+        each.change === null || each.change === undefined ? "" : [el("br"), el("small", {}, `${signed(each.change)}${each.change_half === null ? "" : ` ± ${rough(each.change_half)}`}`)])
     : "–";
   const rows = data.rows.map((row) => [row.baseline ? `baseline (${row.steps} steps, guidance ${number(row.guidance)})` : `version ${row.version}`,
     ...data.columns.map((column) => cell(Object.hasOwn(row.cells, column.name) && row.cells[column.name]))]);

@@ -60,7 +60,7 @@ def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFix
     for step in range(100):
         clock.now += 0.5
         lines.log(step, METRICS)
-    lines.evaluation(100, {"reward/mean": 0.5, "reward/change": 0.25, "reward/change_stderr": 0.01})
+    lines.evaluation(100, {"reward/mean": 0.5, "reward/change": 0.25, "reward/change_high": 0.26})
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:50"
     assert said[99] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00"
@@ -128,7 +128,7 @@ def test_what_stdout_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_panel_says_what_a_run_is_doing() -> None:
     progress, clock = after(50)
-    progress.evaluation = "version 40", {"reward/mean": 0.8, "reward/change": 0.4, "reward/change_stderr": 0.05}
+    progress.evaluation = "version 40", {"reward/mean": 0.8, "reward/change": 0.4, "reward/change_high": 0.45}
     clock.now += 1.0
     pools = {"rollout": {"busy": 3, "wait_weights": 1}, "trainer": {"wait_data": 1}, "reward": {"idle": 2}}
     shown = "\n".join(drawn(progress, Now("signs", pools=pools, mfu={"rollout": 0.4}, held_out=True, bound=1)))

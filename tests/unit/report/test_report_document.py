@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config import exit_codes
+from async_flowrl.main import report_over
 from async_flowrl.observability.evaluations import Curve, Evaluation, read_evaluations
 from async_flowrl.observability.images import write_images
 from async_flowrl.observability.result import result_sentences
@@ -138,10 +139,13 @@ FAILED = """2026-01-01 INFO x: fine
         (False, f"{FAILED}2026-01-02 INFO x: {ATTEMPT}\n", "unfinished", "Not finished: it ended after 6 of 9 steps"),
     ],
 )
-def test_a_run_without_its_summary(tmp_path: Path, lock: bool, log: str, state: str, sentence: str) -> None:
+@pytest.mark.parametrize("earlier", [3, 6])
+def test_a_run_without_its_summary(
+    tmp_path: Path, lock: bool, log: str, state: str, sentence: str, earlier: int
+) -> None:
     root = make_run(tmp_path / "run", config="total_steps: 9\n")
     held = leave(root, lock, log)
-    finish(root, 3)  # of an earlier attempt
+    finish(root, earlier)  # of an earlier attempt, of fewer steps than the run has now or is to have
     with (root / "events.jsonl").open("a") as file:
         file.write('{"time": 1')
     (run,) = document([root])["runs"]
@@ -251,6 +255,16 @@ def test_a_live_page_names_its_pictures_and_may_ask_its_own_origin_alone(tmp_pat
     page = render(document([make_run(tmp_path / "run")]), live=True)
     assert "data:image" not in page and "connect-src 'self'" in page and 'data-live="true"' in page
     assert "connect-src 'none'" in render(document([tmp_path / "run"]))
+
+
+def test_a_sweep_with_one_run_that_was_trained_has_its_report_where_the_others_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "sweep" / "1")
+    (tmp_path / "sweep" / "1" / "report.html").write_text("its own")
+    report_over([tmp_path / "sweep" / "0", tmp_path / "sweep" / "1"], jobs=3)
+    assert capsys.readouterr().out == f"report   {tmp_path / 'sweep' / 'report.html'}: 1 of 3 runs\n"
+    assert (tmp_path / "sweep" / "1" / "report.html").read_text() == "its own"
 
 
 def test_folders_of_a_multirun_stand_for_their_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
