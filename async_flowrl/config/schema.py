@@ -18,7 +18,7 @@ class TinyConfig:
     """The tiny random model built when `model.path=tiny`."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux or z_image, or `pkg.module:attr` of your own."""
+    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` of your own."""
     layers: int = setting(2, at_least=1)
     """Transformer blocks, of each kind that the family has."""
     heads: int = setting(8, at_least=1)
@@ -92,8 +92,12 @@ class RolloutConfig:
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
     `+rollout.environment={…}`."""
-    resolution: int = setting(32, at_least=1)
-    """Pixels along each side of an image; the model family says which multiples there are."""
+    resolution: Any = 32
+    """Pixels of an image: an integer, each side of a square one, or [height, width]. The model family says which
+    multiples there are; a prompt may bring a size of its own (docs/do/sizes.md)."""
+    resolutions: list[Any] = field(default_factory=list)
+    """Several sizes, each as above, e.g. [512,[448,576],[576,448]]: every group of images draws one by the seed, and a
+    prompt of an evaluation keeps the one it draws. [] = all have rollout.resolution."""
     num_inference_steps: int = setting(6, at_least=2)
     """Denoising steps of an image that is trained on."""
     true_cfg_scale: float = setting(1.0, at_least=0)

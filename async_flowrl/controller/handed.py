@@ -12,7 +12,6 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.controller.group_advantages import group_advantages
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.types import Scores
@@ -69,7 +68,7 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
         selected=selected,
         seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
         negative=ctx.requests.prompt(first).negative_wording(config.rollout.negative_prompt),
-        sampling=sampling(config),
+        sampling=ctx.requests.sampling(first),
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.memory import (
     Footprint,
     beside,
@@ -108,6 +109,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
             check_batching(config)
+            config = at_largest(config)
         except (ConfigError, ValueError):
             continue
         if gpus_taken(config) > hardware.devices:

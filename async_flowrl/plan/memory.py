@@ -182,7 +182,7 @@ def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> 
 
 
 def sampling_peak(config: Config, model: MetaModel) -> int:
-    """Peak bytes of one denoising step of a chunk, of every ticket in a batch, or of decoding one if that needs more."""
+    """Peak bytes of one denoising step of a chunk, of each ticket in a batch, or of decoding one if that needs more."""
     policy, rows = model.policy, config.rollout.batch_size or config.images_per_ticket
     latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
     pipeline = policy._whole("decode images")

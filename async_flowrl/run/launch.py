@@ -125,7 +125,8 @@ def describe_run(prepared: Prepared) -> str:
         f"{config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
-        f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
+        f"images of {prepared.sizes_in_words}",
+        f"at most {stored_bytes(prepared.at_largest, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
         *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]
@@ -178,7 +179,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         placement=config.placement,
         start_deadline=config.deadlines.load,
         log_dir=logs,
-        store_bytes=stored_bytes(config, prepared.shapes),
+        store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),
     )
     with ExitStack() as last:
         async with refusals(), pooled as groups:

@@ -233,7 +233,7 @@ class Update:
         frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
         sums, gap = PartSums(), None
         for index, batch in enumerate(batches):
-            shape = len(batch.sigma), tuple(value.shape for value in group.conditioning.values())
+            shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
             with self._meter.measure(shape):
                 with measured.span("forward"):
                     output, behaviour = passes.train(group, index, batch, frozen)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
+from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
@@ -96,8 +97,9 @@ class TrainerWorker:
         parts = "structure" if self.world.joined else "transformer"
         policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
-        sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
-        check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
+        for resolution in configured(config.rollout):
+            sigmas = policy.sigmas(config.rollout.num_inference_steps, resolution)
+            check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
         size = sum(parameter.nbytes for parameter in base.values())

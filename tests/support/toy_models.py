@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
