@@ -17,9 +17,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.resolution import asked_resolution, height_width
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
-from async_flowrl.observability.images import fitted
+from async_flowrl.observability.images import fitted, within
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_apply import apply_lora, weights_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
@@ -104,8 +105,8 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
     if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
         options["use_resolution_binning"] = False  # else SANA, asked for 32 pixels, makes 1024 and shrinks them
     options = {**family_of(pipeline, model.family).guidance_arguments(how), **options}
-    size = {"height": how.resolution, "width": how.resolution}
-    images = pipeline(prompt, **size, num_inference_steps=how.num_inference_steps, **options).images
+    height, width = height_width(how.resolution)
+    images = pipeline(prompt, height=height, width=width, num_inference_steps=how.num_inference_steps, **options).images
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
@@ -120,9 +121,9 @@ def grid(
 
     `captions` are lines by column, prompt and image, and stand below it. Images larger than `max_side` are reduced.
     """
-    n, side = columns[0][1][0].shape[:2]
+    n = len(columns[0][1][0])
+    side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
     cell = min(side * max(1, -(-_MIN_SIDE // side)), max_side or sys.maxsize)
-    resampling = Image.Resampling.LANCZOS if side > cell else Image.Resampling.NEAREST
     block = n * cell + (n - 1) * _GAP
     lines = max((len(each) for column in captions for group in column for each in group), default=0)
     height = cell + _LINE_HEIGHT * (1 + lines)
@@ -136,7 +137,8 @@ def grid(
             top = 2 * _LINE_HEIGHT + row * height
             for place, pixels in enumerate(images):
                 corner = left + place * (cell + _GAP)
-                sheet.paste(Image.fromarray(pixels).resize((cell, cell), resampling), (corner, top))
+                picture = within(pixels, cell)
+                sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
                 for line, text in enumerate(captions[at][row][place] if captions else ()):
                     below = top + cell + 2 + line * _LINE_HEIGHT
                     draw.text((corner, below), fitted(text, draw, font, cell), fill="dimgrey", font=font)
@@ -167,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--images", type=int, default=4, help="images per prompt (default 4)")
-    parser.add_argument("--resolution", type=int)
+    parser.add_argument("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels")
     parser.add_argument("--num-inference-steps", type=int)
     parser.add_argument("--true-cfg-scale", type=float)
     parser.add_argument("--guidance-scale", type=float)
@@ -188,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = settings_of(lora, given.model)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+        if given.resolution is not None:
+            asked["resolution"] = asked_resolution(given.resolution)
         model = replace(settings.model, dtype=given.dtype or settings.model.dtype)
         settings = Settings(model, replace(settings.sampling, **asked))
         sheet = generate(settings, lora, given.prompt, seed=given.seed, images=given.images)

@@ -1,10 +1,10 @@
 """The one loop that is every mode. Read this first.
 
-    prompts ─► tickets ─gate─► rollout workers ─► rewards ─► ready, in ticket order ─► trainer
+    prompts ─► tickets ─gate─► rollout workers ─► rewards ─► ready, group by group ─► trainer
                   ▲                                                                     │ version s+1
                   └──────── acknowledged, per worker ◄── checkpoint_engine ◄────────────┘
 
-`dispatch` feeds every rollout worker whatever the gate gives it; `trainer.update` waits for its groups in ticket order;
+`dispatch` feeds every rollout worker whatever the gate gives it; `trainer.update` waits for the groups of its step;
 `weights.publish` returns when the new version is staged, and its delivery overlaps the next update. How far generation
 may run ahead is one number, `max_staleness`; whether a step's groups are handed over together or one by one is
 `hand_over`. Nothing else tells the modes apart.

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed twice; equal digests or exit 1."""
+"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed; equal digests or exit code 1."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def prove(out: Path, overrides: Sequence[str]) -> dict[str, str]:
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
         "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
+        "2 trainer ranks, one killed -9": rank_killed,
     }
     digests = {}
     for number, (title, case) in enumerate(cases.items()):
@@ -91,6 +93,20 @@ def killed(folder: Path, overrides: Sequence[str]) -> str:
     return digest(folder)
 
 
+def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
+    run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "debug.delays.generate=0.2"])
+    wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
+    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
+    os.kill(pids["trainer-1"], signal.SIGKILL)
+    finish(run, folder)
+    if not events(folder, "rollback"):
+        raise NotProven("the run did not go back to a checkpoint when a trainer rank died")
+    shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
+    if len(shares) < 2:
+        raise NotProven(f"the trainer ranks did not share the groups: {dict(shares)}")
+    return digest(folder)
+
+
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT_RUN]
     return subprocess.Popen(
@@ -112,6 +128,7 @@ def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[
         if run.poll() is not None:
             raise NotProven(f"{folder.name} ended before {what}")
         time.sleep(0.02)
+    run.kill()
     raise NotProven(f"{folder.name}: {MAX_RUN_SECONDS:g} s passed before {what}")
 
 

@@ -16,6 +16,9 @@ Conditioning = dict[str, npt.NDArray[Any]]
 """What a model family needs of one prompt, without a batch dimension, e.g. {"prompt_embeds": [L, D] float32}."""
 
 TokenIds = tuple[int, ...]
+Resolution = int | tuple[int, int]
+"""Pixels of an image: the side of a square one, otherwise height and width, which then differ."""
+
 Wording = str | TokenIds
 """What a text encoder reads: text, or the ids that its tokenizer makes of it inside the model's prompt template."""
 
@@ -39,6 +42,8 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     token_ids: TokenIds | None = None
     negative_token_ids: TokenIds | None = None
+    resolution: Resolution | None = None
+    """Of its images, where it brings a size of its own."""
 
     @property
     def wording(self) -> Wording:
@@ -55,7 +60,7 @@ class Prompt:
 class Sampling:
     """How an image is sampled. `sde_type` is `sde`, `dance_sde`, `cps` or `ode`."""
 
-    resolution: int
+    resolution: Resolution
     num_inference_steps: int
     true_cfg_scale: float
     guidance_scale: float

@@ -135,10 +135,12 @@ def step_of(config: Config, role: str) -> Any:
     policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="transformer")
     targets = targeted_modules(policy.transformer, config.lora, policy)
     rollout, n, count = config.rollout, config.group_size, trained_steps(config)
+    if len(prepared.sizes) > 1 or not isinstance(prepared.sizes[0], int):
+        raise ValueError("the bare loop makes square images of one size: give one integer as rollout.resolution")
     with quiet():
         bare = Bare(
             prepared.model.path,
-            side=rollout.resolution,
+            side=prepared.sizes[0],
             steps=rollout.num_inference_steps,
             targets=targets,
             rank=config.lora.rank,

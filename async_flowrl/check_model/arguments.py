@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     option("--prompt", default="a red apple on a wooden table")
     option("--steps", type=int, default=6, help="denoising steps (default 6)")
     option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
-    option("--resolution", type=int, help="pixels per side (default 512; of tiny 32)")
+    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
     option("--dtype", choices=DTYPES, default="float32", help="default float32: no rounding")
     option("--max-sequence-length", type=int, help="model.max_sequence_length")
     return command_line

@@ -12,6 +12,7 @@ from async_flowrl.check_model.arguments import parser
 from async_flowrl.check_model.compare import STEPS, Job, compare, job_of
 from async_flowrl.check_model.rows import Row
 from async_flowrl.config import exit_codes
+from async_flowrl.config.resolution import asked_resolution, in_pixels
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.generate import Settings
 from async_flowrl.observability.terminal import print_table
@@ -58,7 +59,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     cfg, embedded = load_family(resolve_model(model).family).usual_guidance
     if given.guidance is not None:
         cfg, embedded = (cfg, given.guidance) if embedded > 0 else (given.guidance, embedded)
-    resolution = given.resolution or (32 if given.model == "tiny" else 512)
+    resolution = asked_resolution(given.resolution or ("32" if given.model == "tiny" else "512"))
     sampling = Sampling(resolution, given.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
     return Settings(model, sampling)
 
@@ -85,6 +86,6 @@ def _how(job: Job) -> str:
     how = job.settings.sampling
     scale = how.guidance_scale or how.true_cfg_scale
     return (
-        f"{how.num_inference_steps} steps at {how.resolution} px, guidance {scale:g}, {job.model.dtype} on "
+        f"{how.num_inference_steps} steps at {in_pixels(how.resolution)}, guidance {scale:g}, {job.model.dtype} on "
         f"{job.device.type}"
     )

@@ -13,7 +13,7 @@ from async_flowrl.check_model.embeddings import Branches, compare_input, network
 from async_flowrl.check_model.rows import Gap, Row, Tolerance, gap
 from async_flowrl.check_model.stock import Stock, network_name
 from async_flowrl.policies.base import Policy
-from async_flowrl.types import Sampling
+from async_flowrl.types import Resolution, Sampling
 
 SCHEDULE, VELOCITY, LATENTS, DECODE = "schedule", "velocity", "ODE latents", "decoded images"
 _EULER = "FlowMatchEulerDiscreteScheduler"
@@ -109,7 +109,7 @@ def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed
     return Row(LATENTS, False, worst.difference, worst.relative, said)
 
 
-def compare_images(policy: Policy, stock: Stock, resolution: int, allowed: Tolerance) -> Row:
+def compare_images(policy: Policy, stock: Stock, resolution: Resolution, allowed: Tolerance) -> Row:
     """Of the stock pipeline's final latents, in levels of 255."""
     ours = policy.decode(stock.after[-1], resolution).cpu()
     theirs = torch.from_numpy(stock.images)

@@ -28,9 +28,10 @@ class Branches:
 
 
 def encode(policy: Policy, pipeline: Any, prompt: str, sampling: Sampling, device: torch.device) -> Branches:
-    texts = [prompt, sampling.negative_prompt] if sampling.true_cfg_scale > 1 else [prompt]
     with watched_encoding(pipeline) as calls:
-        encoded = policy.encode(texts)
+        encoded = policy.encode([prompt])
+        if sampling.true_cfg_scale > 1:
+            encoded += policy.encode([sampling.negative_prompt], negative=True)
     branches = [{name: torch.as_tensor(value).to(device) for name, value in each.items()} for each in encoded]
     return Branches(branches[0], branches[1] if len(branches) > 1 else None, list(calls))
 

@@ -11,6 +11,7 @@ from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
 from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
+from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import settings
@@ -59,6 +60,10 @@ def _check_mode(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
+    try:
+        configured(config.rollout)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if config.group_size % config.images_per_ticket:
         raise ConfigError(f"ticket_size={config.ticket_size} must divide group_size={config.group_size}")
     if 0 < (scale := config.rollout.true_cfg_scale) < 1:

@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
+from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.term_overrides import replacing_terms
 
@@ -35,6 +36,7 @@ WORDS: dict[Any, str] = {
     float | None: "a number or null",
     str | None: "text or null",
     list[str] | None: "a list of texts, such as [one,two], or null",
+    list[Any]: "a list of sizes, such as [512,[448,576]]",
     list[int]: "a list of integers, such as [1,2]",
     list[int] | None: "a list of integers, such as [1,2], or null",
     tuple[float, float]: "two numbers, such as [0.9,0.99]",
@@ -93,7 +95,7 @@ def typed(values: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     config.output_dir = str(Path(config.output_dir).expanduser())
-    return config
+    return normalised(config)
 
 
 def without_hydra(values: DictConfig) -> DictConfig:
@@ -116,7 +118,7 @@ def read_config(path: Path) -> Config:
         raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
     if unknown:
         logger.warning("%s has settings that this version does not know: %s", path, ", ".join(unknown))
-    return cast("Config", OmegaConf.to_object(merged))
+    return normalised(cast("Config", OmegaConf.to_object(merged)))
 
 
 def _known(written: DictConfig, unknown: list[str]) -> Any:

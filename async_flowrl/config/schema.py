@@ -18,7 +18,7 @@ class TinyConfig:
     """The tiny random model built when `model.path=tiny`."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux or z_image, or `pkg.module:attr` of your own."""
+    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` of your own."""
     layers: int = setting(2, at_least=1)
     """Transformer blocks, of each kind that the family has."""
     heads: int = setting(8, at_least=1)
@@ -92,8 +92,12 @@ class RolloutConfig:
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
     `+rollout.environment={…}`."""
-    resolution: int = setting(32, at_least=1)
-    """Pixels along each side of an image; the model family says which multiples there are."""
+    resolution: Any = 32
+    """Pixels of an image: an integer, each side of a square one, or [height, width]. The model family says which
+    multiples there are; a prompt may bring a size of its own (docs/do/sizes.md)."""
+    resolutions: list[Any] = field(default_factory=list)
+    """Several sizes, each as above, e.g. [512,[448,576],[576,448]]: every group of images draws one by the seed, and a
+    prompt of an evaluation keeps the one it draws. [] = all have rollout.resolution."""
     num_inference_steps: int = setting(6, at_least=2)
     """Denoising steps of an image that is trained on."""
     true_cfg_scale: float = setting(1.0, at_least=0)
@@ -267,8 +271,11 @@ class TrainerConfig:
     """Training steps over which the learning rate rises linearly to its full value."""
     max_grad_norm: float = setting(1.0, above=0, infinite=True)
     """L2 norm of the whole gradient above which it is scaled down to it."""
-    gradient_checkpointing: bool = setting(False, changes=ROUNDING)
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: str = setting(
+        "none", choices=("none", "every_4", "every_3", "every_2", "full"), changes=ROUNDING
+    )
+    """Blocks that recompute their activations in the backward pass: none, every fourth, third or second, or all of them
+    (full: least memory, about a third more time). `plan --memory` says which of them fits."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block. Its kernels round differently from those of a rollout that does not compile."""
     cpu_offload: bool = setting(False, changes=ROUNDING)
@@ -481,7 +488,7 @@ class Config:
     version max(0, s - max_staleness). 0 trains on fresh images only, so generation waits for the update; 1 generates
     the next step during an update; every further one runs a step further ahead and keeps one more version in memory."""
     hand_over: str = setting("batch", choices=("batch", "stream"), changes=NOTHING)
-    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready, in order."""
+    """batch: train when the step's tickets are all ready. stream: train each group as it gets ready."""
     resume: str = setting("never", changes=NOTHING)
     """never, auto (newest checkpoint in output_dir), force (the same, and other prompts or another configuration than
     the checkpoint's are a warning instead of a refusal), or a checkpoint's path."""

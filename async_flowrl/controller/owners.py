@@ -1,8 +1,13 @@
 """The assignment of the parts of groups to trainer ranks.
 
 The schedulable unit is the replica: the ranks that hold one copy of the base between them. Nothing here changes a bit
-of the weights; it decides only how evenly the work is spread.
+of the weights; it decides only how evenly the work is spread. So it may look at the clock.
 """
+
+from collections.abc import Sequence
+
+PACE_MEMORY = 0.5
+"""Weight of what was known of a replica's pace, beside that of a call that was just measured."""
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
@@ -15,37 +20,70 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
     )
 
 
+def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
+    """A sentence where a call of so many groups has fewer parts than ranks that must compute side by side."""
+    if groups * parts >= per_replica:
+        return None
+    return (
+        f"{per_replica - groups * parts} of the {per_replica} trainer ranks that share one copy of the base compute "
+        f"parts again that another has, because all gather its blocks together: as few as {groups} groups of {parts} "
+        "parts come at a time; a smaller trainer.micro_batch_size, hand_over=batch, trainer.shard=none, or hybrid with "
+        "a smaller trainer.shard_size wastes less"
+    )
+
+
 class Owners:
-    """Spreads the groups of one optimizer step, in the order they come, over replicas and the ranks in them."""
+    """Spreads the groups of one optimizer step, in the order they come, over replicas and the ranks in them.
+
+    A group, or a part where there are few groups, goes to the replica that is expected to be done with it first: by the
+    seconds that each took for a sample until now, and by what it has been given.
+    """
 
     def __init__(self, ranks: int, per_replica: int = 1) -> None:
         """Raises ValueError where ranks cannot be cut into replicas of that size."""
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
-        self._per_replica = per_replica
+        self._per_replica, self._replicas = per_replica, ranks // per_replica
         self._load = [0] * ranks
+        self._done_at = [0.0] * self._replicas
+        self._pace: dict[int, float] = {}
         self._whole = True
 
-    def begin(self, groups: int) -> None:
+    def begin(self, groups: int, now: float = 0.0) -> None:
         """A new optimizer step of so many groups. With at least two for each replica, no group is split over them."""
-        replicas = len(self._load) // self._per_replica
         self._load = [0] * len(self._load)
-        self._whole = groups >= 2 * replicas
+        self._done_at = [now] * self._replicas
+        self._whole = groups >= 2 * self._replicas
 
-    def of(self, parts: int) -> tuple[int, ...]:
-        """The owners of the next group's parts: the ranks that have fewest until now, the first of equals."""
-        replica = self._lightest_replica() if self._whole else None
+    def of(self, samples: Sequence[int], now: float = 0.0) -> tuple[int, ...]:
+        """The owners of the next group's parts, given their samples; of equal replicas and ranks the first."""
+        whole = self._next(sum(samples), now) if self._whole else None
         owners = []
-        for _ in range(parts):
-            where = self._lightest_replica() if replica is None else replica
-            owner = min(self._ranks(where), key=lambda rank: self._load[rank])
-            self._load[owner] += 1
+        for size in samples:
+            replica = self._next(size, now) if whole is None else whole
+            owner = min(self._ranks(replica), key=lambda rank: self._load[rank])
+            self._load[owner] += size
             owners.append(owner)
         return tuple(owners)
 
-    def _lightest_replica(self) -> int:
-        replicas = range(len(self._load) // self._per_replica)
-        return min(replicas, key=lambda replica: sum(self._load[rank] for rank in self._ranks(replica)))
+    def took(self, replica: int, samples: int, seconds: float, *, idle_at: float | None = None) -> None:
+        """A call to a replica is over; `idle_at`: the time, where it has nothing left to do."""
+        if samples:
+            pace, before = seconds / samples, self._pace.get(replica)
+            self._pace[replica] = pace if before is None else PACE_MEMORY * before + (1 - PACE_MEMORY) * pace
+        if idle_at is not None:
+            self._done_at[replica] = idle_at
+
+    def _next(self, samples: int, now: float) -> int:
+        """Books the samples on the replica that will be done with them first."""
+        usual = sum(self._pace.values()) / len(self._pace) if self._pace else 1.0
+
+        def done(replica: int) -> float:
+            return max(now, self._done_at[replica]) + samples * self._pace.get(replica, usual)
+
+        chosen = min(range(self._replicas), key=done)
+        self._done_at[chosen] = done(chosen)
+        return chosen
 
     def _ranks(self, replica: int) -> range:
         return range(replica * self._per_replica, (replica + 1) * self._per_replica)

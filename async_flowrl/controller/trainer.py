@@ -1,16 +1,14 @@
-"""The trainer ranks as the controller sees them: one call goes to all of them, in the same order.
+"""The trainer ranks as the controller sees them: which groups go to which of them, and when.
 
-Hands groups over in ticket order, says which rank trains which part of them, computes advantages once (float64, on the
-controller) and cuts a batch into optimizer steps. Batch and stream hand-over make the same calls with the same
-arguments; only the waiting differs.
+The trainer takes whichever group of the step is ready. Advantages are computed once (float64, on the controller), and
+which rank trains which part of a group is said here; a batch is cut into optimizer steps by the groups' numbers. Batch
+and stream hand-over train the same parts; only the waiting differs.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import takewhile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,34 +16,23 @@ import numpy as np
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context, book_span
-from async_flowrl.controller.dispatch import make_again
-from async_flowrl.controller.group_advantages import group_advantages
-from async_flowrl.controller.owners import Owners, idle_ranks
+from async_flowrl.controller.handed import HandedGroup, hand_over
+from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.replicas import (
+    MAX_GROUPS_PER_CALL,
+    Replica,
+    failing_as_one,
+    with_probe,
+    with_trajectories,
+)
 from async_flowrl.controller.step_metrics import StepStatistics
-from async_flowrl.seeds import derive
-from async_flowrl.tickets.request import sampling
-from async_flowrl.tickets.table import Ticket, describe
 from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.parts import cut
-from async_flowrl.types import Scores
-from separation.group import RefLost, Worker, WorkerGroup
+from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
-
-MAX_GROUPS_PER_CALL = 8
-"""Groups that go to the ranks in one call where so many are ready: between two calls they wait for milliseconds."""
-
-
-@dataclass(frozen=True)
-class HandedGroup:
-    """A group at the trainer's door. `meta` is None if it is left out: no scores, or all advantages zero."""
-
-    tickets: list[Ticket]
-    scores: Scores | None
-    advantages: tuple[float, ...]
-    meta: GroupMeta | None
 
 
 class TrainerGroup:
@@ -53,16 +40,27 @@ class TrainerGroup:
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
-        self._batch: list[HandedGroup] = []
-        self._waited = 0.0
-        self._owners = Owners(len(workers.workers))
+        self._waited, self._idle_since = 0.0, 0.0
+        self._measures = True
+        """Whether the next optimizer step is measured, as the ranks said last."""
+        self._arrange(1)
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
         """How many ranks hold one copy of the base between them, as they said when they loaded it."""
-        ranks, groups = len(self.workers.workers), config.prompts_per_step // config.trainer.updates_per_batch
-        self._owners = Owners(ranks, ranks_per_replica)
-        if said := idle_ranks(ranks, groups, len(cut(self._most_selected(config), config.trainer.micro_batch_size))):
+        self._arrange(ranks_per_replica)
+        groups = config.prompts_per_step // config.trainer.updates_per_batch
+        parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
+        at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
+        said = idle_ranks(len(self.workers.workers), groups, parts)
+        if said := said or repeating_ranks(ranks_per_replica, at_once, parts):
             logger.warning("%s", said)
+
+    def _arrange(self, per_replica: int) -> None:
+        ranks = len(self.workers.workers)
+        self._owners = Owners(ranks, per_replica)
+        starts = range(0, ranks, per_replica)
+        self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
+        self._freed = asyncio.Event()
 
     def _most_selected(self, config: Config) -> list[int]:
         """What the algorithm trains of a group whose images all differ."""
@@ -80,190 +78,216 @@ class TrainerGroup:
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
-        clock = asyncio.get_running_loop().time
-        began, self._waited = clock(), 0.0
-        per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
-        index, spread, calls = 0, list[bool | None](), list[list[HandedGroup]]()
-        async for groups in self._handed(ctx, step, per_update):
-            if index == 0 and ctx.config.trainer.updates_per_batch > 1:
-                await self._proximal(ctx, step, per_update)
-            if index % per_update == 0:
-                plan, calls = self._plan(ctx, groups[0], index // per_update, per_update), []
-            calls.append(groups)
-            index += len(groups)
-            begins, finishes = plan if len(calls) == 1 else None, index % per_update == 0
-            results = await self._train(ctx, step, groups, begins=begins, finishes=finishes)
-            while results and results[0].overflow is not None:
-                results = await self._again(ctx, step, calls, plan, results)
+        began = self._idle_since = _now()
+        self._waited = 0.0
+        for replica in self._replicas:
+            replica.state = ""
+        updates = ctx.config.trainer.updates_per_batch
+        size = ctx.config.prompts_per_step // updates
+        batch = await self._batch(ctx, step, size) if ctx.config.hand_over == "batch" else []
+        spread: list[bool | None] = []
+        for update in range(updates):
+            own = batch[update * size : (update + 1) * size]
+            coming = self._taken(own) if own else self._ready(ctx, step, size)
+            groups, results = await self._optimizer_step(ctx, step, update, size, coming)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
-            if results:
-                self._book(ctx, results)
-                statistics.add_update(merged(results))
-        timing = {"timing/wait_rollout": self._waited, "timing/update": clock() - began - self._waited}
+            statistics.add_update(merged(results))
+        timing = {"timing/wait_rollout": self._waited, "timing/update": _now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
-    async def _handed(self, ctx: Context, step: int, per_update: int) -> AsyncIterator[list[HandedGroup]]:
-        """The step's groups in order: each as soon as it is ready (stream), or once all of them are (batch).
+    # -- which groups, and when
 
-        What is ready at the same time comes together, a few groups of the same optimizer step at most.
-        """
+    async def _batch(self, ctx: Context, step: int, size: int) -> list[HandedGroup]:
+        """All groups of the step, once all are ready; the ranks know what those of later optimizer steps need."""
         groups = range(ctx.config.prompts_per_step)
-        batch = ctx.config.hand_over == "batch"
-        if batch:
-            await self._until_ready(ctx, step, groups)
-            self._batch = self._hand_over(ctx, step, groups)
-        start = 0
-        while start < len(groups):
-            most = groups[start : min(start + MAX_GROUPS_PER_CALL, start - start % per_update + per_update)]
-            if batch:
-                yield self._batch[start : start + len(most)]
-                start += len(most)
-                continue
-            await self._until_ready(ctx, step, most[:1])
-            ready = list(takewhile(partial(ctx.table.ready, step), most))
-            yield [handed for group in ready for handed in self._hand_over(ctx, step, [group])]
-            start += len(ready)
+        # Asked after every group: the last ones are the ones that are missing.
+        await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
+        handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
+        for start in range(0, len(handed), size):
+            self._owners.begin(size, _now())
+            batch += self._owned(ctx, handed[start : start + size])
+        async with failing_as_one() as tasks:
+            # Predictions of the weights at the start of the batch, on the ranks that will train on them.
+            self._give(ctx, tasks, step, batch[size:], "update.proximal", None, most=1)
+        return batch
 
-    async def _until_ready(self, ctx: Context, step: int, groups: Sequence[int]) -> None:
-        def ready() -> bool:
-            # Asked after every group: the last ones are the ones that are missing.
-            return all(ctx.table.ready(step, group) for group in reversed(groups))
+    async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
+        """Groups that are here: as many as one call takes for one replica, everything where several share it."""
+        most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
+        for start in range(0, len(groups), most):
+            yield groups[start : start + most]
 
-        if not ready():
-            clock = asyncio.get_running_loop().time
-            began = clock()
-            self._book_state(ctx, "wait_data")
-            await ctx.ready.until(ready)
-            self._waited += clock() - began
-        self._book_state(ctx, "busy")
+    async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
+        """A step's groups in whatever order they get ready, as soon as a replica is free; of several the lowest."""
+        left = set(range(size))
+        self._owners.begin(size, _now())
 
-    def _book_state(self, ctx: Context, state: str) -> None:
-        for worker in self.workers.workers:
-            ctx.observer.state(worker.name, state)
+        def ready() -> list[int]:
+            # A handed group that is made again gets ready a second time.
+            return [group for group in ctx.table.ready_groups(step) if group in left]
 
-    def _hand_over(self, ctx: Context, step: int, groups: Sequence[int]) -> list[HandedGroup]:
-        """Takes the groups through the table's door and gives them their advantages."""
-        tickets = [ctx.table.hand_over(step, group) for group in groups]
-        scores: list[Scores | None] = [group[0].scores for group in tickets]
-        scored = [index for index, value in enumerate(scores) if value is not None]
-        values = self._advantages(ctx, step, [tickets[i][0].group for i in scored], [scores[i] for i in scored])
-        advantages = dict(zip(scored, values, strict=True))
-        return [
-            self._handed_group(ctx, tickets[i], scores[i], tuple(float(x) for x in advantages.get(i, ())))
-            for i in range(len(tickets))
-        ]
+        while left:
+            await self._until(ctx, lambda: bool(ready()))
+            while not (free := sum(not replica.waiting for replica in self._replicas)):
+                self._freed.clear()
+                await self._freed.wait()
+            found, shares = ready(), 1 if len(self._replicas) == 1 else 2 * len(self._replicas)
+            # Smaller and smaller shares, so that all replicas end at about the same time.
+            chosen = found[: min(max(1, len(found) // shares), MAX_GROUPS_PER_CALL) * free]
+            left -= set(chosen)
+            if chosen:
+                yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
-    def _advantages(self, ctx: Context, step: int, groups: Sequence[int], scores: Sequence[Scores | None]) -> list[Any]:
-        seeds = [derive(ctx.config.seed, "permute", step, group) for group in groups]
-        there = [each for each in scores if each is not None]
-        return group_advantages(self.algorithm, ctx.config, there, seeds)
-
-    def _handed_group(
-        self, ctx: Context, tickets: list[Ticket], scores: Scores | None, advantages: tuple[float, ...]
-    ) -> HandedGroup:
-        per_update = ctx.config.prompts_per_step // ctx.config.trainer.updates_per_batch
-        if tickets[0].group % per_update == 0:
-            self._owners.begin(per_update)
-        if scores is None or (self.algorithm.vanishes_at_zero and not any(advantages)):
-            return HandedGroup(tickets, scores, advantages, None)
-        first, config = tickets[0], ctx.config
-        prompt = ctx.requests.prompt(first)
-        selected = tuple(self.algorithm.select(np.asarray(advantages)))
-        meta = GroupMeta(
-            group=first.group,
-            tickets=len(tickets),
-            version=first.version,
-            age=first.step - first.version,
-            advantages=advantages,
-            selected=selected,
-            seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
-            negative=prompt.negative_wording(config.rollout.negative_prompt),
-            sampling=sampling(config),
-            owners=self._owners.of(len(cut(selected, config.trainer.micro_batch_size))),
-        )
-        return HandedGroup(tickets, scores, advantages, meta)
-
-    async def _proximal(self, ctx: Context, step: int, per_update: int) -> None:
-        """Predictions of the weights at the start of the batch, for the groups of the later optimizer steps."""
-        for group in self._batch[per_update:]:
+    def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
+        """The groups with the ranks that train their parts."""
+        owned, samples = [], ctx.config.trainer.micro_batch_size
+        for group in groups:
             if group.meta is not None:
-                await self._with_trajectories(ctx, [group], "update.proximal", TrainRequest(step, (group.meta,)))
+                owners = self._owners.of([len(part) for part in cut(group.meta.selected, samples)], _now())
+                group = replace(group, meta=replace(group.meta, owners=owners))
+            owned.append(group)
+        return owned
 
-    async def _train(
-        self, ctx: Context, step: int, groups: Sequence[HandedGroup], *, begins: StepPlan | None, finishes: bool
+    async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
+        """Waits for groups; it counts as waiting only as long as no rank computes."""
+        if not condition():
+            began = _now()
+            for replica in self._replicas:
+                if not replica.waiting:
+                    self._book_state(ctx, replica, "wait_data")
+            await ctx.ready.until(condition)
+            if not any(replica.waiting for replica in self._replicas):
+                self._waited += _now() - max(began, self._idle_since)
+        if len(self.workers.workers) == 1:
+            self._book_state(ctx, self._replicas[0], "busy")
+
+    def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
+        """Only where it changes: with many ranks this is asked for each group."""
+        if replica.state != state:
+            replica.state = state
+            for rank in replica.ranks:
+                ctx.observer.state(self.workers.workers[rank].name, state)
+
+    # -- optimizer steps
+
+    async def _optimizer_step(
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
+    ) -> tuple[list[HandedGroup], list[UpdateStats]]:
+        """One optimizer step on the groups that come: all of them by rising number, and what it did, by rank."""
+        while True:
+            groups, results = await self._attempt(ctx, step, update, size, coming)
+            self._book(ctx, results)
+            if (exponent := results[0].overflow) is None:
+                return groups, results
+            logger.warning(
+                "step %d: the sum of its gradients could exceed the range of multiples of 2^%s; the optimizer step is "
+                "computed again with larger ones, which later steps keep",
+                step,
+                exponent,
+            )
+            coming = self._taken(groups)
+
+    async def _attempt(
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
+    ) -> tuple[list[HandedGroup], list[UpdateStats]]:
+        groups: list[HandedGroup] = []
+        results: list[UpdateStats] = []
+        plan = StepPlan(rows=0)
+        for replica in self._replicas:
+            replica.begun = False
+        async with failing_as_one() as tasks:
+            async for some in coming:
+                if not groups:
+                    plan = self._plan(ctx, some[0], update, size)
+                groups += some
+                if len(self.workers.workers) > 1:
+                    self._give(ctx, tasks, step, some, "train", plan)
+                else:
+                    begins = plan if len(groups) == len(some) else None
+                    results = await self._train_alone(ctx, step, some, begins, finishes=len(groups) == size)
+        groups.sort(key=lambda group: group.number)
+        return groups, results or await self._finish(ctx, step, groups, plan)
+
+    async def _train_alone(
+        self, ctx: Context, step: int, groups: Sequence[HandedGroup], begins: StepPlan | None, *, finishes: bool
     ) -> list[UpdateStats]:
-        """One part of an optimizer step on every rank; what the step did, by rank, once it is finished."""
+        """On the only rank: the last call ends the optimizer step, too."""
         trained = [group for group in groups if group.meta is not None]
-        request = TrainRequest(step, tuple(group.meta for group in trained if group.meta is not None), begins, finishes)
-        if request.metas:
-            results = await self._with_trajectories(ctx, trained, "train", request)
+        request = TrainRequest(step, tuple(group.meta for group in trained if group.meta), begins, finishes)
+        if trained:
+            workers, (replica,) = self.workers.workers, self._replicas
+            results = await with_trajectories(ctx, workers, replica, trained, "train", request)
         else:
             async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
                 results = await self.all("train", request)
         return results if finishes else []
 
-    async def _again(
-        self, ctx: Context, step: int, calls: list[list[HandedGroup]], plan: StepPlan, overflowed: list[UpdateStats]
+    def _give(
+        self,
+        ctx: Context,
+        tasks: asyncio.TaskGroup,
+        step: int,
+        groups: Sequence[HandedGroup],
+        method: str,
+        plan: StepPlan | None,
+        *,
+        most: int = MAX_GROUPS_PER_CALL,
+    ) -> None:
+        """Has every replica do its groups, one call after the other, beside the other replicas."""
+        for index, replica in enumerate(self._replicas):
+            own = [group for group in groups if replica.owns(group)]
+            for start in range(0, len(own), most):
+                replica.waiting += 1
+                tasks.create_task(self._on_replica(ctx, index, step, own[start : start + most], method, plan))
+
+    async def _on_replica(
+        self, ctx: Context, index: int, step: int, groups: Sequence[HandedGroup], method: str, plan: StepPlan | None
+    ) -> None:
+        replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
+        async with replica.lock:
+            self._book_state(ctx, replica, "busy")
+            metas = tuple(group.meta for group in groups if group.meta is not None)
+            request = TrainRequest(step, metas, None if replica.begun else plan)
+            replica.begun, began = plan is not None, _now()
+            await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
+            now, replica.waiting = _now(), replica.waiting - 1
+            idle_at = None if replica.waiting else now
+            self._owners.took(index, replica.samples(groups, samples), now - began, idle_at=idle_at)
+        if not replica.waiting:
+            self._idle_since = now
+            self._freed.set()
+            self._book_state(ctx, replica, "idle")
+
+    async def _finish(
+        self, ctx: Context, step: int, groups: Sequence[HandedGroup], plan: StepPlan
     ) -> list[UpdateStats]:
-        """The whole optimizer step once more: the sum of its gradients could have left its range."""
-        self._book(ctx, overflowed)
-        logger.warning(
-            "step %d: the sum of its gradients could exceed the range of multiples of 2^%s; the optimizer step is "
-            "computed again with larger ones, which later steps keep",
-            step,
-            overflowed[0].overflow,
-        )
-        results: list[UpdateStats] = []
-        for index, groups in enumerate(calls):
-            begins, finishes = plan if index == 0 else None, index == len(calls) - 1
-            results = await self._train(ctx, step, groups, begins=begins, finishes=finishes)
-        return results
+        """Has all ranks add up what they have and step; each is told what all of them together must have."""
+        for replica in self._replicas:
+            self._book_state(ctx, replica, "busy")
+        trained = [group for group in groups if group.meta is not None]
+        planned = tuple((group.meta.group, len(group.meta.owners)) for group in trained if group.meta is not None)
+        begun = [replica.begun for replica in self._replicas for _ in replica.ranks]
+        requests = [TrainRequest(step, (), None if told else plan, True, planned=planned) for told in begun]
+        probe = next((group for group in trained if group.meta and group.meta.selected), None)
+        return await with_probe(ctx, self.workers.workers, probe if self._measures else None, requests)
 
-    async def _with_trajectories(
-        self, ctx: Context, groups: Sequence[HandedGroup], method: str, request: TrainRequest
-    ) -> list[Any]:
-        """Calls `method` on every rank with the groups' trajectories; those that are lost are made again first.
-
-        Several ranks confirm that they have them before any of them begins: afterwards they wait for each other.
-        """
-        seconds = ctx.config.deadlines.update * (len(groups) + request.finishes)
-        while True:
-            try:
-                async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
-                    refs = [ref for group in groups for ref in trajectories(group)]
-                    if len(self.workers.workers) > 1:
-                        await self.all("async_flowrl.training.messages:arrived", *refs)
-                    return await self.all(method, request, *refs)
-            except RefLost as lost:
-                if len(groups) == 1:
-                    await self._make_again(ctx, groups[0], lost)
-                    continue
-            # Whose payload was lost shows when they go one by one; a call that lacks an argument has done nothing.
-            single = zip(groups, request.split(), strict=True)
-            return [await self._with_trajectories(ctx, [group], method, its_part) for group, its_part in single][-1]
-
-    async def _make_again(self, ctx: Context, group: HandedGroup, lost: RefLost) -> None:
-        """Waits for new payloads of a handed group. Its scores stay: its advantages came from them."""
-        first = group.tickets[0]
-        make_again(ctx, group.tickets, lost)
-        await self._until_ready(ctx, first.step, [first.group])
-        ctx.table.hand_over(first.step, first.group)
-        for ticket in group.tickets:
-            ticket.scores = group.scores
-
-    def _plan(self, ctx: Context, first: HandedGroup, update: int, groups: int) -> StepPlan:
-        request = ctx.requests.request(first.tickets[0])
+    def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
+        request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
         return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
 
     def _book(self, ctx: Context, results: list[UpdateStats]) -> None:
+        self._measures = results[0].measures_next
         for worker, stats in zip(self.workers.workers, results, strict=True):
             for span in stats.spans:
                 book_span(ctx.observer, worker.name, span)
+            got, step = stats.fetched, stats.step
+            ctx.observer.event(
+                "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
+            )
 
 
-def trajectories(group: HandedGroup) -> list[Any]:
-    """Refs of the group's trajectories, in ticket order."""
-    return [ticket.payload[1] for ticket in group.tickets]
+def _now() -> float:
+    return asyncio.get_running_loop().time()

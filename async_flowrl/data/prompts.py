@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.resolution import parse_resolution
 from async_flowrl.data.messages import PromptError, content_of, split_messages
-from async_flowrl.types import Prompt, TokenIds
+from async_flowrl.types import Prompt, Resolution, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 """The first pair of double quotes, straight or curly, holds what should be written in the image."""
@@ -19,7 +20,8 @@ MAX_CHARACTERS = 32_768
 """A longer prompt is refused: text encoders read a few thousand characters at most."""
 MAX_WEIGHT = 1e100
 """Of a prompt: a million of these still have a sum."""
-COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids")
+SIZES = ("resolution", "height", "width")
+COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
 """Columns with a meaning of their own; all others travel to the reward as metadata."""
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
@@ -61,6 +63,7 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
         metadata={name: value for name, value in columns.items() if name not in own} if len(columns) > 1 else {},
         token_ids=_token_ids(columns, "prompt_token_ids", where),
         negative_token_ids=_token_ids(columns, "negative_token_ids", where),
+        resolution=_resolution(columns, where),
     )
 
 
@@ -90,7 +93,8 @@ def quoted_target(text: str) -> str | None:
 def digest(prompt: Prompt, weight: float | None = None) -> bytes:
     """16 bytes of everything that a prompt says and how often it is drawn; its place in the file is not in it."""
     hashed = hashlib.blake2b(prompt.text.encode(), digest_size=16)
-    said = (prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight)
+    said = [prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight]
+    said += [] if prompt.resolution is None else [prompt.resolution]
     if prompt.metadata or any(value is not None for value in said):
         # No text contains the zero byte that ends this one.
         hashed.update(b"\0" + _ENCODER.encode((*said, prompt.metadata)).encode(errors="replace"))
@@ -134,6 +138,20 @@ def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | 
         if type(number) is not int or number < 0:
             raise PromptError(f"{where}: {name} must hold integers from 0 on, got {number!r} at position {index}")
     return tuple(value)
+
+
+def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
+    """The size that a prompt's images have: of the column `resolution`, or of `height` and `width`."""
+    given = {name: columns[name] for name in SIZES if columns.get(name) is not None}
+    if not given:
+        return None
+    if len(given) != (1 if "resolution" in given else 2):
+        names = " and ".join(given)
+        raise PromptError(f"{where}: the size of images is in resolution, or in height and width, got {names}")
+    try:
+        return parse_resolution(given["resolution"] if "resolution" in given else [given["height"], given["width"]])
+    except ValueError as error:
+        raise PromptError(f"{where}: {' and '.join(given)} must be {error}") from error
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:

@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from async_flowrl.data.prompts import COLUMNS, Keys
+from async_flowrl.config.resolution import in_pixels, in_words, pixels
+from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights
 
 ROWS_SHOWN = 3
+SIZES_SHOWN = 8
 MAX_SHOWN = 400
 """Characters of one value."""
-FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt", "target": "target"}
+FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt", "target": "target"} | dict.fromkeys(
+    SIZES, "the size of its images"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ def page(shown: Shown) -> str:
         ("layout", layout(scan)),
         ("prompts", _counts(shown)),
         ("longest", f"{scan.longest:,} characters, {scan.rows.where(scan.longest_row)}") if scan.longest else None,
+        ("sizes", sizes(scan)) if scan.sizes else None,
         ("weights", _weights(shown.train.weights)) if shown.train.weights is not None and len(shown.train) else None,
     ]
     parts = ["\n".join(f"{name:10} {text}" for name, text in filter(None, lines))]
@@ -41,6 +46,16 @@ def page(shown: Shown) -> str:
     parts.append("\n".join([f"the first {min(ROWS_SHOWN, len(shown.train))} of those trained", *rows]))
     parts.append("\n".join(_refused(scan)))
     return "\n\n".join(parts) + "\n"
+
+
+def sizes(scan: Scan) -> str:
+    """Of images, as far as the prompts say them."""
+    some = sorted(scan.sizes, key=pixels)
+    shown = ", ".join(in_words(each) for each in some[:SIZES_SHOWN])
+    more = f" … and {len(some) - SIZES_SHOWN:,} more" if len(some) > SIZES_SHOWN else ""
+    rest = len(scan.places) - scan.sized
+    others = f"; rollout.resolution says that of the other {rest:,}" if rest else ""
+    return f"{shown}{more} px (height × width) by {scan.sized:,} prompts themselves{others}"
 
 
 def layout(scan: Scan) -> str:
@@ -106,6 +121,7 @@ def _row(prompts: Prompts, index: int) -> list[str]:
         "target": prompt.target,
         "negative": prompt.negative,
         "system": prompt.system,
+        "size": prompt.resolution and in_pixels(prompt.resolution),
         "token ids": prompt.token_ids and f"{len(prompt.token_ids)} ids",
         "metadata": dict(prompt.metadata) or None,
     }

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import Keys, digest, digest_all, no_target, read_prompt, read_weight, text_key
 from async_flowrl.data.rows import Rows
-from async_flowrl.types import Prompt
+from async_flowrl.types import Prompt, Resolution
 
 DIGEST_BYTES = 16
 MAX_KEPT_REFUSALS = 1000
@@ -41,6 +41,10 @@ class Scan:
     longest_row: int = 0
     columns: Counter[str] = field(default_factory=Counter)
     """Column → rows that have it."""
+    sizes: dict[Resolution, int] = field(default_factory=dict)
+    """Size that prompts bring → row of the first that does."""
+    sized: int = 0
+    """Prompts that bring one."""
     targets: int = 0
     refused: list[PromptError] = field(default_factory=list)
     """The first MAX_KEPT_REFUSALS, of a pass that keeps them."""
@@ -97,6 +101,9 @@ def _note(found: Scan, prompt: Prompt, place: int) -> None:
     if len(prompt.text) > found.longest:
         found.longest, found.longest_row = len(prompt.text), place
     found.targets += prompt.target is not None
+    if prompt.resolution is not None:
+        found.sizes.setdefault(prompt.resolution, place)
+        found.sized += 1
     found.special = found.special or bool(prompt.system or prompt.token_ids or prompt.negative_token_ids)
 
 
@@ -112,6 +119,9 @@ class Prompts(Sequence[Prompt]):
         self.digest = digest_all([source.digests[pick].tobytes()])
         """Of all that is in the prompts, and of their order."""
         self.special = source.special
+        self.sizes = {size: source.rows.where(place) for size, place in source.sizes.items()}
+        """Sizes that prompts of the file bring, and where the first of each stands."""
+        self.all_sized = source.sized == len(source.places)
         self._cached = lru_cache(maxsize=1024)(self._read)
 
     def __len__(self) -> int:

@@ -55,7 +55,7 @@ class Worked:
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
     """Memory and speed of both pools. What a pool raises ends the check: nothing after it would mean anything."""
     prepared = prepare(configuration(setting))
-    plan = plan_memory(prepared.config, torch.cuda.get_device_properties(0).total_memory)
+    plan = plan_memory(prepared.at_largest, torch.cuda.get_device_properties(0).total_memory)
     rollout, trajectories = rolled_out(prepared, setting.sizes.rounds)
     yield memory_finding("rollout worker", rollout, plan.rollout, pretended=setting.pretended)
     yield speed_finding("rollout worker", rollout, setting, what="images")

@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
-    parser.add_argument("--resolution", type=int, help="pixels per side")
+    parser.add_argument(
+        "--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: what the prompt or the run says)"
+    )
     parser.add_argument("--out", type=Path, help="a folder for evaluation.json and before_after.png")
     return parser

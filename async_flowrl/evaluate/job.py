@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
@@ -15,7 +16,8 @@ from async_flowrl.policies.lora_apply import weights_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.rewards.served import requirements_of
-from async_flowrl.types import Prompt
+from async_flowrl.tickets.request import evaluation_resolution
+from async_flowrl.types import Prompt, Resolution
 
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
 """Where a score comes from: `--reward`, or a run's trained or held-out terms."""
@@ -35,6 +37,13 @@ class Job:
     chosen: str
     """Which prompts they are, in words."""
     seeds: tuple[int, ...]
+    one_size: bool = False
+    """Every image has `rollout.resolution`, whatever its prompt brings."""
+
+    def resolution(self, place: int) -> Resolution:
+        """Of the images of a prompt, as the run's own evaluations make them."""
+        own = None if self.one_size else self.prompts[place].resolution
+        return evaluation_resolution(self.config, place) if own is None else own
 
     @property
     def reward(self) -> RewardConfig:
@@ -58,7 +67,7 @@ def job_of_run(config: Config, lora: Path | None) -> Job:
 
 def job_of(given: Namespace) -> Job:
     """What the command line asks for. Raises ValueError, one sentence, for what cannot be evaluated."""
-    for name in ("images", "seeds", "steps", "resolution", "max_prompts"):
+    for name in ("images", "seeds", "steps", "max_prompts"):
         if (value := getattr(given, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if given.seed is not None and not 0 <= given.seed <= MAX_SEED:
@@ -76,7 +85,8 @@ def job_of(given: Namespace) -> Job:
     if prompts is not None:
         config.evaluate.max_prompts = given.max_prompts or len(_file(config, prompts)[0])
     seed = config.evaluate.seed
-    return _job(config, lora, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
+    job = _job(config, lora, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
+    return replace(job, one_size=given.resolution is not None)
 
 
 def _job(
@@ -139,7 +149,8 @@ def _sampling(config: Config, given: Namespace) -> None:
     evaluate.images_per_prompt = given.images or evaluate.images_per_prompt
     evaluate.num_inference_steps = given.steps or evaluate.num_inference_steps
     evaluate.max_prompts = given.max_prompts or evaluate.max_prompts
-    rollout.resolution = given.resolution or rollout.resolution
+    if given.resolution is not None:
+        rollout.resolution, rollout.resolutions = asked_resolution(given.resolution), []
     if given.guidance is not None:
         if given.guidance < 0:
             raise ValueError(f"--guidance must be at least 0, got {given.guidance:g}")

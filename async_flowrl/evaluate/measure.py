@@ -26,7 +26,7 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.types import ByteArray, Prompt, Resolution
 
 logger = logging.getLogger(__name__)
 
@@ -166,16 +166,18 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
     """Images uint8 [n, H, W, 3] of one prompt and one seed."""
     settings = from_config(job.config)
+    size = job.resolution(place)
+    settings = replace(settings, sampling=replace(settings.sampling, resolution=size))
     if prompt.negative is not None:
         settings = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
-    latents = noise(job.config, policy, place, seed).to(pipeline.device, pipeline.transformer.dtype)
+    latents = noise(job.config, policy, size, place, seed).to(pipeline.device, pipeline.transformer.dtype)
     text, options = _conditioning(policy, prompt)
     return run_pipeline(pipeline, settings, text, num_images_per_prompt=len(latents), latents=latents, **options)
 
 
-def noise(config: Config, policy: Policy, place: int, seed: int) -> Tensor:
+def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: int) -> Tensor:
     """Initial latents [n, ...] in the family's layout; with `evaluate.seed`, those of a run's evaluations."""
-    shape = policy.latent_shape(config.rollout.resolution)
+    shape = policy.latent_shape(size)
     seeds = [derive(seed, "evaluation", place, image) for image in range(config.evaluate.images_per_prompt)]
     return torch.stack([torch.randn(shape, generator=generator(each)) for each in seeds])
 
@@ -185,7 +187,7 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
     like = next(policy.transformer.parameters())
     options: dict[str, Any] = {}
     if prompt.negative_token_ids is not None:
-        (negative,) = policy.encode([prompt.negative_token_ids])
+        (negative,) = policy.encode([prompt.negative_token_ids], negative=True)
         options = {f"negative_{name}": torch.from_numpy(value)[None].to(like) for name, value in negative.items()}
         options["negative_prompt"] = None
     if prompt.system is None and prompt.token_ids is None:

@@ -8,10 +8,12 @@ from typing import Any
 from PIL import Image
 from rich.table import Table
 
+from async_flowrl.config.resolution import height_width, in_words, pixels
 from async_flowrl.evaluate.job import TOTAL
 from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison, Row
 from async_flowrl.generate import from_config, grid
 from async_flowrl.observability.statistics import Estimate
+from async_flowrl.types import Resolution
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
 _MAX_SIDE = 256
@@ -23,9 +25,10 @@ _MAX_SCORES = 4
 def table(found: Comparison) -> Table:
     """A row per score: means ± half of their 95 % intervals before and after, the paired difference with its own."""
     job, how = found.job, from_config(found.job.config).sampling
+    sizes = sizes_of(found)
     title = (
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
-        f"at {how.resolution} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
+        f"at {', '.join(map(in_words, sizes))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
     )
     drawn = Table(title=title, title_justify="left", title_style="")
     drawn.add_column("score")
@@ -35,6 +38,12 @@ def table(found: Comparison) -> Table:
         label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
         drawn.add_row(label, _mean(row.before), *_after(row))
     return drawn
+
+
+def sizes_of(found: Comparison) -> list[Resolution]:
+    """Of the images, smallest first."""
+    sizes = {found.job.resolution(place) for place in range(len(found.job.prompts))}
+    return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
 
 
 def _after(row: Row) -> tuple[str, str, str]:
@@ -56,6 +65,7 @@ def _difference(found: Estimate) -> str:
 def as_json(found: Comparison) -> dict[str, Any]:
     """Every number, with the settings that they belong to."""
     job, how = found.job, from_config(found.job.config).sampling
+    sizes = sizes_of(found)
     scored = min(row.before.prompts for row in found.rows.values())
     return {
         "base": job.config.model.path,
@@ -65,7 +75,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "scored": scored,
         "images_per_prompt": job.images_per_prompt,
         "seeds": list(job.seeds),
-        "resolution": how.resolution,
+        "resolution": sizes[0] if len(sizes) == 1 else sizes,
         "num_inference_steps": how.num_inference_steps,
         "true_cfg_scale": how.true_cfg_scale,
         "guidance_scale": how.guidance_scale,

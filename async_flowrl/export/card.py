@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.export.pictures import CURVE, GRID, write_curve, write_grid
 from async_flowrl.export.source import PEFT, Source
@@ -92,10 +93,14 @@ def _training(source: Source) -> list[str]:
         ("images per step", f"{config.prompts_per_step} prompts × {config.group_size}"),
         ("learning rate", f"{config.trainer.learning_rate:g}"),
         ("max_staleness", str(config.max_staleness)),
-        ("resolution and denoising steps", f"{config.rollout.resolution} px, {config.rollout.num_inference_steps}"),
+        ("resolution and denoising steps", f"{_sizes(config)}, {config.rollout.num_inference_steps}"),
         ("seed", str(config.seed)),
     ]
     return ["## Training\n\n" + _table(("setting", "value"), rows)]
+
+
+def _sizes(config: Config) -> str:
+    return ", ".join(in_pixels(size) for size in configured(config.rollout))
 
 
 def _terms(terms: Mapping[str, RewardTerm]) -> str:

@@ -71,7 +71,7 @@ def write_grid(
             f"prompts, images and rewards must be as many, and at least one; got {len(prompts)}, {len(images)}, "
             f"{len(rewards)}"
         )
-    side = _side(images[0].shape[1])
+    side = _side(max(max(group.shape[1:3]) for group in images))
     width = GAP + min(columns, max(map(len, images))) * (side + GAP)
     head = LINE_HEIGHT if title else 0
     row_height = (3 if captions else 2) * LINE_HEIGHT + side + GAP
@@ -84,7 +84,8 @@ def write_grid(
         draw.text((GAP, top + 2), fitted(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
         for column, (image, score) in enumerate(zip(group[:columns], scores, strict=False)):
             left = GAP + column * (side + GAP)
-            sheet.paste(_shown(image, side), (left, top + LINE_HEIGHT))
+            shown = within(image, side)
+            sheet.paste(shown, (left, top + LINE_HEIGHT + (side - shown.height) // 2))
             below = (f"{score:.3f}", *(fitted(each[column], draw, font, side) for each in captions[row : row + 1]))
             for line, text in enumerate(below, start=1):
                 draw.text((left, top + line * LINE_HEIGHT + side + 1), text, fill=(90, 90, 90), font=font)
@@ -103,10 +104,13 @@ def _side(side: int) -> int:
     return min(side, MAX_SIDE) if side >= MIN_SIDE else side * -(-MIN_SIDE // side)
 
 
-def _shown(image: ByteArray, side: int) -> Image.Image:
-    smooth = image.shape[1] > side
-    resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
-    return Image.fromarray(image).resize((side, side), resampling)
+def within(image: ByteArray, side: int) -> Image.Image:
+    """uint8 [H, W, 3] with `side` pixels along its longer side: reduced smoothly, enlarged by repeating pixels."""
+    height, width = image.shape[:2]
+    longest = max(height, width)
+    resampling = Image.Resampling.LANCZOS if longest > side else Image.Resampling.NEAREST
+    size = max(1, round(width * side / longest)), max(1, round(height * side / longest))
+    return Image.fromarray(image).resize(size, resampling)
 
 
 def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.memory import (
     Footprint,
     beside,
@@ -81,7 +82,7 @@ class Recipe:
     def __init__(self, experiment: str) -> None:
         self.experiment = experiment
         self._model: MetaModel | None = None
-        self._training: dict[tuple[int, bool], int] = {}
+        self._training: dict[tuple[int, str], int] = {}
         self._sampling: dict[int, int] = {}
 
     def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
@@ -108,6 +109,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
             check_batching(config)
+            config = at_largest(config)
         except (ConfigError, ValueError):
             continue
         if gpus_taken(config) > hardware.devices:
@@ -186,8 +188,8 @@ def savings(config: Config) -> Iterator[str]:
     """What needs less memory, one after the other."""
     yield "rollout.text_encoder=offload"
     yield "rollout.batch_size=1"
-    if not config.trainer.gradient_checkpointing:
-        yield "trainer.gradient_checkpointing=true"
+    if config.trainer.gradient_checkpointing != "full":
+        yield "trainer.gradient_checkpointing=full"
     yield "trainer.micro_batch_size=1"
     yield "trainer.shard=full"
     yield "trainer.cpu_offload=true"

@@ -13,6 +13,8 @@ CHECKPOINTING, MICRO_BATCH, CHUNK = (
     "rollout.batch_size",
 )
 """Settings that change what passes; of all others the peaks are those of the configuration as it is."""
+CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
+"""Values of the first of them, by falling need of memory."""
 
 
 def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: Device) -> str:
@@ -43,8 +45,8 @@ def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
     """Settings that may need less memory at the peak, those that cost least first."""
     trainer, rollout = config.trainer, config.rollout
     if title != ROLLOUT:
-        if not trainer.gradient_checkpointing:
-            yield Change(CHECKPOINTING, True)
+        more = CHECKPOINTED[CHECKPOINTED.index(trainer.gradient_checkpointing) + 1 :]
+        yield from (Change(CHECKPOINTING, how) for how in more if how in ("every_2", "full"))
         if trainer.micro_batch_size > 1:
             yield Change(MICRO_BATCH, max(1, trainer.micro_batch_size // 2))
         if trainer.micro_batch_size > 3:
@@ -60,7 +62,7 @@ def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> P
     if change.key == CHUNK:
         return Peaks(peaks.training, sampling_peak(after, model))
     if change.key in (CHECKPOINTING, MICRO_BATCH):
-        fresh = build_meta_model(after) if after.trainer.gradient_checkpointing else model
+        fresh = build_meta_model(after) if after.trainer.gradient_checkpointing != "none" else model
         return Peaks(training_peak(after, fresh), peaks.sampling)
     return peaks
 

@@ -169,8 +169,7 @@ def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> 
     The network is wrapped for checkpointing where the run does that.
     """
     policy, trainer = model.policy, config.trainer
-    if trainer.gradient_checkpointing:
-        checkpoint_blocks(policy)
+    checkpoint_blocks(policy, trainer.gradient_checkpointing)
     rows = trainer.micro_batch_size * (trainer.timesteps_per_forward or trained_steps(config))
 
     def forward() -> Tensor:

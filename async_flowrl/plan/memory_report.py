@@ -10,9 +10,11 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.devices import BOTH, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
+from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -52,7 +54,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     adapter = (
         f"LoRA of {model.adapter_parameters / 1e6:.1f} M parameters, {plan.adapter_bytes / 1e6:.0f} MB per version"
     )
-    sections = [f"{whole}, {adapter}", ""]
+    sections = [f"{whole}, {adapter}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
     for process in processes(plan, config):
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
@@ -127,6 +129,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "adapter_parameters": plan.model.adapter_parameters,
         **parts,
         "host": plan.host,
+        "resolution": config.rollout.resolution,
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,
         "adapter_bytes": plan.adapter_bytes,
@@ -147,6 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = compose_config(given.config_name, given.overrides)
         check(config)
+        config = at_largest(config)
         plan = plan_memory(config, round(given.device * GIB))
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")

@@ -1,10 +1,12 @@
 """Stand-ins for workers, trainer and weights: they take the planned time and compute nothing."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from async_flowrl.config.reward_pools import SHARED
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.tickets.table import Ticket
@@ -60,22 +62,21 @@ class PlannedTrainer:
         self._update = work.update_on(layout.trainer)
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
-        groups = range(ctx.config.prompts_per_step)
-        for handed in [groups] if ctx.config.hand_over == "batch" else [range(i, i + 1) for i in groups]:
-            await self._until_ready(ctx, step, handed)
-            tickets = [ctx.table.hand_over(step, group) for group in handed]
-            for group in tickets:
-                await asyncio.sleep(self._update.draw(f"{self._seed}/update/{step}/{group[0].group}"))
+        left = size = ctx.config.prompts_per_step
+        least, most = (size, size) if ctx.config.hand_over == "batch" else (1, MAX_GROUPS_PER_CALL)
+        while left:
+            await self._until(ctx, lambda: len(ctx.table.ready_groups(step)) >= least)
+            groups = ctx.table.ready_groups(step)[:most]
+            left -= len(groups)
+            for tickets in [ctx.table.hand_over(step, group) for group in groups]:
+                await asyncio.sleep(self._update.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
         await asyncio.sleep(self._work.finish.draw(f"{self._seed}/finish/{step}"))
         return {}
 
-    async def _until_ready(self, ctx: Context, step: int, groups: range) -> None:
-        def ready() -> bool:
-            return all(ctx.table.ready(step, group) for group in reversed(groups))
-
-        if not ready():
+    async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
+        if not condition():
             ctx.observer.state("trainer-0", "wait_data")
-            await ctx.ready.until(ready)
+            await ctx.ready.until(condition)
         ctx.observer.state("trainer-0", "busy")
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
+from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Wording
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,12 @@ class Policy(Protocol):
         """The modules that `encode` computes with and nothing else does; `encode` runs on the device they are on."""
         ...
 
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """Prompt embeddings, one dict per text; only in processes that loaded the text encoder.
+
+        `negative`: as what guidance leads away from, which some pipelines word otherwise.
 
         Names are those of the stock pipeline's arguments, arrays have no batch dimension. `system` replaces the system
         prompt of the family's template; ValueError where there is none, and for token ids where it takes only text.
@@ -58,11 +62,11 @@ class Policy(Protocol):
         """Raises ValueError, one sentence, for guidance that the network cannot be asked for. Called at start-up."""
         ...
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """The schedule, float32 [T+1], from exactly 1 down to exactly 0."""
         ...
 
-    def latent_shape(self, resolution: int) -> tuple[int, ...]:
+    def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         """Shape of one image's latents, without the batch dimension."""
         ...
 
@@ -81,7 +85,7 @@ class Policy(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+    def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images uint8 [n, H, W, 3] on the latents' device; only in processes that loaded the VAE."""
         ...
 
@@ -116,7 +120,7 @@ class PolicyFamily(Protocol):
         ...
 
     def shapes(
-        self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
+        self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
         """Shapes from the model's configuration files alone: asked at start-up, in a process without models.
 

@@ -9,12 +9,14 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+from async_flowrl.config.resolution import written
 from async_flowrl.policies.download import hub_file
 from async_flowrl.policies.registry import FAMILIES, load_family
 from async_flowrl.policies.tiny.build import cache_dir
+from async_flowrl.types import Resolution
 
 
-def unchecked(name: str, path: str, revision: str | None, *, resolution: int) -> str | None:
+def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolution) -> str | None:
     """A sentence for a family of one's own that was never compared with the pipeline of the model at `path`.
 
     It names the command that compares them, at `resolution` pixels.
@@ -27,7 +29,7 @@ def unchecked(name: str, path: str, revision: str | None, *, resolution: int) ->
     wrong = f"model.family={name} was never compared with its stock pipeline, and a wrong one trains without complaint"
     if not in_diffusers(pipeline):
         return f"{wrong}; diffusers has no {pipeline} to compare it with"
-    return f"{wrong}: async-flowrl check-model {path} --family {name} --resolution {resolution}"
+    return f"{wrong}: async-flowrl check-model {path} --family {name} --resolution {written(resolution)}"
 
 
 def in_diffusers(pipeline: str) -> bool:

@@ -1,14 +1,16 @@
 """FLUX.1: packed latents [tokens, 64], guidance as an input of the network, positions given as ids."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class FluxPolicy(PipelinePolicy):
@@ -57,9 +59,9 @@ class FluxPolicy(PipelinePolicy):
             "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
         }
 
-    def latent_shape(self, resolution: int) -> tuple[int, int]:
-        """[tokens, 64] of a square image."""
-        return self._tokens(resolution) ** 2, int(self._config.in_channels)
+    def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
+        """[tokens, 64]."""
+        return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
@@ -75,13 +77,13 @@ class FluxPolicy(PipelinePolicy):
             encoder_hidden_states=embeds,
             pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=_positions(self._tokens(sampling.resolution), embeds),
+            img_ids=_positions(self._grid(sampling.resolution), embeds),
             return_dict=False,
         )[0]
         return cast("Tensor", out).float()
 
-    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
-        unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor)
+    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
+        unpacked = pipeline._unpack_latents(latents, *height_width(resolution), pipeline.vae_scale_factor)
         return cast("Tensor", unpacked)
 
     @classmethod
@@ -89,10 +91,10 @@ class FluxPolicy(PipelinePolicy):
         return {**super().guidance_arguments(sampling), "guidance_scale": sampling.guidance_scale}
 
 
-def _positions(side: int, like: Tensor) -> Tensor:
-    """[side * side, 3]: 0, row, column of each image token."""
-    rows = torch.arange(side, device=like.device, dtype=like.dtype)
-    row, column = torch.meshgrid(rows, rows, indexing="ij")
+def _positions(grid: tuple[int, int], like: Tensor) -> Tensor:
+    """[rows * columns, 3]: 0, row, column of each image token."""
+    sides = (torch.arange(side, device=like.device, dtype=like.dtype) for side in grid)
+    row, column = torch.meshgrid(*sides, indexing="ij")
     return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3)
 
 

@@ -36,7 +36,9 @@ def compute_copies(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
     """
     live: Any = layer
     dtype = compute_dtype(layer)
-    return live.lora_A[ADAPTER].weight.to(dtype), live.lora_B[ADAPTER].weight.to(dtype), float(live.scaling[ADAPTER])
+    # Looked up in the modules' own dictionaries: `nn.Module`'s attributes cost a small layer as much as its product.
+    a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
+    return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])
 
 
 def compute_dtype(layer: nn.Module) -> torch.dtype:

@@ -3,6 +3,7 @@
 A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
-from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
 JOINT_ATTENTION = (
     "attn.to_q",
@@ -35,6 +37,8 @@ class PipelinePolicy(ABC):
     """The model's name in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
+    size_step: ClassVar[int] = 1
+    """Pixels that the stock pipeline wants sides to be a multiple of, beside whole image tokens."""
     has_system_prompt: ClassVar[bool] = False
 
     def __init__(
@@ -78,7 +82,9 @@ class PipelinePolicy(ABC):
         return [encoder for encoder in found if encoder is not None]
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """Float32 arrays without batch dimension, by the names of the pipeline's own arguments, one dict per text.
 
         One text at a time: padding to a batch neighbour's length would change the last bits. Raises ValueError for a
@@ -87,10 +93,15 @@ class PipelinePolicy(ABC):
         self._whole("encode prompts")
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
-        return [self._encode_one(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
+        encode = self._encode_negative if negative else self._encode_one
+        return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
     @abstractmethod
     def _encode_one(self, text: str) -> Conditioning: ...
+
+    def _encode_negative(self, text: str) -> Conditioning:
+        """Of a prompt that guidance leads away from, where the pipeline words it otherwise."""
+        return self._encode_one(text)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         raise ValueError(f"{self.title} takes prompts as text, got {len(ids)} token ids")
@@ -103,7 +114,7 @@ class PipelinePolicy(ABC):
         """The longest text the encoder is asked for where it pads, otherwise `usual`."""
         return int(self._text_options.get("max_sequence_length", usual))
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """The pipeline's own schedule, float32 [T+1], exactly 1 first and exactly 0 last.
 
         Raises ValueError for fewer steps than the schedule is defined for.
@@ -111,9 +122,9 @@ class PipelinePolicy(ABC):
         if num_inference_steps < self.least_steps:
             least = f"num_inference_steps must be at least {self.least_steps} for {self.title}'s schedule"
             raise ValueError(f"{least}, got {num_inference_steps}")
-        key = num_inference_steps, resolution
+        key = num_inference_steps, math.prod(self._grid(resolution))
         if key not in self._schedules:
-            self._set_schedule(num_inference_steps, self._tokens(resolution) ** 2)
+            self._set_schedule(*key)
             sigmas = cast("Tensor", self._scheduler.sigmas).to("cpu", torch.float32).clone()
             if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
                 raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
@@ -141,18 +152,22 @@ class PipelinePolicy(ABC):
             )
         )
 
-    def _tokens(self, resolution: int) -> int:
-        """Image tokens per side of a square image."""
-        if resolution < self._side or resolution % self._side:
-            nearest = max(self._side, round(resolution / self._side) * self._side)
-            raise ValueError(f"resolution must be a multiple of {self._side}, got {resolution}, nearest: {nearest}")
-        return resolution // self._side
+    def _grid(self, resolution: Resolution) -> tuple[int, int]:
+        """Rows and columns of image tokens. Raises ValueError, with the nearest size, where they are not whole."""
+        (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
+        if height % step or width % step:
+            wanted = "a multiple" if isinstance(resolution, int) else "multiples"
+            nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
+            raise ValueError(
+                f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
+            )
+        return height // self._side, width // self._side
 
     @abstractmethod
-    def latent_shape(self, resolution: int) -> tuple[int, ...]:
-        """Shape of one square image's latents, without the batch dimension."""
+    def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
+        """Shape of one image's latents, without the batch dimension."""
 
-    def shapes(self, resolution: int) -> Shapes:
+    def shapes(self, resolution: Resolution) -> Shapes:
         """Of an image's latents and of a prompt of usual length."""
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
@@ -169,7 +184,7 @@ class PipelinePolicy(ABC):
         True CFG has two branches, with gradients through both: in one batch, or in two where `_apart`.
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
-            raise ValueError(f"latents {tuple(latents.shape)} are not those of {sampling.resolution} px images")
+            raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
         self.check(sampling)
         if sampling.true_cfg_scale <= 1:
             return self._network(latents, sigma, [positive], sampling)
@@ -220,19 +235,19 @@ class PipelinePolicy(ABC):
         return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+    def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images uint8 [n, H, W, 3] of final latents, on their device, rounded as diffusers' image processor does."""
         pipeline = self._whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
-    def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images [n, 3, H, W] as the VAE gives them."""
         vae = pipeline.vae
         scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
         return cast("Tensor", vae.decode(scaled + vae.config.shift_factor, return_dict=False)[0])
 
-    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+    def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Latents as the VAE takes them, [n, C, h, w]."""
         return latents
 

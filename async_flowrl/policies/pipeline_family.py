@@ -10,7 +10,7 @@ from torch import nn
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.stored import configuration
-from async_flowrl.types import Prompt, Sampling
+from async_flowrl.types import Prompt, Resolution, Sampling
 
 
 class PipelineFamily:
@@ -118,7 +118,7 @@ class PipelineFamily:
         return int(2 ** (len(vae["block_out_channels"]) - 1))
 
     def shapes(
-        self, path: str, resolution: int, *, revision: str | None = None, max_sequence_length: int | None = None
+        self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
         """From the configurations of transformer and VAE."""
         described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))

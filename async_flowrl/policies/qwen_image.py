@@ -1,16 +1,18 @@
 """Qwen-Image (and its tiny twin): packed latents [tokens, 64], true classifier-free guidance with norm rescale."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
-from async_flowrl.types import Conditioning, Prompt, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
@@ -39,13 +41,15 @@ class QwenImagePolicy(PipelinePolicy):
         return rf"transformer_blocks\.{last}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own.
 
         Token ids are those of the whole template. With a system prompt in them, `system` must say the same one.
         """
         with system_prompt(self._whole("encode prompts"), system):
-            return super().encode(texts)
+            return super().encode(texts, negative=negative)
 
     def _encode_one(self, text: str) -> Conditioning:
         pipeline = self._whole("encode prompts")
@@ -63,9 +67,9 @@ class QwenImagePolicy(PipelinePolicy):
         """A prompt of 128 tokens; nothing is padded."""
         return {"prompt_embeds": (128, self._config.joint_attention_dim)}
 
-    def latent_shape(self, resolution: int) -> tuple[int, int]:
-        """[tokens, 64] of a square image."""
-        return self._tokens(resolution) ** 2, int(self._config.in_channels)
+    def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
+        """[tokens, 64]."""
+        return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c.
@@ -81,20 +85,19 @@ class QwenImagePolicy(PipelinePolicy):
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
         embeds, mask = _text(branches, len(latents) // len(branches), self._dtype)
-        side = self._tokens(sampling.resolution)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
             timestep=sigma,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, side, side)]] * len(latents),
+            img_shapes=[[(1, *self._grid(sampling.resolution))]] * len(latents),
             return_dict=False,
         )[0]
         return cast("Tensor", out).float()
 
-    def _decoded(self, pipeline: Any, latents: Tensor, resolution: int) -> Tensor:
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae
-        unpacked = pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor).to(vae.dtype)
+        unpacked = pipeline._unpack_latents(latents, *height_width(resolution), pipeline.vae_scale_factor).to(vae.dtype)
         mean, std = self._statistics(vae.config, unpacked)
         # Divided by the reciprocal, as the pipeline does: the same bits as its images.
         decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0]

@@ -18,7 +18,7 @@ from async_flowrl.policies.download import download, hub_file
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.model_path import TINY, local_index, not_found
-from async_flowrl.types import Prompt
+from async_flowrl.types import Prompt, Resolution
 from separation.imports import without_collections
 
 FAMILIES = {
@@ -26,12 +26,14 @@ FAMILIES = {
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
+    "sana": "async_flowrl.policies.sana:SanaFamily",
 }
 PIPELINES = {
     "QwenImagePipeline": "qwen_image",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "ZImagePipeline": "z_image",
+    "SanaPipeline": "sana",
 }
 """`_class_name` of model_index.json to family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -113,7 +115,7 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     return policy
 
 
-def shapes_of(model: ResolvedModel, resolution: int) -> Shapes:
+def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:
     """Of the model's latents and conditioning, from its configuration files. Raises ValueError, one sentence."""
     return load_family(model.family).shapes(
         model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length

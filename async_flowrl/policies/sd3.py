@@ -7,7 +7,7 @@ from torch import Tensor
 
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class SD3Policy(PipelinePolicy):
@@ -52,10 +52,11 @@ class SD3Policy(PipelinePolicy):
             "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
         }
 
-    def latent_shape(self, resolution: int) -> tuple[int, int, int]:
-        """[channels, h, w] of a square image."""
-        side = self._tokens(resolution) * int(self._config.patch_size)
-        return int(self._config.in_channels), side, side
+    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
+        """[channels, h, w]."""
+        patch = int(self._config.patch_size)
+        rows, columns = self._grid(resolution)
+        return int(self._config.in_channels), patch * rows, patch * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class ZImagePolicy(PipelinePolicy):
@@ -45,10 +45,10 @@ class ZImagePolicy(PipelinePolicy):
         """A prompt of 128 tokens; nothing is padded."""
         return {"prompt_embeds": (128, self._config.cap_feat_dim)}
 
-    def latent_shape(self, resolution: int) -> tuple[int, int, int]:
-        """[channels, h, w] of a square image."""
-        side = 2 * self._tokens(resolution)
-        return int(self._config.in_channels), side, side
+    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
+        """[channels, h, w]."""
+        rows, columns = self._grid(resolution)
+        return int(self._config.in_channels), 2 * rows, 2 * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

@@ -26,7 +26,7 @@ class RolloutEngine(Protocol):
     """Runs without Ray. Its caller receives the weights, verifies them and says which version is to be used."""
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        """Embeddings of prompts, for the trainer (negative prompts, once per run)."""
+        """Embeddings of negative prompts, for the trainer, once per run."""
         ...
 
     def generate(self, request: RolloutRequest) -> Rollout:

@@ -74,7 +74,7 @@ class DiffusersEngine:
         self._prompts = Prompts(policy, Offloaded(policy.text_encoders, self.device) if offload else Resident())
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        return self._prompts.encode(texts)
+        return self._prompts.encode_negatives(texts)
 
     def lora_parameters(self) -> Mapping[str, Tensor]:
         return lora_parameters(self.policy.transformer)
@@ -112,9 +112,9 @@ class DiffusersEngine:
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
         _check(request)
-        asked = [(request.prompt.wording, request.prompt.system)]
+        asked = [(request.prompt.wording, request.prompt.system, False)]
         if sampling.true_cfg_scale > 1:
-            asked.append((request.prompt.negative_wording(sampling.negative_prompt), None))
+            asked.append((request.prompt.negative_wording(sampling.negative_prompt), None, True))
         encoded = self._prompts.embeddings(asked)
         branches = [self._uploaded(branch) for branch in encoded]
         sigmas = self.policy.sigmas(sampling.num_inference_steps, sampling.resolution)

@@ -10,8 +10,8 @@ from async_flowrl.types import Conditioning, Wording
 CACHED_PROMPTS = 1024
 """Least recently used out first; a negative prompt is used all the time and so stays."""
 
-Asked = tuple[Wording, str | None]
-"""A prompt's words or token ids, and its system prompt."""
+Asked = tuple[Wording, str | None, bool]
+"""A prompt's words or token ids, its system prompt, and whether guidance leads away from it."""
 
 
 class Prompts:
@@ -26,8 +26,9 @@ class Prompts:
         missing = [key for key in dict.fromkeys(asked) if key not in self._known]
         if missing:
             with self._residence.visit():
-                for text, system in missing:
-                    (self._known[text, system],) = self._policy.encode([text], system=system)
+                for key in missing:
+                    text, system, negative = key
+                    (self._known[key],) = self._policy.encode([text], system=system, negative=negative)
         for key in asked:
             self._known.move_to_end(key)
         found = [self._known[key] for key in asked]
@@ -35,7 +36,7 @@ class Prompts:
             self._known.popitem(last=False)
         return found
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        """Of prompts that are asked for once; they are not cached."""
+    def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
+        """Of negative prompts, for the trainer, which asks once; they are not cached."""
         with self._residence.visit():
-            return self._policy.encode(texts)
+            return self._policy.encode(texts, negative=True)

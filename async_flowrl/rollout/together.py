@@ -20,7 +20,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.types import RolloutRequest, Sampling, Span
+from async_flowrl.types import Resolution, RolloutRequest, Sampling, Span
 
 Branch = Mapping[str, Tensor]
 
@@ -59,11 +59,11 @@ class _Shared:
         self._waiting.put(_Asked(self._thread.index, latents, sigma, positive, negative, sampling, answer))
         return answer.result()
 
-    def decode(self, latents: Tensor, resolution: int) -> Tensor:
+    def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         with self._turn:
             return self._policy.decode(latents, resolution)
 
-    def sigmas(self, num_inference_steps: int, resolution: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         with self._turn:
             return self._policy.sigmas(num_inference_steps, resolution)
 

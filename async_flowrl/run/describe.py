@@ -80,7 +80,7 @@ def model_of(prepared: Prepared) -> str:
     config, model = prepared.config, prepared.model
     start = "" if config.lora.path is None else f", from {config.lora.path}"
     return (
-        f"{config.model.path} ({model.family}, {model.dtype}, {config.rollout.resolution} px), "
+        f"{config.model.path} ({model.family}, {model.dtype}, {prepared.sizes_in_words}), "
         f"LoRA of rank {config.lora.rank}{start}, by {prepared.algorithm.name}"
     )
 

@@ -156,7 +156,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
     with listening(stop, config.time_limit):
         async with open_cluster(prepared, directory.logs) as groups, serving(config, groups) as servers:
             memory = await compare_devices(config, groups, tools.check_devices)
-            told = asyncio.create_task(say_memory(tools.foretell_memory, config, memory))
+            told = asyncio.create_task(say_memory(tools.foretell_memory, prepared.at_largest, memory))
             display.phase("loading the models")
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             transport = await choose_transport(config, groups[TRAINER].workers[0])

@@ -15,8 +15,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
-from async_flowrl.controller.trainer import MAX_GROUPS_PER_CALL, TrainerGroup
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.run.nodes import OUR_CODE, look_at_nodes
 from async_flowrl.run.prepare import Prepared, doubts_of
@@ -124,7 +125,8 @@ def describe_run(prepared: Prepared) -> str:
         f"{config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
-        f"at most {stored_bytes(config, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
+        f"images of {prepared.sizes_in_words}",
+        f"at most {stored_bytes(prepared.at_largest, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
         *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
     ]
@@ -177,7 +179,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         placement=config.placement,
         start_deadline=config.deadlines.load,
         log_dir=logs,
-        store_bytes=stored_bytes(config, prepared.shapes),
+        store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),
     )
     with ExitStack() as last:
         async with refusals(), pooled as groups:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
@@ -20,6 +21,9 @@ from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.types import Resolution
+
+SIZES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,23 @@ class Prepared:
     algorithm: Algorithm
     requests: RequestBuilder
     shapes: Shapes
+    """Of the largest images."""
     data: Data
+    sizes: tuple[Resolution, ...]
+    """That images can have, in the order of their pixels."""
+
+    @property
+    def sizes_in_words(self) -> str:
+        """All of them where they are few, otherwise how many there are, and the smallest and largest."""
+        sizes = [in_words(size) for size in self.sizes]
+        if len(sizes) > SIZES_SHOWN:
+            return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
+        return f"{', '.join(sizes)} px"
+
+    @property
+    def at_largest(self) -> Config:
+        """The configuration with the largest images alone, for what is planned from the configuration."""
+        return at_size(self.config, self.sizes[-1])
 
 
 def prepare(config: Config) -> Prepared:
@@ -57,7 +77,8 @@ def prepare(config: Config) -> Prepared:
         for prompts in (data.train, data.evaluation):
             if prompts.special:
                 check_prompts_of(model, prompts)
-        shapes = shapes_of(model, config.rollout.resolution)
+        sizes = allowed_sizes(model, config, data)
+        shapes = shapes_of(model, sizes[-1])
         check_lora_targets(model, config.lora)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
@@ -68,7 +89,34 @@ def prepare(config: Config) -> Prepared:
         data.train.weights,
         baseline=baseline_sampling(config, model.family),
     )
-    return Prepared(config, model, algorithm, requests, shapes, data)
+    return Prepared(config, model, algorithm, requests, shapes, data, sizes)
+
+
+def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
+    """Every size that an image of the run can have, smallest first. Raises ValueError for one that the model cannot
+    make, naming the key or the prompt's place."""
+    both = (data.train, data.evaluation)
+    where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
+    if not all(prompts.all_sized for prompts in both):
+        key = "rollout.resolutions: " if config.rollout.resolutions else ""
+        where |= dict.fromkeys(configured(config.rollout), key)
+    if config.rollout.engine == "vllm_omni" and (len(where) > 1 or not isinstance(next(iter(where)), int)):
+        raise ValueError(
+            "rollout.engine=vllm_omni makes square images of one size, got "
+            f"{', '.join(in_words(size) for size in where)} px: use rollout.engine=diffusers"
+        )
+    if config.rollout.tickets_per_batch > 1 and len(where) > 1:
+        raise ValueError(
+            f"rollout.tickets_per_batch={config.rollout.tickets_per_batch} puts images of several prompts into one "
+            f"batch, which has one size, got {', '.join(in_words(size) for size in where)} px: set it to 1, or one size"
+        )
+    for size, place in where.items():
+        try:
+            shapes_of(model, size)
+        except ValueError as error:
+            # A family's files may be what is wrong, wherever the size comes from.
+            raise ValueError(f"{place if str(error).startswith('resolution') else ''}{error}") from error
+    return tuple(sorted(where, key=lambda size: (pixels(size), height_width(size))))
 
 
 def check_tickets_per_batch(config: Config) -> None:
@@ -100,8 +148,8 @@ def with_limits(config: Config, prompts: int) -> Config:
 
 def doubts_of(prepared: Prepared) -> list[str]:
     """Warnings, a sentence each, of what a run can do but its user may not mean."""
-    model, resolution = prepared.model, prepared.config.rollout.resolution
-    never_checked = unchecked(model.family, model.path, model.revision, resolution=resolution)
+    model = prepared.model
+    never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
     sentences = ends_before_its_epochs(prepared), never_checked, *too_slow(prepared.config)
     return [sentence for sentence in sentences if sentence is not None]
 

@@ -6,6 +6,7 @@ Everything here is known before a process starts.
 import math
 
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
+from async_flowrl.config.resolution import parse_resolution, pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
@@ -69,7 +70,7 @@ def _divides(whole: str, count: int, part: str, size: int) -> None:
 
 
 def ticket_bytes(config: Config, shapes: Shapes) -> int:
-    """Bytes of one ticket in the object store, for a prompt of usual length.
+    """Bytes of one ticket in the object store, for a prompt of usual length and images of `rollout.resolution`.
 
     It holds images, latents at every recorded point, log-probs and the prompt's conditioning.
     """
@@ -78,7 +79,8 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
     recorded, log_probs = (steps + 1 if whole else 2 * steps), steps
     if trains_on_final_images(config.algorithm):
         recorded, log_probs = 1, 0
-    image = 3 * config.rollout.resolution**2 + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
+    colours = 3 * pixels(parse_resolution(config.rollout.resolution))
+    image = colours + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
     text = sum(math.prod(shape) for shape in shapes.conditioning.values())
     return config.images_per_ticket * image + _FLOAT_BYTES * text
 

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config.resolution import configured, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import EVALUATION, Ticket
-from async_flowrl.types import Prompt, RolloutRequest, Sampling
+from async_flowrl.types import Prompt, Resolution, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,18 @@ class RequestBuilder:
         choice = self.curriculum.choice(step)
         return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
+    def resolution(self, ticket: Ticket) -> Resolution:
+        """Of all images of the ticket's group: its prompt's own, or the one that the group draws."""
+        if (own := self.prompt(ticket).resolution) is not None:
+            return own
+        if ticket.kind == EVALUATION:
+            return evaluation_resolution(self.config, ticket.group)
+        return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
+
+    def sampling(self, ticket: Ticket) -> Sampling:
+        """How the images of a training ticket are sampled; the trainer must be told the same."""
+        return sampling(self.config, self.resolution(ticket))
+
     def request(self, ticket: Ticket) -> RolloutRequest:
         return self._evaluation(ticket) if ticket.kind == EVALUATION else self._train(ticket)
 
@@ -109,13 +122,14 @@ class RequestBuilder:
             noise_seeds=tuple(self.image_seed("noise", ticket.step, ticket.group, image) for image in images),
             noise_steps=window.noise_steps,
             train_steps=window.train_steps,
-            sampling=sampling(config),
+            sampling=self.sampling(ticket),
         )
 
     def _evaluation(self, ticket: Ticket) -> RolloutRequest:
         config = self.config
         images = tuple(range(config.evaluate.images_per_prompt))
         seeds = tuple(derive(config.evaluate.seed, "evaluation", ticket.group, image) for image in images)
+        how = self.baseline if ticket.baseline and self.baseline else evaluation_sampling(config)
         return RolloutRequest(
             kind=ticket.kind,
             ordinal=ticket.ordinal,
@@ -128,8 +142,19 @@ class RequestBuilder:
             noise_seeds=seeds,
             noise_steps=(),
             train_steps=(),
-            sampling=self.baseline if ticket.baseline and self.baseline else evaluation_sampling(config),
+            sampling=replace(how, resolution=self.resolution(ticket)),
         )
+
+
+def drawn_resolution(config: Config, seed: int, *names: int | str) -> Resolution:
+    """One of `rollout.resolutions`, all equally likely, or `rollout.resolution` where they are none."""
+    sizes = configured(config.rollout)
+    return sizes[derive(seed, "resolution", *names) % len(sizes)]
+
+
+def evaluation_resolution(config: Config, place: int) -> Resolution:
+    """Of an evaluation's prompt that brings no size, by its place: the same in every evaluation."""
+    return drawn_resolution(config, config.evaluate.seed, EVALUATION, place)
 
 
 def evaluation_sampling(config: Config) -> Sampling:
@@ -138,11 +163,11 @@ def evaluation_sampling(config: Config) -> Sampling:
     return replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
 
 
-def sampling(config: Config) -> Sampling:
-    """How training images are sampled; the trainer uses the same guidance."""
+def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
+    """How training images are sampled; the trainer uses the same guidance. None: at `rollout.resolution`."""
     rollout = config.rollout
     return Sampling(
-        resolution=rollout.resolution,
+        resolution=parse_resolution(rollout.resolution) if resolution is None else resolution,
         num_inference_steps=rollout.num_inference_steps,
         true_cfg_scale=rollout.true_cfg_scale,
         guidance_scale=rollout.guidance_scale,

@@ -54,6 +54,8 @@ class TicketTable:
         self._evaluation: dict[int, Ticket] = {}
         self._pending: dict[tuple[str, int], list[int]] = defaultdict(list)
         """Heaps of ordinals by (kind, version): an index of the PENDING tickets, stale entries dropped when seen."""
+        self._ready: dict[int, set[int]] = defaultdict(set)
+        """Groups by step of which every ticket is READY: an index, as `_pending` is."""
         self._issued_steps = first_step
         self._next_evaluation = 0
 
@@ -196,8 +198,12 @@ class TicketTable:
         tickets = self.group(step, group)
         return bool(tickets) and all(t.state is State.READY for t in tickets)
 
+    def ready_groups(self, step: int) -> list[int]:
+        """The ready groups of a step that were not handed over yet, by rising number."""
+        return sorted(self._ready.get(step, ()))
+
     def hand_over(self, step: int, group: int) -> list[Ticket]:
-        """Gives a ready group to the trainer, in order; refuses anything too old or made by unknown weights."""
+        """Gives a ready group to the trainer; refuses anything too old or made by unknown weights."""
         if step != self.step:
             raise Refused(f"step {step} asked for its samples, but step {self.step} is due")
         tickets = self.group(step, group)
@@ -227,6 +233,7 @@ class TicketTable:
             self.finished[ticket.state] += 1
             del self._tickets[ticket.ordinal]
         self.step = step + 1
+        self._ready.pop(step, None)
         for key in [key for key in self._pending if key[0] == TRAIN and key[1] < self.shape.version_for(self.step)]:
             del self._pending[key]
         return done
@@ -294,6 +301,13 @@ class TicketTable:
 
     def _move(self, ticket: Ticket, state: State) -> None:
         ticket.state = state
+        if ticket.kind == TRAIN:
+            ready = self._ready[ticket.step]
+            # Of a group that is handed over, or of which a ticket is made again, the first that leaves takes it out.
+            if state is State.READY and self.ready(ticket.step, ticket.group):
+                ready.add(ticket.group)
+            elif state is not State.READY:
+                ready.discard(ticket.group)
         if state is State.PENDING:
             heapq.heappush(self._pending[ticket.kind, ticket.version], ticket.ordinal)
         self._on_change(ticket)

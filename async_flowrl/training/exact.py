@@ -50,6 +50,11 @@ class Account:
         marks = (self.marks + mark) % (1 << _DIGIT_BITS * _MARK_DIGITS)
         return Account(self.count + 1, marks, self.magnitude + magnitude(largest))
 
+    def joined(self, other: "Account") -> "Account":
+        """The contributions of both."""
+        marks = (self.marks + other.marks) % (1 << _DIGIT_BITS * _MARK_DIGITS)
+        return Account(self.count + other.count, marks, self.magnitude + other.magnitude)
+
     def holds(self, planned: "Account") -> bool:
         """Whether exactly the planned contributions are in it, each once."""
         return (self.count, self.marks) == (planned.count, planned.marks)

@@ -13,20 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
+from async_flowrl.training.parts import Place
 
 WHOLE_SHARE = 0.6
 """trainer.shard=auto: largest share of a GPU's memory that the base may take where every rank holds all of it."""
 
 
 @dataclass(frozen=True)
-class World:
+class World(Place):
     """This rank's place among the trainer ranks; alone where no process group was joined."""
 
-    rank: int = 0
-    size: int = 1
     joined: bool = False
-    per_replica: int = 1
-    """Ranks that hold one copy of the base between them; they gather its blocks together."""
 
     @classmethod
     def current(cls) -> "World":
@@ -39,12 +36,6 @@ class World:
         """Sums `values` over the ranks, in place; all ranks end up with the same bits."""
         if self.size > 1:
             dist.all_reduce(values)
-
-    @property
-    def replica(self) -> range:
-        """The ranks of this rank's replica."""
-        start = self.rank - self.rank % self.per_replica
-        return range(start, start + self.per_replica)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """`values` of every rank, in rank order."""
@@ -140,10 +131,13 @@ def prefetch(policy: Policy, ahead: int) -> None:
             getattr(block, f"set_modules_to_{name}_prefetch")(order[place + 1 : place + 1 + ahead])
 
 
-def checkpoint_blocks(policy: Policy) -> None:
-    """Each block recomputes its activations in the backward pass: same weights, less memory, about a third more time.
+def checkpoint_blocks(policy: Policy, how: str) -> None:
+    """Blocks recompute their activations in the backward pass, by `trainer.gradient_checkpointing`: every n-th, or all.
 
-    Wraps `forward` itself, not the module, so that names stay and FSDP's hooks run once. Call before `shard`.
+    Same weights, less memory, about a third more time for those blocks. Wraps `forward` itself, not the module, so that
+    names stay and FSDP's hooks run once. Call before `shard`.
     """
-    for block in policy.blocks:
+    if how == "none":
+        return
+    for block in policy.blocks[:: 1 if how == "full" else int(how.removeprefix("every_"))]:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from async_flowrl.training.messages import GroupStats, PartStats, UpdateStats
+from async_flowrl.training.messages import GAP, GroupStats, PartStats, UpdateStats
 
 _NAMES = {"ratio": "ratio/mean"}
 """Names in metrics.jsonl that differ from those of the algorithms."""
@@ -21,9 +21,19 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
     parts = sorted((part for stats in ranks for part in stats.parts), key=lambda part: (part.group, part.part))
     if not parts:
         return first
+    parts = _probed_once(parts)
     metrics = {**_means(parts, first.rows), **first.metrics}
     metrics |= signal_to_noise([part.squared / first.rows**2 for part in parts], metrics["grad_norm"])
     return replace(first, metrics=metrics, kept=_kept(parts), groups=_groups(parts), parts=tuple(parts))
+
+
+def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
+    """Only the lowest group's probe counts: which others were probed depends on the order in which groups came."""
+    lowest = min(part.group for part in parts)
+    return [
+        part if part.group == lowest else replace(part, sums={n: v for n, v in part.sums.items() if n != GAP})
+        for part in parts
+    ]
 
 
 def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:

@@ -1,9 +1,12 @@
 """Messages between the controller and a trainer rank. Small, frozen, picklable; no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from async_flowrl.types import Sampling, Span, Wording
+from async_flowrl.types import Sampling, Span, Trajectory, Wording
+
+GAP = "behaviour_gap"
+"""A number of the probed part alone: what two engines disagree by."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +20,21 @@ class StepPlan:
     probe: bool = True
     """Recompute one micro-batch under the weights that sampled it, to compare its log-probs with the rollout's."""
 
+    def probes(self, records: str) -> bool:
+        """Whether that is done in this optimizer step of an algorithm that trains on such records."""
+        return self.probe and self.update == 0 and records == "transitions"
+
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """One prompt group as it is handed over; its tickets' trajectories travel beside it, in ticket order."""
+    """One prompt group as it is handed over; its tickets' trajectories travel beside it, in ticket order.
+
+    A rank gets those of them that hold the images it trains."""
 
     group: int
     """Index in the step; it names the group in errors and statistics."""
     tickets: int
-    """How many of the trajectories passed along are this group's."""
+    """How many tickets it was made in."""
     version: int
     """Policy version that sampled it."""
     age: int
@@ -50,11 +59,20 @@ class TrainRequest:
 
     step: int
     metas: tuple[GroupMeta, ...]
-    """Groups to train on, in order; their trajectories travel beside the request, in ticket order."""
+    """Groups to train on, by rising number; their trajectories travel beside the request, in ticket order."""
     begins: StepPlan | None = None
     """Set on the first request of a step: it begins the optimizer step."""
     finishes: bool = False
     """True for the last one: it ends the optimizer step."""
+    tickets: tuple[tuple[int, ...], ...] = ()
+    """Of each group, the tickets whose trajectories came along, by their place in it; empty: all of every group."""
+    planned: tuple[tuple[int, int], ...] | None = None
+    """With `finishes`: number and parts of every group that all ranks have trained; None: what this one was given."""
+    probe: GroupMeta | None = None
+    """With `finishes`: the lowest of these groups, on which every rank measures the step; the trajectories of the first
+    part come along after the others. None: a rank that trains alone measures on the lowest it was given."""
+    probe_tickets: tuple[int, ...] = ()
+    """The tickets of `probe` that came along."""
 
     def split(self) -> "list[TrainRequest]":
         """The same, group by group."""
@@ -94,6 +112,23 @@ class PartStats:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """Trajectories that a rank was given, and their bytes."""
+
+    tickets: int = 0
+    bytes: int = 0
+
+    def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
+        return Fetched(self.tickets + len(trajectories), self.bytes + sum(map(nbytes, trajectories)))
+
+
+def nbytes(trajectory: Trajectory) -> int:
+    """Bytes of a trajectory's arrays."""
+    arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
+    return sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True)
 class UpdateStats:
     """What one optimizer step did; of a rank, equal on all but for `parts` and `spans`, until they are merged."""
 
@@ -112,6 +147,10 @@ class UpdateStats:
     """The plan's."""
     overflow: int | None = None
     """The sum could have left its range with this exponent: nothing was changed, and the step is to be begun again."""
+    measures_next: bool = True
+    """Whether the next optimizer step is measured, for which several ranks need `TrainRequest.probe`."""
+    fetched: Fetched = Fetched()
+    """What this rank was given for this optimizer step."""
 
 
 def arrived(*payloads: object) -> None:

@@ -21,19 +21,26 @@ class Group:
     The host makes them and waits for none of their copies.
     """
 
-    def __init__(self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device) -> None:
-        if len(tickets) != meta.tickets or not tickets:
-            raise ValueError(f"group {meta.group} has {meta.tickets} tickets, got {len(tickets)} trajectories")
+    def __init__(
+        self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device, held: Sequence[int] | None = None
+    ) -> None:
+        """`held`: which of the group's tickets these are, by their place in it; None for all of them."""
+        wanted = range(meta.tickets) if held is None else held
+        if len(tickets) != len(wanted) or not tickets:
+            raise ValueError(f"group {meta.group} has {len(wanted)} tickets, got {len(tickets)} trajectories")
         first = tickets[0]
         for other in tickets[1:]:
             if not _agree(first, other):
                 raise ValueError(f"the tickets of group {meta.group} differ in schedule, window or conditioning")
         images = sum(len(t.latents) for t in tickets)
-        if not images == len(meta.advantages) == len(meta.seeds):
+        if not images * meta.tickets == len(meta.advantages) * len(wanted) == len(meta.seeds) * len(wanted):
             raise ValueError(
-                f"group {meta.group} has {images} images, {len(meta.advantages)} advantages and {len(meta.seeds)} seeds"
+                f"group {meta.group} has {images} images in {len(wanted)} of {meta.tickets} tickets, "
+                f"{len(meta.advantages)} advantages and {len(meta.seeds)} seeds"
             )
-        self.meta, self._tickets, self._device = meta, tickets, device
+        self.meta, self._device = meta, device
+        self._per_ticket = len(meta.advantages) // meta.tickets
+        self._tickets = dict(zip(wanted, tickets, strict=True))
         self.train_steps = first.train_steps
         self.conditioning = to_device(first.conditioning, device)
         self._levels = torch.tensor(first.sigmas, dtype=torch.float32)
@@ -64,14 +71,10 @@ class Group:
 
     def _locate(self, chosen: Sequence[int]) -> Iterator[tuple[Trajectory, int]]:
         for image in chosen:
-            left = image
-            for ticket in self._tickets:
-                if left < len(ticket.latents):
-                    yield ticket, left
-                    break
-                left -= len(ticket.latents)
-            else:
-                raise ValueError(f"group {self.meta.group} has no image {image}")
+            place, row = divmod(image, self._per_ticket)
+            if place not in self._tickets or row >= len(self._tickets[place].latents):
+                raise ValueError(f"group {self.meta.group} has no image {image} among its tickets {[*self._tickets]}")
+            yield self._tickets[place], row
 
     def _micro_batch(
         self, records: str, chosen: Sequence[int], columns: range, *, latents: Tensor, log_probs: Tensor

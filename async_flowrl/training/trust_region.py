@@ -48,7 +48,7 @@ class Probe:
 class TrustRegion:
     """Measures and bounds each optimizer step; every rank measures the same rows, so all find the same numbers.
 
-    The first `algorithm.kl_probe_images` images (a micro-batch at most) of the first trained group are measured at
+    The first `algorithm.kl_probe_images` images (a micro-batch at most) of the lowest trained group are measured at
     every denoising step but the last: those of the window at the recorded latents, the others as if they had noise,
     too, at latents noised anew from the clean image that the last trained step predicts. The steps share their weights,
     so an update that moves the trained ones little can ruin the rest.
@@ -64,10 +64,14 @@ class TrustRegion:
     def begin(self) -> None:
         self._kept, self._probes = None, []
 
+    @property
+    def due(self) -> bool:
+        """Whether the next optimizer step is to be measured."""
+        return self._images > 0 and (self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY == 0)
+
     def remember(self, group: Group, batches: list[MicroBatch]) -> None:
-        """Keeps the first images of the first group that is trained, where this step is measured."""
-        due = self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY == 0
-        if due and batches and self._images and self._kept is None:
+        """Keeps the first images of the group, where this step is measured; what was kept before is let go."""
+        if batches:
             by_step = [batch for whole in batches for batch in _by_step(whole, self._images)]
             self._kept = group, by_step[: len(group.train_steps)]
 

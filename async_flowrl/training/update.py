@@ -17,16 +17,13 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
-from async_flowrl.training.messages import GroupMeta, PartStats, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import GAP, Fetched, GroupMeta, PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
 from async_flowrl.training.parts import Part, cut, parts_of
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.training.update_metrics import PartSums, UpdateMetrics, on_host
+from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
-
-SQUARED, GRADIENT = "gradient, squared", "gradient"
-"""Numbers of a part beside what its loss reported: its gradient's squared norm, and its largest magnitude."""
 
 
 class NonFiniteError(RuntimeError):
@@ -43,9 +40,9 @@ class Update:
         self._sum = ExactSum(len(inputs.parameters.gradients), inputs.device)
         self._planned = Account()
         """What all ranks together are to add."""
-        self._first: int | None = None
-        """The first group of the step: on it, every rank measures how far the step goes."""
-        self._probing = False
+        self._lowest: int | None = None
+        """The lowest group until now, whose first part is the one to probe."""
+        self._fetched = Fetched()
         self._step: int | None = None
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
@@ -69,7 +66,8 @@ class Update:
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
         measured = UpdateMetrics()
-        for group, parts in self._mine(request.metas, trajectories):
+        self._fetched = self._fetched.plus(trajectories)
+        for group, parts in self._mine(request.metas, trajectories, request.tickets):
             for part in parts:
                 self._passes.remember_proximal(group, part, measured)
         self._before.extend(measured.spans)
@@ -85,35 +83,69 @@ class Update:
             self._profiler.start(step)
         self._inputs.parameters.gradients.zero_()
         self._sum.begin()
-        self._planned, self._first = Account(), None
-        self._probing = plan.probe and plan.update == 0 and self._inputs.algorithm.records == "transitions"
+        self._planned, self._lowest = Account(), None
         self._region.begin()
 
-    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
+    def accumulate(
+        self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Adds the gradients of this rank's parts of the groups; each group's tickets stand together in `trajectories`.
 
-        Raises NonFiniteError naming step and group, and ValueError where a group does not fit the run.
+        `tickets`: which of each group's they are, where not all of them came along. Raises NonFiniteError naming step
+        and group, and ValueError where a group does not fit the run.
         """
         if self._step is None:
             raise RuntimeError("accumulate was called before begin")
         if self._plan.rows <= 0:
             raise ValueError(f"step {self._step} has groups to train on, but its plan counts {self._plan.rows} rows")
-        for group, parts in self._mine(metas, trajectories):
-            self._train(group, parts, self._step)
-        for meta in metas:
-            for part in range(len(cut(meta.selected, self._inputs.config.trainer.micro_batch_size))):
-                self._planned = self._planned.plus(mark_of(self._step, self._plan.update, meta.group, part))
+        self._fetched = self._fetched.plus(trajectories)
+        samples = self._inputs.config.trainer.micro_batch_size
+        probed = self._lower_than_all_before(metas)
+        probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
+        for group, parts in self._mine(metas, trajectories, tickets):
+            if group.meta.group == probed and self._inputs.world.size == 1:
+                self._remember(group)
+            self._train(group, parts, self._step, probing=probing)
+            probing = False
+        counted = [(meta.group, len(cut(meta.selected, samples))) for meta in metas]
+        self._planned = self._planned.joined(self._account_of(self._step, counted))
 
-    def finish(self) -> UpdateStats:
+    def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
+        """The lowest group of a call, unless a lower one came before in this optimizer step."""
+        groups = [meta.group for meta in metas if meta.selected]
+        if not groups or (self._lowest is not None and self._lowest < min(groups)):
+            return None
+        self._lowest = min(groups)
+        return self._lowest
+
+    def _remember(self, group: Group) -> None:
+        if self._region.due:
+            self._region.remember(group, self._passes.batches(group, Part(0, 0)))
+
+    def _account_of(self, step: int, groups: Sequence[tuple[int, int]]) -> Account:
+        """Of every part of the groups, given as number and parts, without their magnitudes."""
+        account = Account()
+        for group, parts in groups:
+            for part in range(parts):
+                account = account.plus(mark_of(step, self._plan.update, group, part))
+        return account
+
+    def finish(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats:
         """Sums gradients over the ranks, clips and steps; without a group to train on the weights stay as they are.
 
         (Adam's momentum would move them.) Nor do they change where the sum could have left its range; then the step is
-        to be begun again. Raises NonFiniteError, before anything changed.
+        to be begun again. `trajectories`: those of the request's probe. Raises NonFiniteError, before anything changed.
         """
         if self._step is None:
             raise RuntimeError("finish was called before begin")
         step, self._step = self._step, None
-        stats = self._optimize(step)
+        if request.planned is not None:
+            self._planned = self._account_of(step, request.planned)
+        if request.probe is not None:
+            self._fetched = self._fetched.plus(trajectories)
+            self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
+        stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
+        self._fetched = Fetched()
         if stats.overflow is None and self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
             self._passes.forget_proximal()
             self._profiler.stop()
@@ -165,30 +197,23 @@ class Update:
         return {**taken, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
 
     def _mine(
-        self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory]
+        self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]
     ) -> Iterator[tuple[Group, list[Part]]]:
-        """This rank's parts by group; the first group of a step is probed on every rank."""
-        expected = sum(meta.tickets for meta in metas)
-        if expected != len(trajectories):
-            raise ValueError(f"{len(metas)} groups have {expected} tickets, got {len(trajectories)} trajectories")
+        """This rank's parts by group."""
+        held = tickets or [range(meta.tickets) for meta in metas]
+        if sum(map(len, held)) != len(trajectories):
+            raise ValueError(
+                f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
+            )
         parts = parts_of(metas, self._inputs.world, self._inputs.config.trainer.micro_batch_size)
-        starts = list(accumulate((meta.tickets for meta in metas), initial=0))
-
-        def group_at(place: int) -> Group:
-            tickets = trajectories[starts[place] : starts[place + 1]]
-            return Group(metas[place], tickets, device=self._inputs.device)
-
-        trained = [place for place, meta in enumerate(metas) if meta.selected]
-        if trained and self._step is not None and self._first is None:
-            first = group_at(trained[0])
-            self._first = first.meta.group
-            self._region.remember(first, self._passes.batches(first, Part(trained[0], 0)))
+        starts = list(accumulate(map(len, held), initial=0))
         for place, of_group in groupby(parts, key=lambda part: part.group):
-            yield group_at(place), list(of_group)
+            own = trajectories[starts[place] : starts[place + 1]]
+            yield Group(metas[place], own, device=self._inputs.device, held=held[place]), list(of_group)
 
-    def _train(self, group: Group, parts: Sequence[Part], step: int) -> None:
+    def _train(self, group: Group, parts: Sequence[Part], step: int, *, probing: bool) -> None:
         """Computes parts of one group and adds the gradient of those that count; one wait for the device."""
-        sums = [self._contribution(group, part) for part in parts]
+        sums = [self._contribution(group, part, probing=probing and index == 0) for index, part in enumerate(parts)]
         found = on_host([of_part for of_part in sums if of_part is not None])
         counted = [part for part in parts if part.counts]
         for part, of_part, values in zip(counted, [of_part for of_part in sums if of_part], found, strict=True):
@@ -198,15 +223,17 @@ class Update:
                     raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
             self._book(group, part, values, of_part.rows, step)
 
-    def _contribution(self, group: Group, part: Part) -> PartSums | None:
-        """Adds the gradient of one part to the sum; None, and nothing added, where the part does not count."""
+    def _contribution(self, group: Group, part: Part, *, probing: bool) -> PartSums | None:
+        """Adds the gradient of one part to the sum; None, and nothing added, where the part does not count.
+
+        `probing`: every rank of the replica does so at once; what the lowest group's first part finds is reported.
+        """
         inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
         batches = passes.batches(group, part)
-        probing, self._probing = self._probing, False
         frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
         sums, gap = PartSums(), None
         for index, batch in enumerate(batches):
-            shape = len(batch.sigma), tuple(value.shape for value in group.conditioning.values())
+            shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
             with self._meter.measure(shape):
                 with measured.span("forward"):
                     output, behaviour = passes.train(group, index, batch, frozen)
@@ -220,8 +247,8 @@ class Update:
         if not part.counts:
             gradients.zero_()
             return None
-        if group.meta.group == self._first and part.part == 0:
-            sums.set_mean("behaviour_gap", gap)
+        if probing and part.part == 0 and group.meta.group == self._lowest:
+            sums.set_mean(GAP, gap)
         sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
         sums.set(GRADIENT, self._sum.add(gradients))
         return sums

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import LossOutput
-from async_flowrl.training.messages import PartStats
+from async_flowrl.training.messages import GAP, PartStats
 from async_flowrl.types import Span
+
+LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
+"""Numbers of a part beside what it reported: its loss, its gradient's squared norm and largest magnitude."""
+_OWN = (LOSS, SQUARED, GRADIENT, GAP)
 
 
 class UpdateMetrics:
@@ -37,7 +41,12 @@ class PartSums:
 
     def add(self, output: LossOutput) -> None:
         self.rows += len(output.loss)
-        rows: Mapping[str, Tensor] = {**output.metrics, "loss": output.loss.detach()}
+        if taken := [name for name in output.metrics if name in _OWN]:
+            raise ValueError(
+                f"the algorithm reports a metric named {taken[0]!r}, which the trainer itself reports: give it another "
+                f"name than {', '.join(map(repr, _OWN))}"
+            )
+        rows: Mapping[str, Tensor] = {**output.metrics, LOSS: output.loss.detach()}
         for name, values in rows.items():
             if values.shape != output.loss.shape:
                 raise ValueError(

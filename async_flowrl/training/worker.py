@@ -14,6 +14,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
+from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
@@ -96,8 +97,9 @@ class TrainerWorker:
         parts = "structure" if self.world.joined else "transformer"
         policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
-        sigmas = policy.sigmas(config.rollout.num_inference_steps, config.rollout.resolution)
-        check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
+        for resolution in configured(config.rollout):
+            sigmas = policy.sigmas(config.rollout.num_inference_steps, resolution)
+            check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
         size = sum(parameter.nbytes for parameter in base.values())
@@ -107,8 +109,7 @@ class TrainerWorker:
             load_warm_start(policy.transformer, config.lora, policy)
         adapter = lora_parameters(policy.transformer)
         self.parameters = FlatParameters(adapter, self.device)
-        if trainer.gradient_checkpointing:
-            checkpoint_blocks(policy)
+        checkpoint_blocks(policy, trainer.gradient_checkpointing)
         if trainer.compile:
             compile_blocks(policy)
         layout = self._place(policy, set(adapter.values()), size)
@@ -164,12 +165,13 @@ class TrainerWorker:
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
+        groups = len(trajectories) - len(request.probe_tickets)
         if request.metas:
-            self.update.accumulate(request.metas, *trajectories)
-        return self._finish() if request.finishes else None
+            self.update.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
+        return self._finish(request, *trajectories[groups:]) if request.finishes else None
 
-    def _finish(self) -> UpdateStats:
-        stats = self.update.finish()
+    def _finish(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats:
+        stats = self.update.finish(request, *trajectories)
         if stats.overflow is not None:
             return stats
         debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)

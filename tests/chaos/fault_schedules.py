@@ -21,7 +21,7 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, ToyPool
-from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_order, check_watermarks
+from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
 HORIZON_SECONDS = 3000.0
@@ -202,7 +202,7 @@ def check_success(run: ToyRun, config: Config) -> None:
     k, every = config.max_staleness, config.evaluate.every
     assert run.digest == undisturbed(k)
     check_bound(run, k)
-    check_order(run)
+    check_once(run)
     check_watermarks(run)
     check_evaluation(run, list(range(every, STEPS + 1, every)) if every else [])
     assert sum(run.table.counts().values()) == run.table.issued

@@ -38,7 +38,7 @@ SETTINGS = {
     "float32": (),
     "checkpointed, guided, averaged, encoder offloaded": (
         "model.dtype=bfloat16",
-        "trainer.gradient_checkpointing=true",
+        "trainer.gradient_checkpointing=full",
         "trainer.micro_batch_size=4",
         "rollout.true_cfg_scale=4.0",
         "trainer.ema_decay=0.9",

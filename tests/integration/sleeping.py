@@ -46,10 +46,15 @@ class SleepingReward(ToyReward):
 
 
 class SleepingTrainer(ToyTrainer):
-    def accumulate(self, metas: Any, *trajectories: Any) -> None:
+    """Of several ranks each has what it trained alone: only the times matter here."""
+
+    def accumulate(self, metas: Any, *trajectories: Any, **tickets: Any) -> None:
         for meta in metas:
-            time.sleep(GROUP.draw(f"update/{self.step}/{meta.group}") / self.config.trainer.num_workers)
-        super().accumulate(metas, *trajectories)
+            time.sleep(GROUP.draw(f"update/{self.step}/{meta.group}"))
+        super().accumulate(metas, *trajectories, **tickets)
+
+    def finish(self, request: Any = None) -> Any:
+        return super().finish()
 
 
 class MetricsOnly:

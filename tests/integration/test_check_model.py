@@ -15,7 +15,7 @@ from tests.support.families import NAMES
 
 SHORT = ["--max-sequence-length", "24", "--steps", "4"]
 SD3 = ["tiny", "--tiny-family", "sd3", *SHORT]
-SANA = ["tiny", "--tiny-family", "tests.support.sana:tiny_pipeline", "--steps", "3", "--max-sequence-length", "16"]
+SANA = ["tiny", "--tiny-family", "sana", "--steps", "3", "--max-sequence-length", "16"]
 HEAD = """
 from async_flowrl.policies.sd3 import SD3Family, SD3Policy
 
@@ -125,7 +125,7 @@ def test_a_wrong_family_is_caught_at_the_step_that_differs(
 
 def test_an_instruction_that_the_stock_pipeline_adds_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """SANA's does; a family that leaves it out trains happily, and its latents are others."""
-    assert main([*SANA, "--family", "tests.support.sana:SanaFamily"]) == 0
+    assert main([*SANA, "--family", "sana"]) == 0
     capsys.readouterr()
     assert main([*SANA, "--family", "tests.support.sana:BareFamily"]) == 1
     assert "prompt embeddings is the first step that differs: " in (printed := capsys.readouterr().out)

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import ROOT, Run, train_here_on_ray
 
 COMPILED = ("trainer.compile=true", "rollout.compile=true")
-TEN = ("total_steps=10", "trainer.gradient_checkpointing=true")
+TEN = ("total_steps=10", "trainer.gradient_checkpointing=full")
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_images_of_the_last_evaluation_that_cannot_be_made_cost_only_that_evalua
 def test_a_picture_that_cannot_be_drawn_costs_only_that_picture(
     down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "_shown", lambda image, side: image)
+    monkeypatch.setattr(images, "within", lambda image, side: image)
     run = train(tmp_path / "run", "one_step_off", *JUDGE, "total_steps=2", code=exit_codes.INCOMPLETE)
     (failed,) = run.summary["failed"]
     assert failed.startswith("picture of the evaluation of version 2: ")

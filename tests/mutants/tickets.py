@@ -5,9 +5,11 @@ from typing import Any
 
 from async_flowrl.tickets.table import EVALUATION, FINAL, TRAIN, State
 from tests.mutants.mutation import Fault, Mutant, after, before
+from tests.support.toy_models import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
 DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
+HANDED = "async_flowrl.controller.handed"
 SCORING = "async_flowrl.controller.scoring"
 EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
@@ -93,20 +95,10 @@ GATE = (
 )
 
 
-def in_completion_order(handed: Any) -> Any:
-    async def fault(trainer: Any, ctx: Any, step: int, per_update: int) -> Any:
-        left = list(range(ctx.config.prompts_per_step))
-        while left:
-            await ctx.ready.until(lambda: any(ctx.table.ready(step, group) for group in left))
-            first = next(group for group in left if ctx.table.ready(step, group))
-            left.remove(first)
-            yield trainer._hand_over(ctx, step, [first])
-
-    return fault
-
-
 def trained_twice(train: Any) -> Any:
-    return lambda trainer, ctx, step, groups, **options: train(trainer, ctx, step, [*groups, *groups], **options)
+    return lambda trainer, ctx, step, groups, *rest, **options: train(
+        trainer, ctx, step, [*groups, *groups], *rest, **options
+    )
 
 
 def call_running(table: Any, ticket: Any, **result: Any) -> None:
@@ -121,15 +113,22 @@ def call_scored(table: Any, step: int) -> None:
 
 ORDER = (
     Mutant(
-        "the trainer takes groups in completion order",
-        {f"{TRAINER}:TrainerGroup._handed": in_completion_order},
-        f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
+        "a group that is ready is not seen until the next one is",
+        {f"{TICKETS}:TicketTable.ready_groups": lambda ready: lambda table, step: ready(table, step)[:-1]},
+        f"{LOOP}:test_every_group_is_trained_once_in_its_own_step",
         arguments={"mode": "stream"},
+        raises=HANGS,
+    ),
+    Mutant(
+        "gradients are added as floats",
+        {"tests.support.toy_models:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
+        f"{LOOP}:test_groups_are_trained_in_whatever_order_they_get_ready",
+        arguments={"k": 1},
     ),
     Mutant(
         "a group is trained twice",
-        {f"{TRAINER}:TrainerGroup._train": trained_twice},
-        f"{LOOP}:test_the_trainer_consumes_in_ticket_order",
+        {f"{TRAINER}:TrainerGroup._train_alone": trained_twice},
+        f"{LOOP}:test_every_group_is_trained_once_in_its_own_step",
         arguments={"mode": "stream"},
     ),
     Mutant(
@@ -145,7 +144,7 @@ ORDER = (
     ),
     Mutant(
         "rewards go to the wrong groups",
-        {f"{TRAINER}:TrainerGroup._advantages": lambda advantages: lambda *call: advantages(*call)[::-1]},
+        {f"{HANDED}:group_advantages": lambda advantages: lambda *call: advantages(*call)[::-1]},
         f"{LOOP}:test_batch_and_stream_make_the_same_weights",
         arguments={"k": 1},
     ),

@@ -66,6 +66,8 @@ class Cost:
     """What one core keeps up with."""
     bytes_per_ticket: float
     """Memory of a ticket waiting in the table."""
+    ranks: int = 1
+    """Of the trainer."""
 
 
 class AnsweringRollout:
@@ -143,14 +145,15 @@ class Clocked(Steps):
         self.ends.append(time.process_time())
 
 
-def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream") -> Cost:
+def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream", *, ranks: int = 1) -> Cost:
     """One ticket per worker and step; the CPU seconds of the steps after the warm-up."""
     config = _config(workers, max_staleness, hand_over)
+    config.trainer.num_workers = ranks
     with tempfile.TemporaryDirectory() as directory:
         clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=UNREACHED_SECONDS)
     tickets = workers * (STEPS - WARM_UP_STEPS)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
-    return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers))
+    return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers), ranks)
 
 
 def bytes_per_ticket(workers: int) -> float:
@@ -166,7 +169,7 @@ def bytes_per_ticket(workers: int) -> float:
 
 async def _run(config: Config, events: Path) -> Clocked:
     targets = {
-        "trainer": [AnsweringTrainer(config)],
+        "trainer": [AnsweringTrainer(config) for _ in range(config.trainer.num_workers)],
         "rollout": [AnsweringRollout() for _ in range(config.rollout.num_workers)],
         "reward": [AnsweringReward() for _ in range(config.reward.num_workers)],
     }
@@ -197,11 +200,12 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
 
 def markdown(costs: Sequence[Cost]) -> str:
     head = (
-        "| workers | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core | bytes per waiting ticket |"
+        "| workers | ranks | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core "
+        "| bytes per waiting ticket |"
     )
-    lines = [head, "|" + "---|" * 6]
+    lines = [head, "|" + "---|" * 7]
     lines += [
-        f"| {cost.workers} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "
+        f"| {cost.workers} | {cost.ranks} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "
         f"| {cost.tickets_per_s:.0f} | {cost.bytes_per_ticket:.0f} |"
         for cost in costs
     ]
@@ -211,10 +215,11 @@ def markdown(costs: Sequence[Cost]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.performance.controller")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     measure(WARM_UP_WORKERS)
-    costs = [measure(count, *mode) for mode in MODES for count in given.workers]
+    costs = [measure(count, *mode, ranks=given.ranks) for mode in MODES for count in given.workers]
     sys.stdout.write(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n" if given.json else markdown(costs))
     return 0
 

@@ -25,7 +25,7 @@ TRAINERS = {
     "sharded": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=full", NCCL)),
     "whole": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=none", NCCL)),
     "cpu_offload": ("one_step_off", (*TWO_TRAINERS, "trainer.cpu_offload=true", NCCL)),
-    "checkpointing": ("one_step_off", ("trainer.gradient_checkpointing=true", NCCL)),
+    "checkpointing": ("one_step_off", ("trainer.gradient_checkpointing=full", NCCL)),
     "ema": ("one_step_off", ("trainer.ema_decay=0.9", "evaluate.every=1", NCCL)),
     "guidance": ("one_step_off", ("rollout.true_cfg_scale=3", NCCL)),
     "text_encoder_offload": ("one_step_off", ("rollout.text_encoder=offload", NCCL)),

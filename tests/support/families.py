@@ -52,5 +52,5 @@ def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:
 
 
 def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    positive, negative = policy.encode([TEXT, NEGATIVE])
+    (positive,), (negative,) = policy.encode([TEXT]), policy.encode([NEGATIVE], negative=True)
     return tensors(positive), tensors(negative)

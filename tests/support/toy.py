@@ -148,7 +148,10 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
         ("rollout", config.rollout.num_workers, ToyRollout),
         *((pool.name, pool.workers, ToyReward) for pool in reward_pools(config.reward)),
     )
-    return {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
+    made = {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
+    for worker in made["trainer"].workers:
+        worker.target.ranks = lambda: [other.target for other in made["trainer"].workers]
+    return made
 
 
 def toy_context(config: Config, groups: Mapping[str, ToyPool], observer: ListObserver, steps: ToySteps) -> Context:

@@ -2,12 +2,12 @@
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import islice
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -19,7 +19,10 @@ from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.rewards.results import group_result
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
+from async_flowrl.training.fsdp import World as TrainerWorld
+from async_flowrl.training.messages import Fetched, GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.parts import Place, cut, parts_of
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -177,8 +180,44 @@ class ToySender:
         self.policy.stage(version, self.retained[version])
 
 
+class FloatSum(ExactSum):
+    """The mutant: gradients are added as floats, as everybody does."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        super().__init__(numel, device)
+        self.floats = torch.zeros(numel)
+
+    def begin(self) -> None:
+        super().begin()
+        self.floats.zero_()
+
+    def add(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.floats.add_(gradient)
+        return super().add(gradient)
+
+    def reduce(self, world: TrainerWorld) -> Account:
+        world.sum(self.floats)
+        return super().reduce(world)
+
+    def mean(self, out: torch.Tensor, rows: int) -> None:
+        torch.div(self.floats, rows, out=out)
+
+
+class OverPeers:
+    """The all-reduce of toy ranks, of integers; the mutant has one rank."""
+
+    def __init__(self, one: "ToyTrainer") -> None:
+        self._ranks, self._of = one.ranks(), (one.step, one.plan.update)
+
+    def sum(self, values: torch.Tensor) -> None:
+        if values.dtype == torch.int64:
+            values.copy_(torch.stack([rank.contribution(self._of) for rank in self._ranks]).sum(0))
+
+
 class ToyTrainer:
     """Steps with momentum on a made-up loss in which every trajectory and advantage counts; real checkpoints."""
+
+    sum_of_gradients: type[ExactSum] = ExactSum
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.index = config, index
@@ -195,6 +234,12 @@ class ToyTrainer:
         """It has the real worker's parts in one object."""
         self.trained: list[tuple[int, int, int]] = []
         """(step, group, version) of every group trained, in order."""
+        self.ranks: Callable[[], Sequence[ToyTrainer]] = lambda: [self]
+        """All ranks; their sums are there when one of them finishes, because the controller waited for them."""
+        self.sum = self.sum_of_gradients(2 * SIZE, torch.device("cpu"))
+        self.step, self.plan = -1, StepPlan(rows=0)
+        self.given = 0
+        self._contribution: torch.Tensor | None = None
 
     def load(self) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
@@ -205,33 +250,65 @@ class ToyTrainer:
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | None:
         if request.begins is not None:
             self.begin(request.step, request.begins)
-        self.accumulate(request.metas, *trajectories)
-        return self.finish() if request.finishes else None
+        groups = len(trajectories) - len(request.probe_tickets)
+        self.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
+        self.given += len(request.probe_tickets)
+        return self.finish(request) if request.finishes else None
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self.step, self.plan = step, plan
-        self.gradient = torch.zeros(SIZE, 2)
-        self.count = 0
+        self.sum.begin()
+        self._contribution = None
 
-    def accumulate(self, metas: Sequence[GroupMeta], *trajectories: Trajectory) -> None:
-        left = iter(trajectories)
-        for meta in metas:
-            latents = torch.from_numpy(np.concatenate([t.latents for t in islice(left, meta.tickets)]))
-            weights = torch.tensor(meta.advantages, dtype=torch.float32)[:, None]
-            self.gradient += (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T) / self.plan.rows
-            self.trained.append((self.step, meta.group, meta.version))
-            self.count += 1
+    def accumulate(
+        self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
+    ) -> None:
+        left, samples = iter(trajectories), self.config.trainer.micro_batch_size
+        self.given += len(trajectories)
+        held = [dict(zip(own, left, strict=False)) for own in tickets or [range(meta.tickets) for meta in metas]]
+        for part in parts_of(metas, Place(self.index, self.config.trainer.num_workers), samples):
+            meta = metas[part.group]
+            images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)[part.part]
+            rows = [held[part.group][image // images].latents[image % images] for image in chosen]
+            latents = torch.from_numpy(np.stack(rows))
+            weights = torch.tensor([meta.advantages[image] for image in chosen], dtype=torch.float32)[:, None]
+            gradient = (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T)
+            largest = float(self.sum.add(gradient.flatten()))
+            self.sum.book(mark_of(self.step, self.plan.update, meta.group, part.part), largest)
+            if part.part == 0:
+                self.trained.append((self.step, meta.group, meta.version))
 
-    def finish(self) -> UpdateStats:
-        if self.count:
-            self.momentum = 0.5 * self.momentum + self.gradient / (1e-6 + self.gradient.norm())
+    def contribution(self, of: tuple[int, int]) -> torch.Tensor:
+        """What this rank brings to the sum over ranks, with its account: zeros where it was not even told to begin."""
+        if of != (self.step, self.plan.update):
+            return torch.zeros_like(self.sum._values)
+        if self._contribution is None:
+            self._contribution = self.sum._values.clone()
+            self._contribution[-_TAIL:] = torch.tensor(_written(self.sum._account))
+        return self._contribution
+
+    def finish(self, request: TrainRequest | None = None) -> UpdateStats:
+        account = self.sum.reduce(cast("Any", OverPeers(self)))
+        if request is not None and request.planned is not None:
+            parts = [(group, part) for group, count in request.planned for part in range(count)]
+            marks = [mark_of(self.step, self.plan.update, group, part) for group, part in parts]
+            planned = reduce(Account.plus, marks, Account())
+            assert account.holds(planned), f"{account} is not {planned}"
+        fetched = Fetched(self.given, 0)
+        self.given = 0
+        if account.count:
+            gradient = torch.empty(2 * SIZE)
+            self.sum.mean(gradient, self.plan.rows)
+            gradient = gradient.reshape(SIZE, 2)
+            self.momentum = 0.5 * self.momentum + gradient / (1e-6 + gradient.norm())
             self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
             self.anchors.clear()
             self.retained[self.step + 1] = self._copy()
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
-        return UpdateStats(self.step, self.plan.update, self.count == 0, {"loss": 0.0})
+        skipped = account.count == 0
+        return UpdateStats(self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched)
 
     def snapshot(self) -> int:
         version = max(self.retained)

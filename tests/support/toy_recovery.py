@@ -98,6 +98,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         RequestBuilder(config, PROMPTS, PROMPTS[:2]),
         Shapes((4,), {}),
         data=None,
+        sizes=(32,),
     )
     resume = find_resume(prepared.requests, directory)
     groups = toy_groups(config, outside.world)

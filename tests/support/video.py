@@ -52,8 +52,8 @@ class VideoPolicy(PipelinePolicy):
         self._scheduler.set_timesteps(steps)
 
     def latent_shape(self, resolution: int) -> tuple[int, ...]:
-        side = self._tokens(resolution)
-        return CHANNELS, FRAMES, side, 2 * side
+        rows, columns = self._grid(resolution)
+        return CHANNELS, FRAMES, rows, 2 * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

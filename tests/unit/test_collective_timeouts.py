@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.trainer import MAX_GROUPS_PER_CALL, TrainerGroup
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.launch import load_trainer
 from separation.group import WorkerGroup

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
-from async_flowrl.training.messages import UpdateStats
+from async_flowrl.training.messages import TrainRequest, UpdateStats
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_models import ToyTrainer
+from tests.support.toy_models import FloatSum, ToyTrainer
 from tests.support.toy_pool import Timing, ToyPool
 
 MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
@@ -47,9 +47,11 @@ def check_bound(found: ToyRun, k: int) -> None:
     assert found.staleness() == [min(step, k) for step in range(STEPS)]
 
 
-def check_order(found: ToyRun) -> None:
-    """Every group trained exactly once, in ticket order, and the table has nothing left."""
-    assert [(step, group) for step, group, _ in found.trained] == [(s, g) for s in range(STEPS) for g in range(4)]
+def check_once(found: ToyRun) -> None:
+    """Every group trained exactly once, in its own step, and the table has nothing left."""
+    trained = [(step, group) for step, group, _ in found.trained]
+    assert sorted(trained) == [(s, g) for s in range(STEPS) for g in range(4)]
+    assert [step for step, _ in trained] == sorted(step for step, _ in trained)
     finished = [event["ordinal"] for event in found.tickets("TRAINED")]
     assert finished == list(range(found.table.issued))
     assert list(found.table.live()) == []
@@ -120,11 +122,61 @@ def test_batch_and_stream_make_the_same_weights(k: int) -> None:
         assert stream.seconds < batch.seconds
 
 
-def test_the_number_of_trainer_ranks_is_told_the_same() -> None:
-    found = run(trainer__num_workers=2)
-    first, second = (worker.target for worker in found.groups["trainer"].workers)
-    assert first.trained == second.trained
-    assert found.digest == second.weights_digest() == run().digest
+ARRIVALS = [Timing(seed=seed, spread=0.9, slow={f"rollout-{seed % 4}": 3.0}) for seed in range(5)]
+
+
+def handed_orders(runs: Sequence[ToyRun]) -> int:
+    return len({tuple(event["ordinal"] for event in found.tickets("HANDED")) for found in runs})
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_groups_are_trained_in_whatever_order_they_get_ready(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also their metrics are the same; and adding floats would not give the same weights."""
+    config = toy_config(k, hand_over="stream", rollout__num_workers=4)
+    exact = [virtual(config, timing) for timing in ARRIVALS]
+    assert handed_orders(exact) >= 3, "groups always came in the same order"
+    assert len({found.digest for found in exact}) == 1
+    untimed = [[{n: v for n, v in x.items() if not n.startswith("timing")} for x in found.lines] for found in exact]
+    assert all(lines == untimed[0] for lines in untimed)
+    monkeypatch.setattr(ToyTrainer, "sum_of_gradients", FloatSum)
+    floats = [virtual(config, timing) for timing in ARRIVALS]
+    assert handed_orders(floats) >= 3
+    assert len({found.digest for found in floats}) > 1
+
+
+def test_a_late_group_does_not_hold_up_those_behind_it() -> None:
+    """One prompt takes as long as the training of the others of its step: its images are all that is waited for."""
+    timing, config = Timing(generate=0.1, slow_prompts={"prompt 0": 30.0}), {"rollout__num_workers": 4}
+    batch, stream = (virtual(toy_config(0, hand_over=how, **config), timing) for how in ("batch", "stream"))
+    assert stream.digest == batch.digest
+    assert any(e["group"] == 0 for e in stream.tickets("RUNNING"))
+    assert stream.seconds < 0.8 * batch.seconds
+
+
+@pytest.mark.parametrize("hand_over", ["batch", "stream"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_trainer_ranks_share_the_groups_and_fetch_no_more(hand_over: str, ranks: int) -> None:
+    timing = Timing(seed=ranks, spread=0.9)
+    changes = {"hand_over": hand_over, "ticket_size": 2, "rollout__num_workers": 4}
+    found = virtual(toy_config(1, trainer__num_workers=ranks, **changes), timing)
+    trainers = [worker.target for worker in found.groups["trainer"].workers]
+    assert {trainer.weights_digest() for trainer in trainers} == {run().digest}
+    assert sorted(each for trainer in trainers for each in trainer.trained) == sorted(run().trained)
+    assert all(trainer.trained for trainer in trainers)
+    fetched = found.observer.of("fetched")
+    assert {event["worker"] for event in fetched} == {f"trainer-{rank}" for rank in range(ranks)}
+    # Two tickets a group, each on one rank; and before the ranks say that nothing is measured, the probe's on all.
+    assert sum(event["tickets"] for event in fetched) == STEPS * 4 * 2 + ranks * 2
+    assert len(fetched) == STEPS * ranks
+
+
+def test_a_slow_trainer_rank_gets_less_to_do() -> None:
+    timing = Timing(generate=0.01, slow={"trainer-1": 4.0})
+    found = virtual(toy_config(0, trainer__num_workers=2, prompts_per_step=10, steps=4), timing)
+    quick, slow = ([s for s, _, _ in worker.target.trained] for worker in found.groups["trainer"].workers)
+    assert quick.count(0) == slow.count(0) == 5, "nothing was measured yet"
+    assert quick.count(3) == 8 and slow.count(3) == 2
+    assert found.digest == virtual(toy_config(0, prompts_per_step=10, steps=4)).digest
 
 
 @pytest.mark.parametrize(("hand_over", "updates"), [("batch", 1), ("batch", 2), ("stream", 1)])
@@ -134,11 +186,11 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     config = toy_config(1, hand_over=hand_over, trainer__updates_per_batch=updates)
     calm, finish, refused = virtual(config, SHAKEN), ToyTrainer.finish, []
 
-    def overflowing(trainer: ToyTrainer) -> UpdateStats:
+    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> UpdateStats:
         if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
-            refused.append(trainer.count)
+            refused.append(trainer.sum._account.count)
             return UpdateStats(trainer.step, trainer.plan.update, False, {}, overflow=-50)
-        return finish(trainer)
+        return finish(trainer, request)
 
     monkeypatch.setattr(ToyTrainer, "finish", overflowing)
     found = virtual(config, SHAKEN)
@@ -157,10 +209,10 @@ def test_weights_change_from_version_to_version_and_between_seeds_and_modes(mode
 
 
 @MODE
-def test_the_trainer_consumes_in_ticket_order(mode: str) -> None:
+def test_every_group_is_trained_once_in_its_own_step(mode: str) -> None:
     found = run(mode, timing=SHAKEN)
     assert inverted(found), "the disturbance did not happen"
-    check_order(found)
+    check_once(found)
 
 
 @MODE
@@ -259,7 +311,7 @@ def test_a_slow_prompt_keeps_its_share() -> None:
     assert inverted(slow), "the disturbance did not happen"
     assert slow.seconds > plain.seconds
     assert slow.digest == plain.digest
-    check_order(slow)
+    check_once(slow)
     assert {e["attempt"] for e in slow.tickets("RUNNING")} == {1}
 
 

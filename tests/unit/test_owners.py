@@ -1,13 +1,13 @@
 """How the parts of a step's groups are spread over ranks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from async_flowrl.controller.owners import Owners, idle_ranks
-from async_flowrl.training.fsdp import World
+from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import Part, parts_of
+from async_flowrl.training.parts import Part, Place, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -16,7 +16,7 @@ SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
 def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tuple[int, ...]]:
     owners = Owners(ranks, per_replica)
     owners.begin(groups)
-    return [owners.of(parts) for _ in range(groups)]
+    return [owners.of([1] * parts) for _ in range(groups)]
 
 
 def test_whole_groups_where_every_replica_gets_two() -> None:
@@ -43,6 +43,42 @@ def test_ranks_of_a_replica_share_its_groups() -> None:
     assert spread(4, 2, 2, per_replica=4) == [(0, 1), (2, 3)]
 
 
+def test_the_pace_that_was_measured_decides() -> None:
+    """A replica that needs three times as long gets a quarter; one that is not measured counts as the others."""
+    owners = Owners(3)
+    owners.took(0, 4, 1.0)
+    owners.took(1, 4, 3.0)
+    owners.begin(14)
+    counts = Counter(owner for _ in range(14) for owner in owners.of([2, 2]))
+    assert counts[0] == 16 and counts[1] == 4 and counts[2] == 8
+
+
+def test_who_is_free_comes_before_who_had_less() -> None:
+    owners = Owners(2)
+    owners.begin(9, now=100.0)
+    assert owners.of([5], now=100.0) == (0,) and owners.of([1], now=100.0) == (1,)
+    owners.took(0, 0, 0.0, idle_at=101.0)
+    assert owners.of([1], now=103.0) == (0,), "both are free: the first"
+    assert owners.of([1], now=103.0) == (1,)
+
+
+def test_ranks_that_repeat_work_are_told_of() -> None:
+    assert repeating_ranks(2, 1, 2) is None and repeating_ranks(1, 1, 1) is None
+    said = repeating_ranks(4, 1, 2)
+    assert said is not None and said.startswith(
+        "2 of the 4 trainer ranks that share one copy of the base compute parts"
+    )
+
+
+def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
+    """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
+    given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)
+    for per_replica, expected in ((1, [((1,),), ((0,),), ((),)]), (3, [((1,),), ((0,),), ((0,),)])):
+        assert [tickets_for([given], Place(rank, 3, per_replica), 1) for rank in range(3)] == expected
+    repeated = [part.part for part in parts_of([given], Place(0, 3, 3), 1) if not part.counts]
+    assert repeated == [0], "its own last one, which it has already"
+
+
 def test_ranks_that_make_no_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match="4 trainer ranks cannot form replicas of 3"):
         Owners(4, 3)
@@ -57,15 +93,15 @@ def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
 def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> None:
     owners = Owners(4, per_replica)
     owners.begin(7)
-    metas = [meta(group, owners.of(2)) for group in range(7)]
-    by_rank = [parts_of(metas, World(rank, 4, True, per_replica), 2) for rank in range(4)]
+    metas = [meta(group, owners.of([2, 2])) for group in range(7)]
+    by_rank = [parts_of(metas, Place(rank, 4, per_replica), 2) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
     for rank, parts in enumerate(by_rank):
-        assert len(parts) == max(len(by_rank[other]) for other in World(rank, 4, True, per_replica).replica)
+        assert len(parts) == max(len(by_rank[other]) for other in Place(rank, 4, per_replica).replica)
         assert per_replica > 1 or all(part.counts for part in parts)
 
 
 def test_without_owners_whoever_is_asked_trains_everything() -> None:
     one = GroupMeta(0, 1, 0, 0, (1.0,) * 3, (0, 1, 2), (0, 1, 2), " ", SAMPLING)
-    assert parts_of([one], World(), 2) == [Part(0, 0), Part(0, 1)]
+    assert parts_of([one], Place(), 2) == [Part(0, 0), Part(0, 1)]

@@ -107,10 +107,19 @@ def double(state: str) -> Callable[[list[Record]], list[Record]]:
 
 
 def swap(events: list[Record]) -> list[Record]:
-    first, second = [i for i, e in enumerate(events) if e.get("state") == "TRAINED" and e["kind"] == "train"][:2]
+    """A ticket of step 0 changes places with one of step 1; inside a step the order would be free."""
+    trained = [i for i, e in enumerate(events) if e.get("state") == "TRAINED" and e["kind"] == "train"]
+    first, second = trained[0], next(i for i in trained if events[i]["step"] == 1)
     events = list(events)
     events[first], events[second] = events[second], events[first]
     return events
+
+
+def early(events: list[Record]) -> list[Record]:
+    """The last ticket is handed over as soon as the first one is trained."""
+    handed = max(i for i, e in enumerate(events) if e.get("state") == "HANDED")
+    trained = next(i for i, e in enumerate(events) if e.get("state") == "TRAINED" and e["kind"] == "train")
+    return [*events[: trained + 1], events[handed], *events[trained + 1 : handed], *events[handed + 1 :]]
 
 
 def evaluated_elsewhere(events: list[Record]) -> list[Record]:
@@ -128,7 +137,9 @@ def evaluated_elsewhere(events: list[Record]) -> list[Record]:
         (double("TRAINED"), "exactly once", r"tickets \[0\] were finished more than once"),
         (drop("TRAINED"), "exactly once", "5 steps should have equally many tickets"),
         (change("TRAINED", ordinal=77), "exactly once", "were never finished"),
-        (swap, "exactly once", "not finished in order"),
+        (swap, "exactly once", "ticket 4 was finished without having been handed over"),
+        (early, "exactly once", "ticket 19 of step 4 was handed over before step 3 had ended"),
+        (change("HANDED", step=3), "exactly once", "ticket 19 belongs to step 4, and stands in step 3"),
         (change("TRAINED", digest="0" * 64), "version chain", "was made with weights never sent"),
         (change("sent", digest="0" * 64), "digests", "another digest for version 5"),
         (drop("sent"), "version chain", r"versions \[5\] were never sent"),

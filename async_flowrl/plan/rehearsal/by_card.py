@@ -37,8 +37,8 @@ def lacking(done: Rehearsal) -> float:
 
 
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
-    """A table with a row per card. In a step that takes turns (`max_staleness=0`) the phases add up, else the longer one
-    is the step: images per second follow from it."""
+    """A table with a row per card. Images per second are those of a step that is as long as its longer phase, or, with
+    `max_staleness=0`, as both together."""
     rows = [_row(on(card, done)) for card in cards]
     layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
     return f"By card, estimated by arithmetic ({layout}):\n{format_table(HEAD, rows)}\n"

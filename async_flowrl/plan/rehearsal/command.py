@@ -10,6 +10,7 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline
 from async_flowrl.plan.rehearsal.estimate import estimate
@@ -23,6 +24,7 @@ from async_flowrl.tickets.arithmetic import check_batching
 def rehearse(config: Config, card: Card) -> Rehearsal:
     """Runs both kinds of process on fake tensors. Raises ValueError, one sentence, for what cannot be rehearsed."""
     check_batching(config)
+    config = at_largest(config)
     if config.rollout.engine != "diffusers":
         raise ValueError(f"only rollout.engine=diffusers can be rehearsed, got {config.rollout.engine}")
     if config.trainer.compile or config.rollout.compile:

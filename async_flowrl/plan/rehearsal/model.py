@@ -17,7 +17,7 @@ from async_flowrl.policies.architectures import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.types import Conditioning, Resolution, Wording
 
 Aside = Callable[[], AbstractContextManager[None]]
 
@@ -108,11 +108,11 @@ def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
     """The same policy with a schedule that falls evenly, and with embeddings of usual length for any prompt."""
     changed = cast("Any", policy)
     changed.sigmas = _sigmas
-    changed.encode = lambda texts, system=None: _encode(policy, texts)
+    changed.encode = lambda texts, system=None, *, negative=False: _encode(policy, texts)
     return policy
 
 
-def _sigmas(num_inference_steps: int, resolution: int) -> Tensor:
+def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
     with unset_fake_temporarily():
         return torch.linspace(1.0, 0.0, num_inference_steps + 1)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest import mock
 
@@ -66,7 +66,7 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
         request, trajectory = update_request(worker, config)
         with ledger.phase("update"), mock.patch.object(UpdateMetrics, "span", _spans(ledger)):
             cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
-            worker.train(request, trajectory)
+            worker.train(request, *[trajectory] * (len(request.metas) + len(request.probe_tickets)))
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
         samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
@@ -139,7 +139,10 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sampling=sampling(config),
         owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
     )
-    return TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True), trajectory
+    request = TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True)
+    if config.trainer.num_workers > 1:
+        request = replace(request, probe=meta, probe_tickets=(0,))
+    return request, trajectory
 
 
 def _selected(worker: TrainerWorker, config: Config) -> list[int]:

@@ -23,6 +23,7 @@ TINY = {
     "sd3": "async_flowrl.policies.tiny.sd3:tiny_pipeline",
     "flux": "async_flowrl.policies.tiny.flux:tiny_pipeline",
     "z_image": "async_flowrl.policies.tiny.z_image:tiny_pipeline",
+    "sana": "async_flowrl.policies.tiny.sana:tiny_pipeline",
 }
 """`model.tiny.family` to what makes the pipeline; one of your own is named `pkg.module:attr`."""
 _RECIPE = 1

@@ -111,7 +111,10 @@ def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation()
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--card", "H10"], "--card must be one of A100, B200, H100, H200, L4, L40S, all, got 'H10'; did you mean 'H100'?"),
+        (
+            ["--card", "H10"],
+            "--card must be one of A100, B200, H100, H200, L4, L40S, all, got 'H10'; did you mean 'H100'?",
+        ),
         (["rollout.compile=true"], "compiled networks cannot be rehearsed"),
         (["trainer.micro_batch_size=3"], "must divide"),
         (["lora.rank=1000000000"], "too little memory for the rehearsal"),

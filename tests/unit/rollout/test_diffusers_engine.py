@@ -241,9 +241,9 @@ def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float) -> None:
 def test_prompts_are_encoded_once(policy: QwenImagePolicy) -> None:
     engine, encode, seen = DiffusersEngine(policy), policy.encode, []
 
-    def counted(texts: Sequence[str], system: str | None = None) -> object:
+    def counted(texts: Sequence[str], system: str | None = None, *, negative: bool = False) -> object:
         seen.extend((text, system) for text in texts)
-        return encode(texts, system)
+        return encode(texts, system, negative=negative)
 
     how = sampling(cfg=4.0)
     blue, polite = Prompt(1, "blue blue blue blue", negative="red"), replace(RED, system="Be bold.")

@@ -37,7 +37,7 @@ class Visited:
 
     def __init__(self) -> None:
         self.visits, self.inside = 0, False
-        self.encoded: list[tuple[int, Wording, str | None]] = []
+        self.encoded: list[tuple[int, Wording, str | None, bool]] = []
 
     @contextmanager
     def visit(self) -> Iterator[None]:
@@ -45,9 +45,11 @@ class Visited:
         yield
         self.inside = False
 
-    def encode(self, texts: Sequence[Wording], system: str | None = None) -> list[Conditioning]:
+    def encode(
+        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    ) -> list[Conditioning]:
         assert self.inside
-        self.encoded += [(self.visits, text, system) for text in texts]
+        self.encoded += [(self.visits, text, system, negative) for text in texts]
         return [{"prompt_embeds": np.full(3, len(self.encoded), np.float32)} for _ in texts]
 
 
@@ -58,13 +60,13 @@ def prompts_of(visited: Any) -> Prompts:
 def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
     visited = Visited()
     prompts = prompts_of(visited)
-    first = prompts.embeddings([("red", None), (" ", None)])
-    assert visited.encoded == [(1, "red", None), (1, " ", None)]
-    assert prompts.embeddings([("red", None), (" ", None)])[1] is first[1]
-    prompts.embeddings([("red", "Be bold."), (" ", None), ("red", "Be bold.")])
-    assert visited.encoded[2:] == [(2, "red", "Be bold.")] and visited.visits == 2
-    prompts.encode(["green", "blue"])
-    assert [text for _, text, _ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
+    first = prompts.embeddings([("red", None, False), (" ", None, True)])
+    assert visited.encoded == [(1, "red", None, False), (1, " ", None, True)]
+    assert prompts.embeddings([("red", None, False), (" ", None, True)])[1] is first[1]
+    prompts.embeddings([("red", "Be bold.", False), (" ", None, True), ("red", "Be bold.", False)])
+    assert visited.encoded[2:] == [(2, "red", "Be bold.", False)] and visited.visits == 2
+    prompts.encode_negatives(["green", "blue"])
+    assert [text for _, text, *_ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
 
 
 def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,16 +74,16 @@ def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPat
     visited = Visited()
     prompts = prompts_of(visited)
     for text in ("red", "blue", "green"):
-        prompts.embeddings([(text, None), (" ", None)])
-    prompts.embeddings([("green", None), (" ", None)])
-    assert [text for _, text, _ in visited.encoded] == ["red", " ", "blue", "green"]
-    prompts.embeddings([("red", None)])
+        prompts.embeddings([(text, None, False), (" ", None, True)])
+    prompts.embeddings([("green", None, False), (" ", None, True)])
+    assert [text for _, text, *_ in visited.encoded] == ["red", " ", "blue", "green"]
+    prompts.embeddings([("red", None, False)])
     assert visited.encoded[-1][1] == "red"
 
 
 def test_more_prompts_than_the_cache_holds_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts_module, "CACHED_PROMPTS", 1)
-    found = prompts_of(Visited()).embeddings([("red", None), ("blue", None)])
+    found = prompts_of(Visited()).embeddings([("red", None, False), ("blue", None, False)])
     assert [float(one["prompt_embeds"][0]) for one in found] == [1.0, 2.0]
 
 

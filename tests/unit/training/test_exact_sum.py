@@ -201,4 +201,4 @@ def test_a_part_that_is_missing_or_added_twice_ends_the_step(handed: list[list[r
         worker.update.accumulate([meta], *tickets)
     worker.update._sum.book(mark_of(0, 0, 0, 0), 0.0)
     with pytest.raises(RuntimeError, match="step 0: the ranks added 3 parts of groups, and of 2 that were planned"):
-        worker.update.finish()
+        worker.update.finish(rig.TrainRequest(0, (), finishes=True))

@@ -15,7 +15,7 @@ def jobs() -> dict[str, Job]:
     config = rig.tiny_config(micro_batch_size=2, shard="full")
     sampler = rig.Sampler(config)
     batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
-    every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing=True, updates_per_batch=2, shard="full")
+    every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing="full", updates_per_batch=2, shard="full")
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
     bounded = rig.tiny_config(micro_batch_size=2, shard="full")
     bounded.algorithm.max_kl_per_update = 1e-3
@@ -81,7 +81,7 @@ def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[O
     assert one["metrics"] == alone["metrics"]
     assert one["metrics"][-1]["kl"] > 0 and one["metrics"][-1]["behaviour_divergence"] > 0
     config, batches = copy.deepcopy(jobs["every pass"])
-    config.trainer.gradient_checkpointing = False
+    config.trainer.gradient_checkpointing = "none"
     assert rig.distance(one["tensors"], run_alone((config, batches))["tensors"]) < 1e-5
 
 

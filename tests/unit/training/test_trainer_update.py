@@ -1,5 +1,6 @@
 """One rank's optimizer step against a loop written out by hand, and the rules around it."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import torch
 import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
+from async_flowrl.algorithms.base import LossOutput
 from async_flowrl.config.schema import Config
 from async_flowrl.export import save_lora
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.messages import StepPlan, TrainRequest
+from async_flowrl.training.merged_stats import merged
+from async_flowrl.training.messages import PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
+from async_flowrl.training.update_metrics import PartSums
 from async_flowrl.types import Trajectory
 
 
@@ -103,7 +107,7 @@ def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) 
 def in_two_tickets(group: rig.Handed) -> rig.Handed:
     meta, (whole,) = group
     halves = [
-        replace(whole, latents=whole.latents[h], log_probs=whole.log_probs[h]) for h in (slice(0, 1), slice(1, 4))
+        replace(whole, latents=whole.latents[h], log_probs=whole.log_probs[h]) for h in (slice(0, 2), slice(2, 4))
     ]
     return replace(meta, tickets=2), halves
 
@@ -208,9 +212,29 @@ def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, han
     assert kl[0] == 0.0 and 0 < kl[1] < kl[2]
 
 
-def test_gradient_checkpointing_gives_the_same_weights(handed: list[list[rig.Handed]]) -> None:
-    plain, saving = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config(gradient_checkpointing=True))
-    for step, batch in enumerate(handed):
+@pytest.mark.parametrize("name", ["gradient", "loss", "behaviour_gap"])
+def test_a_metric_of_an_algorithm_never_replaces_one_of_the_trainer(name: str) -> None:
+    sums, rows = PartSums(), torch.ones(2)
+    with pytest.raises(ValueError, match=f"a metric named '{name}', which the trainer itself reports"):
+        sums.add(LossOutput(rows, {name: rows}))
+
+
+def test_only_the_lowest_group_counts_as_probed() -> None:
+    """Each that came before a lower one was probed, too."""
+    parts = [PartStats(g, 0, 0, 0, 0, 2, {"loss": 0.0, "behaviour_gap": gap}, 1.0) for g, gap in ((4, 9.0), (1, 0.5))]
+    stats = UpdateStats(0, 0, False, {"grad_norm": 1.0}, rows=4, parts=tuple(parts))
+    found = merged([stats])
+    assert found.metrics["behaviour_gap"] == 0.25
+    assert merged([replace(stats, parts=tuple(parts[::-1]))]) == found
+
+
+@pytest.mark.parametrize(("how", "blocks"), [("full", [True, True]), ("every_2", [True, False])])
+def test_gradient_checkpointing_gives_the_same_weights(
+    how: str, blocks: list[bool], handed: list[list[rig.Handed]]
+) -> None:
+    plain, saving = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config(gradient_checkpointing=how))
+    assert [isinstance(block.forward, functools.partial) for block in saving.policy.blocks] == blocks
+    for step, batch in enumerate(handed[:1]):
         rig.update(plain, step, batch)
         rig.update(saving, step, batch)
     assert rig.distance(rig.weights(plain), rig.weights(saving)) < 1e-6
@@ -293,7 +317,7 @@ def test_ema_and_learning_rate_follow_their_counters(handed: list[list[rig.Hande
 def test_groups_that_do_not_fit_are_refused(handed: list[list[rig.Handed]]) -> None:
     (meta, (trajectory,)), (_, (other,)) = handed[0]
     device = torch.device("cpu")
-    with pytest.raises(ValueError, match="4 images, 3 advantages"):
+    with pytest.raises(ValueError, match="4 images in 1 of 1 tickets, 3 advantages"):
         Group(replace(meta, advantages=(1.0, 2.0, 3.0)), [trajectory], device=device)
     with pytest.raises(ValueError, match="group 0 differ in schedule, window or conditioning"):
         Group(replace(meta, tickets=2), [half(trajectory, 0), half(other, 1)], device=device)

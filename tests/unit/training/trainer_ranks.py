@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +17,19 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.owners import Owners
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training import update
-from async_flowrl.training.exact import FIRST_EXPONENT, Account, ExactSum
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import TrainRequest, UpdateStats
-from async_flowrl.training.parts import cut
+from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
 from tests.support.ports import free_port
+from tests.support.toy_models import FloatSum
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
 NARROW = -80
 """Multiples of 2^-80 are too small for these gradients: the first step is computed again."""
-
-
-class FloatSum(ExactSum):
-    """The mutant: gradients are added as floats, as everybody does."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        super().__init__(numel, device)
-        self._floats = torch.zeros(numel)
-
-    def begin(self) -> None:
-        super().begin()
-        self._floats.zero_()
-
-    def add(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._floats.add_(gradient)
-        return super().add(gradient)
-
-    def reduce(self, world: World) -> Account:
-        world.sum(self._floats)
-        return super().reduce(world)
-
-    def mean(self, out: torch.Tensor, rows: int) -> None:
-        torch.div(self._floats, rows, out=out)
 
 
 def run_ranks(
@@ -117,7 +95,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
         parts = [_owned(owners, batch[start : start + size], config) for start in range(0, len(batch), size)]
         for handed in parts[1:]:
             for meta, tickets in handed:
-                worker.update.proximal(TrainRequest(step, (meta,)), *tickets)
+                worker.update.proximal(*_for_rank(worker, TrainRequest(step, (meta,)), tickets))
         for index, handed in enumerate(parts):
             plan = rig.StepPlan(rows=rig.rows(handed), update=index)
             stats.append(_step(worker, step, handed, plan))
@@ -128,6 +106,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
         "tensors": worker.tensors(),
         "stats": stats,
         "parts": counted,
+        "fetched": [each.fetched.tickets for each in stats],
         "exponent": worker.update.exponent,
         "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
@@ -137,17 +116,37 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
 def _owned(owners: Owners, batch: list[rig.Handed], config: Config) -> list[rig.Handed]:
     """One optimizer step's groups with the owners that the controller would give them."""
     owners.begin(len(batch))
-    counts = [len(cut(meta.selected, config.trainer.micro_batch_size)) for meta, _ in batch]
-    return [(replace(meta, owners=owners.of(n)), t) for (meta, t), n in zip(batch, counts, strict=True)]
+    samples = config.trainer.micro_batch_size
+    sizes = [[len(part) for part in cut(meta.selected, samples)] for meta, _ in batch]
+    return [(replace(meta, owners=owners.of(own)), t) for (meta, t), own in zip(batch, sizes, strict=True)]
+
+
+def _for_rank(worker: TrainerWorker, request: TrainRequest, tickets: Sequence[Any]) -> tuple[Any, ...]:
+    """The request as the controller sends it to this rank, and of the groups' tickets those that go with it."""
+    which = tickets_for(request.metas, worker.world, worker.config.trainer.micro_batch_size)
+    starts = accumulate((meta.tickets for meta in request.metas), initial=0)
+    own = [tickets[start + place] for start, places in zip(starts, which, strict=False) for place in places]
+    return replace(request, tickets=which), *own
 
 
 def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.StepPlan) -> UpdateStats:
-    """As the controller does: a few groups a call, and once more where the sum does not fit."""
+    """As the controller does: a few groups a call to the replicas that train them, and once more where the sum does not
+    fit. Every rank hears at the end of all groups, and gets the probe."""
+    samples = worker.config.trainer.micro_batch_size
+    planned = tuple((meta.group, len(meta.owners)) for meta, _ in handed)
+    turn = step % len(handed)  # Groups come in another order with every step.
+    coming = [*handed[turn:], *handed[:turn]]
+    mine = [(meta, t) for meta, t in coming if any(owner in worker.world.replica for owner in meta.owners)]
+    lowest, its_tickets = min(handed, key=lambda group: group[0].group)
+    first = tickets_of(lowest, [0], samples)
     while True:
-        for first in range(0, len(handed), 3):
-            call, last = handed[first : first + 3], first + 3 >= len(handed)
-            metas, tickets = tuple(meta for meta, _ in call), [t for _, own in call for t in own]
-            stats = worker.train(TrainRequest(step, metas, plan if first == 0 else None, last), *tickets)
+        worker.update.begin(step, plan)
+        for start in range(0, len(mine), 3):
+            call = sorted(mine[start : start + 3], key=lambda group: group[0].group)
+            request = TrainRequest(step, tuple(meta for meta, _ in call))
+            worker.train(*_for_rank(worker, request, [t for _, own in call for t in own]))
+        end = TrainRequest(step, (), finishes=True, planned=planned, probe=lowest, probe_tickets=first)
+        stats = worker.train(end, *[its_tickets[place] for place in first])
         assert stats is not None
         if stats.overflow is None:
             return stats

@@ -1,0 +1,98 @@
+"""Sizes of images: what people write, and the one form that everything else computes with.
+
+A square is always its side, an integer, however it was written: so its digests are those of a run that never heard of
+height and width.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from async_flowrl.config.schema import Config, RolloutConfig
+from async_flowrl.types import Resolution
+
+FORMS = "an integer, pixels along each side of a square image, or [height, width]"
+_WRITTEN = re.compile(r"\s*(\d+)\s*(?:[x×,]\s*(\d+)\s*)?")
+"""`512` or `512x768`, height first."""
+
+
+def parse_resolution(value: Any) -> Resolution:
+    """An integer, two of them (height, width) or either as text (`512`, `512x768`). Raises ValueError otherwise."""
+    if isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
+        value = [int(number) for number in match.groups() if number]
+    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if len(numbers) not in (1, 2) or any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError(f"{FORMS}, each at least 1; got {value!r:.80}")
+    return of_sides(numbers[0], numbers[-1])
+
+
+def asked_resolution(value: str, option: str = "--resolution") -> Resolution:
+    """Of a command line. Raises ValueError, one sentence."""
+    try:
+        return parse_resolution(value)
+    except ValueError:
+        raise ValueError(f"{option} must be 512, or HEIGHTxWIDTH such as 448x576, got {value!r:.80}") from None
+
+
+def of_sides(height: int, width: int) -> Resolution:
+    return height if height == width else (height, width)
+
+
+def height_width(resolution: Resolution) -> tuple[int, int]:
+    return (resolution, resolution) if isinstance(resolution, int) else resolution
+
+
+def pixels(resolution: Resolution) -> int:
+    height, width = height_width(resolution)
+    return height * width
+
+
+def largest(resolutions: Iterable[Resolution]) -> Resolution:
+    """The one with most pixels; of several, the highest, so that the order they come in has no part in it."""
+    return max(resolutions, key=lambda each: (pixels(each), height_width(each)))
+
+
+def in_words(resolution: Resolution) -> str:
+    """`512`, or `512 × 768` with the height first."""
+    return str(resolution) if isinstance(resolution, int) else f"{resolution[0]} × {resolution[1]}"
+
+
+def in_pixels(resolution: Resolution) -> str:
+    return f"{in_words(resolution)} px"
+
+
+def written(resolution: Resolution) -> str:
+    """As a command line takes it: `512` or `512x768`."""
+    return str(resolution) if isinstance(resolution, int) else f"{resolution[0]}x{resolution[1]}"
+
+
+def configured(rollout: RolloutConfig) -> tuple[Resolution, ...]:
+    """What prompts without a size of their own are drawn at. Raises ValueError, which names the key."""
+    several = rollout.resolutions
+    if not isinstance(several, list | tuple):
+        raise ValueError(f"rollout.resolutions must be a list such as [512,[448,576]], got {several!r:.80}")
+    try:
+        found = tuple(parse_resolution(value) for value in several or [rollout.resolution])
+    except ValueError as error:
+        key = "each of rollout.resolutions" if several else "rollout.resolution"
+        raise ValueError(f"{key} must be {error}") from None
+    if len(set(found)) < len(found):
+        raise ValueError(f"rollout.resolutions names a size twice: {', '.join(map(in_words, found))}")
+    return found
+
+
+def at_size(config: Config, resolution: Resolution) -> Config:
+    """The configuration with this one size for all images, for plans of what it takes at most."""
+    return replace(config, rollout=replace(config.rollout, resolution=resolution, resolutions=[]))
+
+
+def normalised(config: Config) -> Config:
+    """The configuration with its sizes in the one form; sizes that are none stay, for the checks to refuse."""
+    rollout = config.rollout
+    try:
+        rollout.resolution = parse_resolution(rollout.resolution)
+        rollout.resolutions = [parse_resolution(value) for value in rollout.resolutions]
+    except (ValueError, TypeError):
+        pass
+    return config

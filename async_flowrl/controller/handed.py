@@ -1,0 +1,88 @@
+"""A step's groups on their way through the trainer's door: taken from the table, with their advantages."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.dispatch import make_again
+from async_flowrl.controller.group_advantages import group_advantages
+from async_flowrl.seeds import derive
+from async_flowrl.tickets.table import Ticket
+from async_flowrl.training.messages import GroupMeta
+from async_flowrl.types import Scores
+from separation.group import RefLost
+
+
+@dataclass(frozen=True)
+class HandedGroup:
+    """A group at the trainer's door. `meta` is None if it is left out: no scores, or all advantages zero."""
+
+    tickets: list[Ticket]
+    scores: Scores | None
+    advantages: tuple[float, ...]
+    meta: GroupMeta | None
+    remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False, repr=False)
+    """Held while its payloads are made again, for all ranks that lack them."""
+
+    @property
+    def number(self) -> int:
+        return self.tickets[0].group
+
+    @property
+    def refs(self) -> list[Any]:
+        """Refs of its trajectories, in ticket order."""
+        return [ticket.payload[1] for ticket in self.tickets]
+
+
+def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[HandedGroup]:
+    """Takes ready groups through the table's door and gives them their advantages. Nobody owns them yet."""
+    tickets = [ctx.table.hand_over(step, group) for group in groups]
+    scores: list[Scores | None] = [group[0].scores for group in tickets]
+    scored = [index for index, value in enumerate(scores) if value is not None]
+    seeds = [derive(ctx.config.seed, "permute", step, tickets[index][0].group) for index in scored]
+    there = [each for each in scores if each is not None]
+    values = dict(zip(scored, group_advantages(algorithm, ctx.config, there, seeds), strict=True))
+    handed = []
+    for index, of_group in enumerate(tickets):
+        advantages = tuple(float(value) for value in values.get(index, ()))
+        trained = scores[index] is not None and (any(advantages) or not algorithm.vanishes_at_zero)
+        meta = _meta(ctx, algorithm, of_group, advantages) if trained else None
+        handed.append(HandedGroup(of_group, scores[index], advantages, meta))
+    return handed
+
+
+def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
+    first, config = tickets[0], ctx.config
+    selected = tuple(algorithm.select(np.asarray(advantages)))
+    return GroupMeta(
+        group=first.group,
+        tickets=len(tickets),
+        version=first.version,
+        age=first.step - first.version,
+        advantages=advantages,
+        selected=selected,
+        seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
+        negative=ctx.requests.prompt(first).negative_wording(config.rollout.negative_prompt),
+        sampling=ctx.requests.sampling(first),
+    )
+
+
+async def make_group_again(ctx: Context, group: HandedGroup, lost: RefLost, tried: Sequence[Any]) -> None:
+    """Waits for new payloads of a handed group, unless another rank that lacked those it tried has had them made.
+
+    Its scores stay: its advantages came from them.
+    """
+    async with group.remaking:
+        if any(now is not before for now, before in zip(group.refs, tried, strict=True)):
+            return
+        first = group.tickets[0]
+        make_again(ctx, group.tickets, lost)
+        await ctx.ready.until(lambda: ctx.table.ready(first.step, first.group))
+        ctx.table.hand_over(first.step, first.group)
+        for ticket in group.tickets:
+            ticket.scores = group.scores

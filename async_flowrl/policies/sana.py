@@ -1,0 +1,98 @@
+"""SANA: latents [32, h, w] of an autoencoder that halves five times, text behind an instruction."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.types import Conditioning, Resolution, Sampling
+
+
+class SanaPolicy(PipelinePolicy):
+    """Policy of SANA and SANA-1.5; plain classifier-free guidance through `true_cfg_scale`."""
+
+    family, title, size_step = "sana", "SANA", 32
+    # Both attentions of a block; its feed-forward part is convolutions.
+    lora_targets: Sequence[str] = tuple(
+        f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+
+    def __init__(self, transformer: Any, scheduler: Any, **options: Any) -> None:
+        """Published models come with a multistep solver; the sampler of a policy is Euler's, over the same shift."""
+        if scheduler is not None and (shift := scheduler.config.get("flow_shift")) is not None:
+            from diffusers import FlowMatchEulerDiscreteScheduler
+
+            scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+        super().__init__(transformer, scheduler, **options)
+
+    def _encode_one(self, text: str) -> Conditioning:
+        """{"prompt_embeds": [L, D], "prompt_attention_mask": [L]}: behind the instruction that is the default of the
+        stock pipeline's `__call__`, which the encoder reads and the network does not."""
+        call = inspect.signature(type(self._whole("encode prompts")).__call__)
+        return self._read(text, call.parameters["complex_human_instruction"].default)
+
+    def _encode_negative(self, text: str) -> Conditioning:
+        return self._read(text, None)
+
+    def _read(self, text: str, instruction: Any) -> Conditioning:
+        pipeline = self._whole("encode prompts")
+        options = {"complex_human_instruction": instruction, **self._text_options}
+        embeds, mask, *_ = pipeline.encode_prompt(text, False, device=pipeline.text_encoder.device, **options)
+        found = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+        return {name: tensor[0].float().cpu().numpy() for name, tensor in found.items()}
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        length = self._text_tokens(300)
+        return {"prompt_embeds": (length, self._config.caption_channels), "prompt_attention_mask": (length,)}
+
+    def _set_schedule(self, steps: int, tokens: int) -> None:
+        """The scheduler's own, whatever the size of the image."""
+        self._scheduler.set_timesteps(steps)
+
+    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
+        """[channels, h, w]."""
+        patch = int(self._config.patch_size)
+        rows, columns = self._grid(resolution)
+        return int(self._config.in_channels), patch * rows, patch * columns
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        out = self.transformer(
+            latents.to(self._dtype),
+            encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
+            encoder_attention_mask=self._rows(branches, "prompt_attention_mask", len(latents)),
+            timestep=sigma * 1000 * self._config.timestep_scale,
+            return_dict=False,
+        )[0]
+        return cast("Tensor", out).float()
+
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
+        vae = pipeline.vae
+        return cast("Tensor", vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
+
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        return SanaFamily.scale_factor(vae) * int(transformer["patch_size"])
+
+    @classmethod
+    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
+        """The stock pipeline calls it guidance_scale."""
+        return {"guidance_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative_prompt}
+
+
+class SanaFamily(PipelineFamily):
+    """Loads SANA or SANA-1.5 from a diffusers folder or a hub name."""
+
+    policy = SanaPolicy
+    pipeline, transformer = "SanaPipeline", "SanaTransformer2DModel"
+    # The defaults of SanaPipeline.__call__, diffusers 0.40.
+    usual_guidance = 4.5, 0.0
+    usual_steps = 20
+
+    @staticmethod
+    def scale_factor(vae: Mapping[str, Any]) -> int:
+        return int(2 ** (len(vae["encoder_block_out_channels"]) - 1))

@@ -1,0 +1,34 @@
+"""A job whose groups have different sizes: the same weights after a resume, the right pixels, FLOPs by size."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from async_flowrl.verify import verify
+from tests.integration.runs import LOCAL, train
+
+ROWS = (
+    {"prompt": "red square", "height": 32, "width": 48},
+    {"prompt": "green field", "resolution": [64, 32]},
+    {"prompt": "red flag"},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_groups_of_different_sizes_train_and_resume_to_the_same_weights(tmp_path: Path, mode: str) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = (*LOCAL, f"data.train={data}", "prompts_per_step=3", "ticket_size=2", "rollout.resolutions=[32,[48,32]]")
+    whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
+    train(tmp_path / "parts", mode, *settings, "total_steps=2", "save.every=1")
+    again = train(tmp_path / "parts", mode, *settings, "total_steps=4", "save.every=1", "resume=auto")
+    assert again.digest == whole.digest
+    assert all(ok for _, ok, _ in verify(whole.root))
+    flops = {e["flops"] for e in whole.events if e["event"] == "span" and "flops" in e and e["name"] == "generate"}
+    assert len(flops) >= 3
+    pictures = whole.root / "images" / "step_000004"
+    shown = [Image.open(pictures / f"{place:03d}_0.png").size for place in (0, 1)]
+    assert shown == [(48, 32), (32, 64)]
