@@ -17,13 +17,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.resolution import asked_resolution, height_width
+from async_flowrl.config.resolution import asked_resolution, configured, height_width
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import fitted, within
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_apply import apply_lora, weights_file
-from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model
+from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
@@ -78,9 +78,10 @@ def usual(model: str) -> Settings:
 
 
 def from_config(config: Config) -> Settings:
-    """How the run evaluates."""
+    """How the run evaluates; of several sizes the first, and never one that only prompts bring."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
-    return Settings(config.model, replace(sampling(config), num_inference_steps=steps))
+    how = sampling(config, configured(config.rollout)[0])
+    return Settings(config.model, replace(how, num_inference_steps=steps))
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
@@ -149,7 +150,11 @@ def grid(
 
 
 def generate(settings: Settings, lora: Path | None, prompts: Sequence[str], *, seed: int, images: int) -> Image.Image:
-    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then (given a LoRA) with it."""
+    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then (given a LoRA) with it.
+
+    Raises ValueError for a size that the model cannot make, which its pipeline would replace by another.
+    """
+    shapes_of(resolve_model(settings.model), settings.sampling.resolution)
     pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(seed, seed + images)
     columns = [("before" if lora else "", [sample(pipeline, settings, prompt, seeds) for prompt in prompts])]

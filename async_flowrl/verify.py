@@ -108,7 +108,8 @@ def exactly_once(run: RunFiles) -> str:
     per_step = Counter(event["step"] for event in run.finished)
     if sorted(per_step) != list(range(run.steps)) or len(set(per_step.values())) > 1:
         raise Broken(f"{run.steps} steps should have equally many tickets, have {dict(sorted(per_step.items()))}")
-    _one_step_after_the_other(run, per_step[0] if per_step else 1)
+    if per_step:
+        _one_step_after_the_other(run, per_step[0])
     if [line["step"] for line in run.metrics] != list(range(run.steps)):
         raise Broken(f"metrics.jsonl has not one line for each of {run.steps} steps")
     skipped = sum(event["state"] == "SKIPPED" for event in run.finished)

@@ -235,7 +235,7 @@ def check_store(needed: int, nodes: Sequence[Resources]) -> None:
     if needed > exists:
         raise StoreTooSmall(
             f"up to {needed / 1e9:.3g} GB of results wait in the object store, which holds {exists / 1e9:.3g} GB (30 % "
-            "of the memory and at most /dev/shm, where Ray was not told otherwise)"
+            "of the memory, beyond 10 GB at most /dev/shm, where Ray was not told otherwise)"
         )
 
 

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from separation.placement import ResourcesMissing
 
@@ -17,7 +18,7 @@ _REACH_SECONDS = 20.0
 def join(address: str, **options: Any) -> None:
     """Connects this process, with `ray.init`'s options. Raises ResourcesMissing where nobody answers or lets it in."""
     check_reachable(address)
-    use_token_where_there_is_one()
+    use_token_where_it_is_asked_for(address)
     try:
         ray.init(address, **options)
     except Exception as error:
@@ -40,20 +41,30 @@ def check_reachable(address: str) -> None:
         ) from error
 
 
-def use_token_where_there_is_one() -> None:
-    """Before a cluster is joined: `ray start --head` asks for the token where one exists, `ray.init` never does.
+def use_token_where_it_is_asked_for(address: str) -> None:
+    """Before a cluster is joined: its head may ask for the token of `~/.ray/auth_token`, which `ray.init` sends only
+    where RAY_AUTH_MODE says so. A head that asks for none ends the workers of a process that sends one.
 
-    The first cluster of one's own leaves a token behind, so that the two would not fit. A cluster that wants none does
-    not mind one.
+    So the head is asked without a token first. In a version of Ray that has no tokens nothing is done.
     """
-    if MODE in os.environ:
+    if MODE in os.environ or address.startswith("ray://"):
         return
     try:
+        from ray._private import services
         from ray._private.authentication import authentication_token_setup as setup
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.exceptions import AuthenticationError
     except ImportError:
         return
-    logging.getLogger(setup.__name__).setLevel(logging.ERROR)
-    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        if (head := services.canonicalize_bootstrap_address(address)) is not None:
+            GcsClient(address=head).internal_kv_keys(b"nothing", namespace=None)
+    except AuthenticationError:
+        logging.getLogger(setup.__name__).setLevel(logging.ERROR)
+        # Ray 2.60's name; a version between the two has tokens, but none that it finds by itself.
+        getattr(setup, "maybe_enable_token_auth_if_token_available", lambda: False)()
+    except (RayError, ConnectionError):
+        return  # `ray.init` meets the same, and its failure is told
 
 
 def token_refusal(error: Exception, address: str) -> str | None:

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -218,10 +218,10 @@ def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in descendants(os.getpid()) if process not in before]
 
 
-def free_by_node() -> list[Resources]:
-    """What is free on every node that lives; all of a node that has not reported yet."""
-    free = available_resources_per_node()
-    return [free.get(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
+    """What is free on every node of `nodes`, or of the cluster, that lives; all of a node that has not reported yet."""
+    free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
+    return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:

@@ -34,17 +34,22 @@ async def watch_head() -> NoReturn:
 
 
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
-    """Raises HeadLost when no connection has been accepted for `seconds`."""
+    """Raises HeadLost when attempts to connect have failed for `seconds`.
+
+    They count from the first that failed: a process that was itself stopped for a while asks again.
+    """
     loop = asyncio.get_running_loop()
-    answered = loop.time()
+    failing_since: float | None = None
     while True:
+        began = loop.time()
         try:
             async with asyncio.timeout(seconds):
                 _, writer = await asyncio.open_connection(host, port)
             writer.close()
-            answered = loop.time()
+            failing_since = None
         except OSError as error:  # a TimeoutError is one
-            if loop.time() - answered >= seconds:
+            failing_since = began if failing_since is None else failing_since
+            if loop.time() - failing_since >= seconds:
                 why = str(error) or "no answer"
                 raise HeadLost(
                     f"Ray's head node {host}:{port} was out of reach for {seconds:g} s ({why}), and with it goes the "

@@ -149,7 +149,7 @@ def living() -> list[Node]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     found = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free)
-        for node, free in zip(alive, free_by_node(), strict=True)
+        for node, free in zip(alive, free_by_node(alive), strict=True)
     ]
     return sorted(found, key=lambda node: node.name)
 

@@ -106,12 +106,13 @@ def _steps(
     policy, sampling, allowed = job.policy, job.settings.sampling, job.allowed
     unguided = replace(sampling, true_cfg_scale=1.0)
     yield embeddings.STEP, lambda: embeddings.compare_embeddings(policy, branches, stock, unguided, allowed)
-    yield denoising.SCHEDULE, lambda: denoising.compare_schedule(policy, stock, sampling, allowed)
+    scheduler = job.pipeline.scheduler
+    yield denoising.SCHEDULE, lambda: denoising.compare_schedule(policy, stock, sampling, scheduler, allowed)
     yield denoising.VELOCITY, lambda: denoising.compare_velocity(policy, branches, stock, sampling, allowed)
     yield (
         denoising.LATENTS,
         lambda: denoising.compare_latents(
-            denoising.denoised(policy, branches, start, sampling), stock, job.pipeline.scheduler, allowed
+            denoising.denoised(policy, branches, start, sampling), stock, scheduler, allowed
         ),
     )
     yield denoising.DECODE, lambda: denoising.compare_images(policy, stock, sampling.resolution, allowed)

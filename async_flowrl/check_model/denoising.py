@@ -19,7 +19,7 @@ SCHEDULE, VELOCITY, LATENTS, DECODE = "schedule", "velocity", "ODE latents", "de
 _EULER = "FlowMatchEulerDiscreteScheduler"
 
 
-def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, allowed: Tolerance) -> Row:
+def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, scheduler: Any, allowed: Tolerance) -> Row:
     """The scheduler's sigmas in the stock call, and the family's."""
     ours = policy.sigmas(sampling.num_inference_steps, sampling.resolution)
     theirs = stock.sigmas
@@ -30,10 +30,8 @@ def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, allowed: 
     if found.difference <= allowed.relative:
         return Row(SCHEDULE, True, found.difference, found.relative)
     at = int((ours - theirs).abs().argmax())
-    said = (
-        f"sigmas[{at}] is {float(ours[at]):.4g}, the stock pipeline's {float(theirs[at]):.4g}: _set_schedule spaces or "
-        "shifts otherwise than its __call__ does"
-    )
+    cause = _solver(scheduler) or "_set_schedule spaces or shifts otherwise than its __call__ does"
+    said = f"sigmas[{at}] is {float(ours[at]):.4g}, the stock pipeline's {float(theirs[at]):.4g}: {cause}"
     return Row(SCHEDULE, False, found.difference, found.relative, said)
 
 
@@ -103,10 +101,15 @@ def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed
     if worst.relative <= allowed.relative:
         return Row(LATENTS, True, worst.difference, worst.relative)
     first = next(step for step, each in enumerate(found) if each.relative > allowed.relative)
-    kind = type(scheduler).__name__
-    cause = "" if kind == _EULER else f": the stock pipeline steps with {kind}, a run steps as {_EULER} does"
-    said = f"from step {first} on, the final ones by {found[-1].difference:.2g}{cause}"
+    cause = _solver(scheduler)
+    said = f"from step {first} on, the final ones by {found[-1].difference:.2g}{cause and f': {cause}'}"
     return Row(LATENTS, False, worst.difference, worst.relative, said)
+
+
+def _solver(scheduler: Any) -> str:
+    """What the stock pipeline steps with, where a run does not; empty where both step alike."""
+    kind = type(scheduler).__name__
+    return "" if kind == _EULER else f"the stock pipeline steps with {kind}, a run steps as {_EULER} does"
 
 
 def compare_images(policy: Policy, stock: Stock, resolution: Resolution, allowed: Tolerance) -> Row:

@@ -71,7 +71,7 @@ class RolloutConfig:
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
     """Rollout workers, each with a whole model."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Exactly so many on each of num_workers / workers_per_node nodes; null = wherever there is room."""
+    """Workers on each of num_workers / workers_per_node nodes, exactly so many; null = wherever there is room."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per worker, where the cluster has any; a custom CPU resource stands in where it has none. vllm_omni spreads
     the network over all GPUs of a worker (tensor parallel), which changes roundings."""
@@ -235,8 +235,8 @@ class TrainerConfig:
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
     """Trainer ranks, any number: they share the groups of a step, and the weights do not depend on it."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Exactly so many ranks on each of num_workers / workers_per_node nodes, in order, so that neighbours share a node;
-    null = on as few nodes as can be."""
+    """Ranks on each of num_workers / workers_per_node nodes, exactly so many and in order, so that neighbours share a
+    node; null = on as few nodes as can be."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per rank, where the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)

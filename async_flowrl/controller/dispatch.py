@@ -83,7 +83,8 @@ async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -
         ticket = await next_ticket(ctx, slot)
         made = await generate(ctx, slot, batch_of(ctx, ticket))
         slot.finished = True
-        for accepted in made:
+        # A batch can bring several tickets of one group, which is scored once.
+        for accepted in {ticket.group: ticket for ticket in made}.values():
             if group := ctx.table.to_score(accepted):
                 tasks.create_task(score(ctx, group, free), name=f"score {describe(accepted)}")
 
@@ -107,7 +108,8 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket:
             raise WorkerDied(name, "it was given up while it waited")
         if slot.given:
             await asyncio.sleep(0)  # Workers without a ticket come first.
-        if (ticket := ctx.table.next_for(name, ahead=slot.given > 0)) is not None:
+        size = ctx.config.rollout.tickets_per_batch
+        if (ticket := ctx.table.next_for(name, ahead=slot.given > 0, together=size)) is not None:
             return ticket
         if not slot.given:
             ctx.observer.state(name, f"wait_{ctx.table.blocked(name)}")
@@ -129,7 +131,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     for ticket in wanted:
         if ticket.attempt >= MAX_TICKET_ATTEMPTS:
             raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
-        ctx.table.start(ticket, worker.name)
+        ctx.table.start(ticket, worker.name, along=ticket is not wanted[0])
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:

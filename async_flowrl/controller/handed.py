@@ -72,6 +72,13 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
     )
 
 
+async def until_whole(groups: Sequence[HandedGroup]) -> None:
+    """Waits while any of the groups is made again for another replica: until then it lacks payloads."""
+    while remade := [group for group in groups if group.remaking.locked()]:
+        async with remade[0].remaking:
+            pass
+
+
 async def make_group_again(ctx: Context, group: HandedGroup, lost: RefLost, tried: Sequence[Any]) -> None:
     """Waits for new payloads of a handed group, unless another rank that lacked those it tried has had them made.
 

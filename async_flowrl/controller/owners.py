@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 PACE_MEMORY = 0.5
 """Weight of what was known of a replica's pace, beside that of a call that was just measured."""
+PACE_TRUST = 0.8
+"""Share that a replica without work in an optimizer step keeps of its lag behind the fastest: else one slow call, with
+a payload that was made again in it, say, would leave it without work for good."""
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
@@ -47,11 +50,16 @@ class Owners:
         self._load = [0] * ranks
         self._done_at = [0.0] * self._replicas
         self._pace: dict[int, float] = {}
+        self._given: set[int] = set()
+        """Replicas that have work in this optimizer step."""
         self._whole = True
 
     def begin(self, groups: int, now: float = 0.0) -> None:
         """A new optimizer step of so many groups. With at least two for each replica, no group is split over them."""
-        self._load = [0] * len(self._load)
+        fastest = min(self._pace.values(), default=0.0)
+        for replica in self._pace.keys() - self._given:
+            self._pace[replica] = fastest + PACE_TRUST * (self._pace[replica] - fastest)
+        self._load, self._given = [0] * len(self._load), set()
         self._done_at = [now] * self._replicas
         self._whole = groups >= 2 * self._replicas
 
@@ -69,6 +77,7 @@ class Owners:
     def took(self, replica: int, samples: int, seconds: float, *, idle_at: float | None = None) -> None:
         """A call to a replica is over; `idle_at`: the time, where it has nothing left to do."""
         if samples:
+            self._given.add(replica)
             pace, before = seconds / samples, self._pace.get(replica)
             self._pace[replica] = pace if before is None else PACE_MEMORY * before + (1 - PACE_MEMORY) * pace
         if idle_at is not None:
@@ -83,6 +92,7 @@ class Owners:
 
         chosen = min(range(self._replicas), key=done)
         self._done_at[chosen] = done(chosen)
+        self._given.add(chosen)
         return chosen
 
     def _ranks(self, replica: int) -> range:

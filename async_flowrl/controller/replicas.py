@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.handed import HandedGroup, make_group_again
+from async_flowrl.controller.handed import HandedGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import Place, cut, tickets_for, tickets_of
@@ -76,6 +76,7 @@ async def with_trajectories(
 
     seconds = ctx.config.deadlines.update * (len(groups) + request.finishes)
     while True:
+        await until_whole(groups)
         tried = [group.refs for group in groups]
         try:
             async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):

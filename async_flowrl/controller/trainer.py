@@ -41,8 +41,6 @@ class TrainerGroup:
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
         self._waited, self._idle_since = 0.0, 0.0
-        self._measures = True
-        """Whether the next optimizer step is measured, as the ranks said last."""
         self._arrange(1)
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
@@ -61,6 +59,8 @@ class TrainerGroup:
         starts = range(0, ranks, per_replica)
         self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
         self._freed = asyncio.Event()
+        self._measures = True
+        """Whether the next optimizer step is measured, as the ranks said last; new ones have not said anything yet."""
 
     def _most_selected(self, config: Config) -> list[int]:
         """What the algorithm trains of a group whose images all differ."""

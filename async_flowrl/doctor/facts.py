@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 """Whose versions decide bits, or whether two nodes understand each other."""
 SHM, BOOT = Path("/dev/shm"), Path("/proc/sys/kernel/random/boot_id")
 """Linux makes up a number when it starts: containers and pretended nodes of one machine share it, and its memory."""
-CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Limit and use of a container or of a Slurm job, in version 2 and version 1 of Linux's control groups."""
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Linux's control groups, which limit containers and Slurm jobs, and the file that says which this process is in."""
+CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
+CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files with a group's limit and use, and what memory.stat calls files in memory that Linux gives up when asked."""
 NVIDIA_SMI_SECONDS = 20.0
 
 
@@ -52,6 +53,7 @@ def facts(asked: Asked) -> dict[str, Any]:
         "code": code_of(asked.packages),
         "cores": os.cpu_count() or 1,
         "memory": free_memory(),
+        "machine_memory": int(psutil.virtual_memory().available),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary(), model_cache())},
         "temporary": temporary(),
@@ -76,12 +78,30 @@ def version(package: str) -> str:
 
 def free_memory() -> int:
     """Bytes that processes can still take: what Linux says, or less where a control group allows less."""
-    available = int(psutil.virtual_memory().available)
-    for limit, used in CGROUPS:
-        text = Path(limit).read_text().strip() if Path(limit).is_file() else "max"
-        if text.isdigit() and Path(used).is_file():
-            available = min(available, max(0, int(text) - int(Path(used).read_text())))
-    return available
+    left = [left_in(folder, names) for folder, names in control_groups()]
+    return min([int(psutil.virtual_memory().available), *(bytes_ for bytes_ in left if bytes_ is not None)])
+
+
+def control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of this process's groups and of all around them: a container sees its own as the root, a job does not."""
+    for line in ["0::/", "0:memory:/", *(OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else [])]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (CGROUPS / "memory", CGROUP_1) if controllers else (CGROUPS, CGROUP_2)
+        parts = Path(path).parts[1:]
+        yield from ((root.joinpath(*parts[:depth]), names) for depth in range(len(parts) + 1))
+
+
+def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
+    """Bytes that a group may still take; None where it has no limit."""
+    limit, used, files = names
+    try:
+        most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+        stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return max(0, int(most) - taken + int(stat.get(files, 0))) if most.isdigit() else None
 
 
 def free_disk(folder: Path) -> dict[str, Any]:

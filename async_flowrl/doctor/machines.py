@@ -12,8 +12,9 @@ from async_flowrl.doctor.needs import Needs
 GIB, GB = 2**30, 10**9
 FULL_SHARE = 0.95
 """Of a disk that is fuller Ray makes no objects any more (its local_fs_capacity_threshold)."""
-STORE_SHARE = 0.3
-"""Of the memory, and at most /dev/shm: Ray's object store where nothing else is said."""
+STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
+"""Ray's object store where nothing else is said: of the memory; beyond SMALL_STORE at most this share of /dev/shm. What
+/dev/shm does not hold lies in Ray's folder for temporary files as a whole."""
 SAME_CODE = "install the same there, or put both on one file system; a node with other code would give other weights"
 
 
@@ -31,7 +32,13 @@ class Machine:
 
     @property
     def object_store(self) -> float:
-        return self.store or min(STORE_SHARE * self.memory, self.facts["shm"])
+        most = min(LARGEST_STORE, max(SMALL_STORE, SHM_SHARE * self.facts["shm"]))
+        return self.store or min(STORE_SHARE * self.memory, most)
+
+    @property
+    def store_on_disk(self) -> bool:
+        """Whether a cluster that a run starts here would have its object store outside of /dev/shm."""
+        return not self.store and 0 < self.facts["shm"] < self.object_store
 
     def disk(self, folder: str) -> Mapping[str, Any]:
         """Of the file system that one of the folders asked for is on."""
@@ -91,8 +98,14 @@ def _all(machines: Sequence[Machine]) -> str:
 
 
 def together(machines: Sequence[Machine]) -> int:
-    """Free memory in bytes; that of several nodes on one machine counts once."""
-    return sum({machine.facts["boot"]: machine.memory for machine in machines}.values())
+    """Free memory in bytes; several nodes of one machine have what they may take each, and at most what it has."""
+    of_boot: dict[str, list[Machine]] = {}
+    for machine in machines:
+        of_boot.setdefault(machine.facts["boot"], []).append(machine)
+    return sum(
+        min(sum(one.memory for one in same), max(int(one.facts["machine_memory"]) for one in same))
+        for same in of_boot.values()
+    )
 
 
 def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Finding]:
@@ -113,9 +126,15 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
     store = sum(machine.object_store for machine in machines)
     sentence = f"{needs.store / GB:.2f} GB of images and trajectories wait at most, there is room for {store / GB:.2f}"
     advice = "fewer or smaller images per step, a smaller max_staleness, or a larger /dev/shm and --object-store-memory"
-    status = FAILED if needs.store > store else OK
     figures = {"planned": needs.store, "room": int(store)}
-    yield Finding("object store", status, sentence, advice if status == FAILED else "", figures)
+    if needs.store > store:
+        yield Finding("object store", FAILED, sentence, advice, figures)
+    elif slow := [machine for machine in machines if machine.store_on_disk]:
+        facts = slow[0].facts
+        sentence += f"; it would lie in {facts['temporary']}, /dev/shm has {facts['shm'] / GB:.2f} GB"
+        yield Finding("object store", WARNING, sentence, "a larger /dev/shm: docker run --shm-size", figures)
+    else:
+        yield Finding("object store", OK, sentence, figures=figures)
 
 
 def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:

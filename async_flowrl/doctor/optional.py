@@ -11,6 +11,7 @@ from async_flowrl.doctor.facts import importable
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machine import nccl_version
 from async_flowrl.rewards import http_post
+from async_flowrl.rewards.served import HTTP_NAME
 from async_flowrl.rollout.vllm_omni import settings as vllm_omni
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 
@@ -64,7 +65,7 @@ def modules(names: tuple[str, ...], extra: str) -> str | None:
 def asks_servers(config: Config) -> bool:
     """Whether any term is an HTTP server's, one that the run starts included."""
     terms = (*config.reward.terms.values(), *config.evaluate.reward.terms.values())
-    return any(term.serve is not None or "http" in (term.name or "") for term in terms)
+    return any(term.serve is not None or term.name == HTTP_NAME for term in terms)
 
 
 PARTS: Mapping[str, Part] = {

@@ -1,5 +1,6 @@
 """Whether a configuration can start here: this machine, and with `runtime.address` every node of that cluster."""
 
+import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from async_flowrl.plan.devices import check_devices
 from async_flowrl.run.launch import check_machine, pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
-from separation.group import PoolSpec
+from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing, check_fits, reserve, totals
 from separation.survey import Node, Survey, survey
 
@@ -169,10 +170,11 @@ def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
 
 
 def told_here(asked: Asked) -> Machine:
-    """This machine, its GPUs as torch sees them where nvidia-smi does not say."""
+    """This machine, its GPUs as torch sees them where nvidia-smi does not say, or shows more than a run may use."""
     told = facts(asked)
-    if not told["gpus"] and torch.cuda.is_available():
-        cards = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    if not told["gpus"] or VISIBLE_DEVICES in os.environ:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cards = (torch.cuda.get_device_properties(index) for index in range(count))
         told["gpus"] = [{"name": card.name, "memory": card.total_memory} for card in cards]
     return Machine("here", told)
 
@@ -206,9 +208,11 @@ def marked(folder: str) -> Iterator[tuple[str, str]]:
         place = place.parent
     text = secrets.token_hex(16)
     try:
-        with tempfile.NamedTemporaryFile("w", prefix=".async_flowrl_doctor_", dir=place) as mark:
-            mark.write(text)
-            mark.flush()
-            yield mark.name, text
-    except PermissionError:
+        mark = tempfile.NamedTemporaryFile("w", prefix=".async_flowrl_doctor_", dir=place)  # noqa: SIM115
+    except OSError:  # a folder of others, or a file system that is read-only: the finding on the run directory says it
         yield "", ""
+        return
+    with mark:
+        mark.write(text)
+        mark.flush()
+        yield mark.name, text

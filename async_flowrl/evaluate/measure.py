@@ -21,7 +21,7 @@ from async_flowrl.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.observability.statistics import Estimate, estimate
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora_apply import apply_lora
-from async_flowrl.policies.registry import family_of
+from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
@@ -77,12 +77,26 @@ class Comparison:
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
     """Makes and scores the images of the base model, then, given a LoRA, those with it.
 
-    Raises ValueError, one sentence, where the LoRA does not fit, and where a score has none of the prompts.
+    Raises ValueError, one sentence, where the LoRA does not fit, where the model cannot make images of a size, and
+    where a score has none of the prompts.
     """
+    check_sizes(job)
     settings = from_config(job.config)
     reward = build_reward(job.reward)
     pipeline = open_pipeline(settings, device)
     return asyncio.run(_both(pipeline, job, reward, device))
+
+
+def check_sizes(job: Job) -> None:
+    """Raises ValueError, naming the prompt that brings it, for a size that the model cannot make."""
+    model = resolve_model(job.config.model)
+    places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
+    for size, place in sorted(places.items(), key=lambda each: each[1]):
+        try:
+            shapes_of(model, size)
+        except ValueError as error:
+            own = not job.one_size and job.prompts[place].resolution is not None
+            raise ValueError(f"{f'prompt {place}: ' if own else ''}{error}") from error
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:

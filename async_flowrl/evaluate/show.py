@@ -75,7 +75,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "scored": scored,
         "images_per_prompt": job.images_per_prompt,
         "seeds": list(job.seeds),
-        "resolution": sizes[0] if len(sizes) == 1 else sizes,
+        # One size as it is written; several are height and width each: [448, 576] is one image's, and not two squares'.
+        "resolution": sizes[0] if len(sizes) == 1 else [height_width(size) for size in sizes],
         "num_inference_steps": how.num_inference_steps,
         "true_cfg_scale": how.true_cfg_scale,
         "guidance_scale": how.guidance_scale,

@@ -100,7 +100,9 @@ def _training(source: Source) -> list[str]:
 
 
 def _sizes(config: Config) -> str:
-    return ", ".join(in_pixels(size) for size in configured(config.rollout))
+    sizes = ", ".join(in_pixels(size) for size in configured(config.rollout))
+    # The prompts may be elsewhere by now; lines of text bring no sizes.
+    return sizes if config.data.train.endswith(".txt") else f"{sizes} where a prompt brings no size of its own"
 
 
 def _terms(terms: Mapping[str, RewardTerm]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config import exit_codes
+from async_flowrl.config.resolution import written
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.mfu import mfu
 from async_flowrl.observability.result import result_sentences, training_sentence
@@ -111,10 +112,11 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
             f"{'':{LABEL}} async-flowrl report {root} (writes the report anew)"
         )
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
+    size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
     lora = shlex.quote(shown(ending.directory.lora))
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
     return (
-        f"async-flowrl generate --lora {lora} --prompt {shlex.quote(prompts[0].text)} --out {out}\n"
+        f"async-flowrl generate --lora {lora} --prompt {shlex.quote(prompts[0].text)}{size} --out {out}\n"
         f"{'':{LABEL}} async-flowrl evaluate {root}"
     )
 

@@ -53,7 +53,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             TRAINER,
             "async_flowrl.training.worker:TrainerWorker",
             config.trainer.num_workers,
-            arguments=shared,
+            arguments={**shared, "sizes": prepared.trained_sizes},
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
             lanes=("publish", "save", "control"),

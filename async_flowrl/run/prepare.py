@@ -9,6 +9,7 @@ from async_flowrl.config.resolution import at_size, configured, height_width, in
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
+from async_flowrl.data.store import Prompts
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
@@ -45,6 +46,12 @@ class Prepared:
         if len(sizes) > SIZES_SHOWN:
             return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
         return f"{', '.join(sizes)} px"
+
+    @property
+    def trained_sizes(self) -> tuple[Resolution, ...]:
+        """Those of training images, in the same order."""
+        found = sizes_of(self.config, self.data.train)
+        return tuple(size for size in self.sizes if size in found)
 
     @property
     def at_largest(self) -> Config:
@@ -92,6 +99,12 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, model, algorithm, requests, shapes, data, sizes)
 
 
+def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:
+    """That images of these prompts can have."""
+    drawn = () if prompts.all_sized else configured(config.rollout)
+    return list(dict.fromkeys([*prompts.sizes, *drawn]))
+
+
 def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
     """Every size that an image of the run can have, smallest first. Raises ValueError for one that the model cannot
     make, naming the key or the prompt's place."""
@@ -105,10 +118,11 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
             "rollout.engine=vllm_omni makes square images of one size, got "
             f"{', '.join(in_words(size) for size in where)} px: use rollout.engine=diffusers"
         )
-    if config.rollout.tickets_per_batch > 1 and len(where) > 1:
+    trained = sizes_of(config, data.train)
+    if config.rollout.tickets_per_batch > 1 and len(trained) > 1:  # evaluations are not batched
         raise ValueError(
             f"rollout.tickets_per_batch={config.rollout.tickets_per_batch} puts images of several prompts into one "
-            f"batch, which has one size, got {', '.join(in_words(size) for size in where)} px: set it to 1, or one size"
+            f"batch, which has one size, got {', '.join(map(in_words, trained))} px: set it to 1, or one size"
         )
     for size, place in where.items():
         try:

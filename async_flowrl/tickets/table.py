@@ -102,17 +102,17 @@ class TicketTable:
 
     # -- the gate
 
-    def next_for(self, worker: str, *, ahead: bool = False) -> Ticket | None:
+    def next_for(self, worker: str, *, ahead: bool = False, together: int = 1) -> Ticket | None:
         """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds.
 
         `ahead`: it has one already. It gets another only while MIN_WAITING_PER_WORKER wait per worker, so that none
-        takes what others wait for.
+        takes what others wait for; that many times `together`, the tickets that it takes with the one it gets.
         """
         held = self.held.get(worker)
         if held is None:
             return None
         train = self._first_pending(TRAIN, held.policy)
-        if ahead and self._waiting(held) < MIN_WAITING_PER_WORKER * len(self.held):
+        if ahead and self._waiting(held) < MIN_WAITING_PER_WORKER * together * len(self.held):
             return None
         evaluation = self._first_pending(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
@@ -126,12 +126,13 @@ class TicketTable:
         """
         return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
 
-    def start(self, ticket: Ticket, worker: str) -> None:
+    def start(self, ticket: Ticket, worker: str, *, along: bool = False) -> None:
+        """`along`: a batch that the worker has taken already brings it along, so it takes no turn of its own."""
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation
         if ticket.state is not State.PENDING or ticket.version not in known:
             raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
-        held.taken += 1
+        held.taken += not along
         ticket.worker, ticket.attempt = worker, ticket.attempt + 1
         self._move(ticket, State.RUNNING)
 

@@ -18,7 +18,7 @@ class State(StrEnum):
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
 EVALUATION_SHARE = 4
-"""Every EVALUATION_SHARE-th ticket a worker takes is an evaluation ticket, if one is waiting."""
+"""Every EVALUATION_SHARE-th ticket (or batch of them) a worker takes is an evaluation ticket, if one is waiting."""
 
 
 class Refused(RuntimeError):

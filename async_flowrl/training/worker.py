@@ -14,7 +14,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
-from async_flowrl.config.resolution import configured
+from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
@@ -41,7 +41,7 @@ from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import FloatArray, Trajectory
+from async_flowrl.types import FloatArray, Resolution, Trajectory
 from checkpoint_engine import base_digest, weights_digest
 from separation.numa import bind
 
@@ -63,8 +63,12 @@ class Stateful(Protocol):
 class TrainerWorker:
     """Ranks hold the same adapter, bit for bit; of the base each holds all or a share."""
 
-    def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
+    def __init__(
+        self, config: Config, model: ResolvedModel, index: int, name: str, sizes: Sequence[Resolution] = ()
+    ) -> None:
+        """`sizes`: of the images that are trained; without, those that the configuration names."""
         self.config, self.model, self.index, self.name = config, model, index, name
+        self._sizes = sizes or configured(config.rollout)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if config.deterministic:
             repeatable_kernels()
@@ -97,9 +101,7 @@ class TrainerWorker:
         parts = "structure" if self.world.joined else "transformer"
         policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
         policy.check(sampling(config))
-        for resolution in configured(config.rollout):
-            sigmas = policy.sigmas(config.rollout.num_inference_steps, resolution)
-            check_schedule(config.algorithm, sigmas, max_staleness=config.max_staleness)
+        self._check_schedules(policy)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
         size = sum(parameter.nbytes for parameter in base.values())
@@ -129,6 +131,15 @@ class TrainerWorker:
             "trainable_tensors": len(adapter),
             "device": str(self.device),
         }
+
+    def _check_schedules(self, policy: Policy) -> None:
+        for resolution in self._sizes:
+            sigmas = policy.sigmas(self.config.rollout.num_inference_steps, resolution)
+            try:
+                check_schedule(self.config.algorithm, sigmas, max_staleness=self.config.max_staleness)
+            except ValueError as error:
+                where = f"images of {in_pixels(resolution)}: " if len(self._sizes) > 1 else ""
+                raise ValueError(f"{where}{error}") from error
 
     def _place(self, policy: Policy, adapter: set[torch.nn.Parameter], base_bytes: int) -> str:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from diffusers import DPMSolverMultistepScheduler, SanaPipeline
 
 from async_flowrl.check_model.command import main
 from async_flowrl.check_model.compare import STEPS
 from async_flowrl.config.compose import compose_config
+from async_flowrl.policies.registry import resolve_model
 from async_flowrl.run.job import run
 from tests.integration.runs import LOCAL
 from tests.support.families import NAMES
@@ -130,6 +132,20 @@ def test_an_instruction_that_the_stock_pipeline_adds_is_named(capsys: pytest.Cap
     assert main([*SANA, "--family", "tests.support.sana:BareFamily"]) == 1
     assert "prompt embeddings is the first step that differs: " in (printed := capsys.readouterr().out)
     assert "encode_prompt with complex_human_instruction=['Given a user prompt" in printed.replace('"', "'")
+
+
+def test_another_solver_of_the_stock_pipeline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Published SANA comes with one."""
+    config = compose_config("one_step_off", ["model=tiny_sana"])
+    pipeline = SanaPipeline.from_pretrained(resolve_model(config.model).path)
+    pipeline.scheduler = DPMSolverMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0
+    )
+    pipeline.save_pretrained(tmp_path / "published")
+    assert main([str(tmp_path / "published"), *SANA[3:], "--resolution", "32"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("schedule is the first step that differs: sigmas[2] is ")
+    assert "the stock pipeline steps with DPMSolverMultistepScheduler, a run steps as FlowMatchEuler" in last
 
 
 def test_a_run_warns_of_a_family_until_it_is_checked_as_it_is(

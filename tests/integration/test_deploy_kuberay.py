@@ -1,4 +1,4 @@
-"""KubeRay: pods that Kubernetes takes, a cluster that Ray's autoscaler reads, and a command that composes."""
+"""KubeRay: pods that Kubernetes takes, a cluster whose seats Ray reads, and a command that composes."""
 
 import io
 import logging
@@ -61,7 +61,7 @@ def test_a_wrong_pod_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "pods"), [("rayjob.yaml", 2), ("raycluster.yaml", 8)])
-def test_the_autoscaler_of_ray_reads_the_cluster(name: str, pods: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_ray_reads_the_seats_of_the_cluster(name: str, pods: int, caplog: pytest.LogCaptureFixture) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     caplog.set_level(logging.WARNING)
@@ -70,6 +70,7 @@ def test_the_autoscaler_of_ray_reads_the_cluster(name: str, pods: int, caplog: p
     assert types["headgroup"]["resources"]["GPU"] == 0, "the driver's node holds no workers that need GPUs"
     assert (types["gpus"]["resources"]["GPU"], types["gpus"]["max_workers"]) == (8, pods)
     assert made["max_workers"] == pods and not caplog.records
+    assert "enableInTreeAutoscaling" not in cluster_of(name), "a run that does not fit is refused at once"
 
 
 @pytest.mark.parametrize("name", KINDS)

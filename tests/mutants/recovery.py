@@ -7,7 +7,7 @@ from unittest import mock
 
 from async_flowrl.training.checkpoint import written
 from tests.mutants.mutation import Mutant, after, before, no_limit, nothing
-from tests.mutants.tickets import DISPATCH, FAULTS, HANGS, TICKETS, TRAINER
+from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
 LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
 RUN_RECOVERY, CHECKPOINTS, AFTER_STEP = (
@@ -82,7 +82,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "a lost payload is not made again",
-        {f"{TRAINER}:make_again": nothing},
+        {f"{HANDED}:make_again": nothing},
         f"{FAULTS}:test_a_lost_payload_is_made_again",
         arguments={"what": "lose-trajectory", "state": "HANDED", "k": 1, "hand_over": "batch"},
         raises=HANGS,

@@ -55,7 +55,8 @@ def obstacle() -> str | None:
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if missing:
         return f"nodes are pretended with {' and '.join(missing)}: apt-get install iproute2 util-linux"
-    make = "ip link add v1 type veth peer name v2 && ip link add v3 type bridge && mount -t tmpfs none /mnt"
+    make = "ip link add v1 type veth peer name v2 && ip link add v3 type bridge && mount -t tmpfs none /dev/shm"
+    make += " && mount --make-rprivate none / && mount -t proc proc /proc"
     tried = subprocess.run(
         ["unshare", "--net", "--mount", "--uts", "--pid", "--ipc", "--fork", "sh", "-c", make],
         capture_output=True,
@@ -63,7 +64,7 @@ def obstacle() -> str | None:
         check=False,
     )
     if tried.returncode:
-        return f"namespaces with virtual cables are not allowed here: {tried.stderr.strip()}"
+        return f"namespaces with virtual cables are not allowed here: {tried.stderr.strip().partition(chr(10))[0]}"
     return None
 
 

@@ -35,6 +35,34 @@ def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) 
     assert found.digest == shared(2).digest
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_is_scored_once(size: int) -> None:
+    """A group of two tickets, which one batch brings both of."""
+    found = shared(size)
+    assert sum(worker.calls["score"] for worker in found.groups["reward"].everybody) == 5 * 4
+
+
+def test_no_worker_takes_a_batch_ahead_that_another_could_make_sooner() -> None:
+    """Four batches a step; a worker that needs four times as long makes one of them."""
+    config = toy_config(0, steps=3, prompts_per_step=8, ticket_size=2, rollout__tickets_per_batch=4)
+    found = virtual(config, Timing(slow={"rollout-0": 4.0}))
+    (slow, _) = found.groups["rollout"].workers
+    assert len(slow.target.batches) == 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_evaluation_keeps_its_share(size: int) -> None:
+    """A pool that is never idle takes every fourth of its turns from it, however many tickets a batch has."""
+    config = toy_config(3, steps=8, ticket_size=2, evaluate__every=2, rollout__tickets_per_batch=size)
+    config.rollout.num_workers = 1
+    found = virtual(config, Timing(generate=size, update=0.1))
+    begun, ended = (found.tickets(state, kind="evaluation")[::2] for state in ("PENDING", "TRAINED"))
+    assert len(begun) == 4
+    for first, last in zip(begun, ended, strict=True):
+        others = [e for e in found.tickets("RUNNING") if first["time"] < e["time"] < last["time"]]
+        assert len(others) <= 8 * size
+
+
 def test_a_batch_that_is_lost_again_and_again_ends_the_run() -> None:
     with pytest.raises(TicketLost, match=r"was lost 6 times; see the faults"):
         shared(2, lambda worker, method, number: "lose-images" if method == "generate_together" else None)

@@ -319,6 +319,17 @@ def test_a_trajectory_that_one_of_several_trainer_ranks_lacks_is_made_again(hand
     assert [each[:2] for each in trained] == [(step, group) for step in range(STEPS) for group in range(4)]
 
 
+@pytest.mark.parametrize(("seed", "number"), [(2, 6), (3, 4), (5, 3), (8, 3)])
+def test_a_trajectory_is_made_again_while_another_trainer_rank_comes_to_its_group(seed: int, number: int) -> None:
+    """So few groups that ranks share them, and delays that let a rank come to a group while it has no payloads."""
+    changes = {"ticket_size": 1, "trainer__micro_batch_size": 2, "trainer__num_workers": 2, "prompts_per_step": 2}
+    config = toy_config(1, hand_over="stream", steps=3, **changes)
+    timing = Timing(seed=seed, spread=0.9, update=2.0, slow={"trainer-1": 2.0})
+    found = virtual(config, timing, once("rollout-0", "generate", number, "lose-trajectory"))
+    assert found.observer.of("fault", kind="RefLost")
+    assert found.digest == virtual(config).digest
+
+
 def test_lost_images_of_an_evaluation_are_made_again() -> None:
     def lose(worker: str, method: str, number: int) -> str | None:
         return "lose-images" if method.startswith("generate") and number % 4 == 0 else None

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guarantees.md"
 CITED = re.compile(r"`(tests/[\w/]+\.py|…)(?:::(\w+))?`")
 """A file, or one of its tests; … is the file that was named last."""
+LEFT_OUT = {"slow", "gpu", "pretend_gpu", "nodes"}
+"""Marks that the default lane leaves out (`addopts` of pyproject.toml)."""
 IN_SLOW = "(`make test-slow`)"
 """Said in the row of what takes too long to be tested by default."""
 
@@ -44,9 +46,9 @@ def in_file(file: str) -> dict[str, bool]:
 def default_lane(source: str) -> dict[str, bool]:
     tree = ast.parse(source)
     marks = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign) and _is_mark(node)]
-    module = not any("mark.slow" in mark for mark in marks)
+    module = not any(f"mark.{left}" in mark for mark in marks for left in LEFT_OUT)
     return {
-        node.name: module and not any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list)
+        node.name: module and not LEFT_OUT & {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     }
@@ -73,5 +75,8 @@ def test_the_table_is_found_and_the_check_can_fail() -> None:
     slow = "import pytest\npytestmark = pytest.mark.slow\ndef test_a(): ...\n"
     some = "import pytest\n@pytest.mark.slow\ndef test_a(): ...\ndef test_b(): ...\n"
     assert default_lane(slow) == {"test_a": False} and default_lane(some) == {"test_a": False, "test_b": True}
+    nodes = "import pytest\npytestmark = [pytest.mark.nodes, pytest.mark.serial]\ndef test_a(): ...\n"
+    gpu = "import pytest\n@pytest.mark.gpu\ndef test_a(): ...\n"
+    assert default_lane(nodes) == default_lane(gpu) == {"test_a": False}
     page = "| what | test |\n|---|---|\n| one | `tests/a.py::test_a` |\n| two | `…::test_b` |\n| three | trust us |\n"
     assert [cited for _, cited in rows(page)] == [[("tests/a.py", "test_a")], [("tests/a.py", "test_b")], []]

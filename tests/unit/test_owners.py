@@ -53,6 +53,19 @@ def test_the_pace_that_was_measured_decides() -> None:
     assert counts[0] == 16 and counts[1] == 4 and counts[2] == 8
 
 
+def test_a_replica_that_was_slow_once_gets_work_again() -> None:
+    """A call in which a payload was made again, say: it lasted nine times as long, and the next are as fast as ever."""
+    owners, given = Owners(2), list[Counter[int]]()
+    owners.took(0, 8, 8.0)
+    owners.took(1, 8, 72.0)
+    for step in range(12):
+        owners.begin(4, now=100.0 * step)
+        given.append(Counter(owner for _ in range(4) for owner in owners.of([4], now=100.0 * step)))
+        for replica, groups in given[-1].items():
+            owners.took(replica, 4 * groups, 4.0 * groups)
+    assert given[0] == {0: 4} and given[-1] == {0: 2, 1: 2}
+
+
 def test_who_is_free_comes_before_who_had_less() -> None:
     owners = Owners(2)
     owners.begin(9, now=100.0)

@@ -17,14 +17,15 @@ from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFail
 from async_flowrl.run.recovery import MAX_RECOVERIES
 from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
-from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Scores
+from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Scores, Trajectory
 from async_flowrl.verify import verify
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import WorkerDied
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
-from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 from tests.support.toy_recovery import (
     Groups,
     Outside,
@@ -80,6 +81,39 @@ def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: 
     assert back in (0, 2)
     assert [event["kind"] for event in events(root, "fault")] == ["WorkerDied"]
     check_equal(root)
+
+
+def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step is. Rank 0 dies in step 3; the new ranks, at step 2 again, have not said yet what they need."""
+    measured: list[tuple[int, bool]] = []
+    train, finish = ToyTrainer.train, ToyTrainer.finish
+
+    def seen(self: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Any:
+        if request.finishes and self.index == 0:
+            measured.append((request.step, request.probe is not None))
+        return train(self, request, *trajectories)
+
+    def asking(self: ToyTrainer, request: TrainRequest | None = None) -> UpdateStats:
+        return replace(finish(self, request), measures_next=(self.step + 1) % 2 == 0)
+
+    ranks: dict[int, ToyTrainer] = {}
+
+    async def together(pool: ToyPool, timeout: float) -> None:
+        """Toy ranks add up without a process group."""
+        ranks.update(enumerate(worker.target for worker in pool.workers))
+        for rank in ranks.values():
+            rank.ranks = lambda: list(ranks.values())
+
+    monkeypatch.setattr("async_flowrl.run.launch.join_process_group", together)
+    monkeypatch.setattr(ToyTrainer, "train", seen)
+    monkeypatch.setattr(ToyTrainer, "finish", asking)
+    root = tmp_path / "run"
+    assert go(root, at(train_last_4="kill"), trainer__num_workers=2) is None
+    assert rollbacks(root) == [2]
+    steps = [0, 1, 2, *range(2, STEPS)]
+    assert measured == [(step, step % 2 == 0) for step in steps]
 
 
 def test_a_trainer_that_dies_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:

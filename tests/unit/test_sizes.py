@@ -16,12 +16,21 @@ from async_flowrl.config.resolution import at_size, configured, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash
 from async_flowrl.data.prompts import Keys, digest, read_prompt
+from async_flowrl.evaluate.job import Job
+from async_flowrl.evaluate.measure import Comparison, Row, check_sizes
+from async_flowrl.evaluate.show import as_json
+from async_flowrl.export.card import _sizes as sizes_on_card
+from async_flowrl.generate import from_config
+from async_flowrl.generate import main as generate
 from async_flowrl.observability.images import write_grid
+from async_flowrl.observability.statistics import estimate
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.tickets.request import RequestBuilder, evaluation_resolution
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
+from async_flowrl.training import worker as training
+from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Prompt, Resolution
 
 ROWS: list[dict[str, Any]] = [
@@ -146,6 +155,60 @@ def test_a_prompt_that_the_model_cannot_make_is_named(tmp_path: Path) -> None:
     data = prompt_file(tmp_path, ROWS[0], {"prompt": "red", "resolution": [40, 32]})
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: resolution must be multiples of 16, got 40 × 32"):
         prepare(composed(tmp_path, f"data.train={data}"))
+
+
+def test_the_trainer_checks_the_schedules_of_the_sizes_that_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, others = prompt_file(tmp_path, *ROWS[:2]), tmp_path / "evaluation.jsonl"
+    others.write_text(json.dumps({"prompt": "red", "resolution": 48}) + "\n")
+    # No prompt is drawn at rollout.resolution, which the model could not make.
+    config = composed(tmp_path, f"data.train={data}", f"data.evaluation={others}", "rollout.resolution=40")
+    prepared = prepare(config)
+    assert prepared.sizes == ((32, 48), (64, 32), 48) and prepared.trained_sizes == ((32, 48), (64, 32))
+    TrainerWorker(prepared.config, prepared.model, 0, "trainer-0", prepared.trained_sizes).load()
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("no such schedule")
+
+    monkeypatch.setattr(training, "check_schedule", refuse)
+    with pytest.raises(ValueError, match=r"^images of 32 × 48 px: no such schedule$"):
+        TrainerWorker(prepared.config, prepared.model, 0, "trainer-0", prepared.trained_sizes).load()
+
+
+def test_tickets_share_a_batch_where_all_that_is_trained_has_one_size(tmp_path: Path) -> None:
+    together = ("rollout.tickets_per_batch=2", "data.train=" + prompt_file(tmp_path, ROWS[0], ROWS[0]))
+    (other := tmp_path / "evaluation.jsonl").write_text(json.dumps({"prompt": "red", "resolution": 48}) + "\n")
+    assert prepare(composed(tmp_path, *together, f"data.evaluation={other}")).sizes == ((32, 48), 48)
+    data = f"data.train={prompt_file(tmp_path, *ROWS[:2])}"
+    with pytest.raises(ConfigError, match=r"one size, got 32 × 48, 64 × 32 px: set it to 1, or one size$"):
+        prepare(composed(tmp_path, "rollout.tickets_per_batch=2", data))
+
+
+def test_images_after_a_run_have_a_size_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert from_config(composed(tmp_path, "rollout.resolutions=[[64,32],48]")).sampling.resolution == (64, 32)
+    out = ["--out", str(tmp_path / "grid.png")]
+    assert generate(["--model", "tiny", "--prompt", "red", "--resolution", "40x32", *out]) == 2
+    assert "resolution must be multiples of 16, got 40 × 32, nearest: 32" in caplog.text
+    assert not (tmp_path / "grid.png").exists()
+
+
+def test_a_card_does_not_say_sizes_that_prompts_may_replace(tmp_path: Path) -> None:
+    lines, rows = composed(tmp_path, "data.train=prompts.txt"), composed(tmp_path, "data.train=prompts.jsonl")
+    assert (sizes_on_card(lines), sizes_on_card(rows)) == ("32 px", "32 px where a prompt brings no size of its own")
+
+
+def test_an_evaluation_refuses_sizes_before_it_makes_images_and_says_them_plainly(tmp_path: Path) -> None:
+    def job(*sizes: Resolution | None, one_size: bool = False) -> Job:
+        prompts = [Prompt(place, "red", resolution=size) for place, size in enumerate(sizes)]
+        return Job(composed(tmp_path), None, {}, {}, prompts, "", (0,), one_size)
+
+    check_sizes(job(32, (32, 40), one_size=True))
+    with pytest.raises(ValueError, match=r"^prompt 1: resolution must be multiples of 16, got 32 × 40"):
+        check_sizes(job(32, (32, 40), (24, 32)))
+    rows = {"color": Row("asked", 1.0, estimate({0: (0.5,)}), None, None, None, {})}
+    said = [as_json(Comparison(each, rows, {}, {}))["resolution"] for each in (job((32, 48)), job(32, 48))]
+    assert said == [(32, 48), [(32, 32), (48, 48)]]
 
 
 def test_a_picture_keeps_the_shape_of_every_image(tmp_path: Path) -> None:

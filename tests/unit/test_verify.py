@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from async_flowrl.verify import main, verify
+from async_flowrl.verify import RunFiles, exactly_once, main, verify
 from checkpoint_engine import Draft, Layout, weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.unit.test_faults import once
@@ -159,6 +159,11 @@ def test_tampered_events_are_noticed(
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(found)
     assert main([str(root)]) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_step_ended_passes(tmp_path: Path, finished: ToyRun) -> None:
+    first = [e for e in finished.observer.of("ticket", kind="train") if e["step"] < 2 and e["state"] == "PENDING"]
+    assert exactly_once(RunFiles(tmp_path, {"max_staleness": 1, "steps": 0}, [], first)) == "0 tickets in 0 steps"
 
 
 def test_two_lives_that_sent_different_bytes_are_noticed(tmp_path: Path, finished: ToyRun) -> None:

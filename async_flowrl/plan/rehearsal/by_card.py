@@ -22,7 +22,7 @@ def cards_of(names: str) -> list[Card]:
         return [card_of(name.strip()) for name in names.split(",")]
     except ValueError:
         wrong = next(name.strip() for name in names.split(",") if name.strip().upper() not in map(str.upper, CARDS))
-        raise ValueError(unknown_name("--card", wrong, [*CARDS, ALL])) from None
+        raise ValueError(unknown_name("--card", wrong, CARDS if "," in names else [*CARDS, ALL])) from None
 
 
 def on(card: Card, done: Rehearsal) -> Rehearsal:

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.doctor import facts as told
+from async_flowrl.doctor import start
 from async_flowrl.doctor.facts import Asked
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.machines import (
@@ -21,7 +22,8 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, Process
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
-from async_flowrl.doctor.start import Wanted, modules_of, reached
+from async_flowrl.doctor.optional import asks_servers
+from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
 from separation.survey import Node, Offset
 
 GB = 10**9
@@ -43,6 +45,7 @@ def machine(name: str = "a", **changes: Any) -> Machine:
         "code": {"async_flowrl": "c" * 12},
         "cores": 8,
         "memory": 32 * GB,
+        "machine_memory": 32 * GB,
         "shm": 16 * GB,
         "disks": dict.fromkeys(("/tmp/ray", "/cache", run_folder(Config())), disk),
         "temporary": "/tmp/ray",
@@ -84,9 +87,25 @@ def test_nodes_of_one_machine_share_its_memory() -> None:
     assert together([machine("a", boot="x"), machine("b", boot="x"), machine("c")]) == 64 * GB
 
 
-@pytest.mark.parametrize(("shm", "status"), [(16 * GB, OK), (GB, FAILED)])
-def test_the_object_store_is_at_most_shared_memory_where_a_run_starts_it(shm: int, status: str) -> None:
-    assert by_name(memory_findings(NEEDS, [machine(shm=shm)]))["object store"].status == status
+def test_containers_of_one_machine_have_what_each_may_take() -> None:
+    pods = [machine(name, boot="x", memory=12 * GB, machine_memory=32 * GB) for name in "abc"]
+    assert together(pods[:2]) == 24 * GB and together(pods) == 32 * GB
+
+
+@pytest.mark.parametrize(
+    ("shm", "memory", "status"),
+    [(16 * GB, 32 * GB, OK), (64_000_000, 32 * GB, WARNING), (16 * GB, 6 * GB, FAILED), (0, 32 * GB, OK)],
+)
+def test_the_object_store_is_as_large_as_ray_makes_it(shm: int, memory: int, status: str) -> None:
+    """A container's /dev/shm of 64 MB makes it slow, not small."""
+    from ray._private.utils import resolve_object_store_memory
+
+    found = by_name(memory_findings(NEEDS, [machine(shm=shm, memory=memory)]))["object store"]
+    assert found.status == status and ("--shm-size" in found.advice) == (status == WARNING)
+    if shm:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: shm)
+            assert found.figures["room"] == resolve_object_store_memory(memory)
 
 
 def test_the_object_store_of_a_cluster_is_what_ray_says() -> None:
@@ -150,13 +169,37 @@ def test_a_cluster_that_is_smaller_than_it_should_be() -> None:
 
 
 def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    limit.write_text("1000000\n")
-    used.write_text("400000\n")
-    monkeypatch.setattr(told, "CGROUPS", ((str(limit), str(used)),))
-    assert told.free_memory() == 600_000
-    limit.write_text("max\n")
+    """Of files that were read, which count as used, Linux gives up what is asked for."""
+    monkeypatch.setattr(told, "CGROUPS", tmp_path)
+    monkeypatch.setattr(told, "OWN_CGROUPS", tmp_path / "own")
+    group(tmp_path, told.CGROUP_2, 1_000_000, 400_000, 300_000)
+    assert told.free_memory() == 900_000
+    (tmp_path / "memory.max").write_text("max\n")
     assert told.free_memory() > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "names"),
+    [
+        ("0::/slurm/job_7/step_0\n", "slurm/job_7", told.CGROUP_2),
+        ("5:cpu:/other\n4:cpuacct,memory:/slurm/job_7\n", "memory/slurm/job_7", told.CGROUP_1),
+    ],
+)
+def test_memory_is_what_the_group_of_a_job_leaves(
+    own: str, folder: str, names: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(told, "CGROUPS", tmp_path)
+    monkeypatch.setattr(told, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    group(tmp_path / folder, names, 1_000_000, 400_000, 0)
+    assert told.free_memory() == 600_000
+
+
+def group(folder: Path, names: tuple[str, str, str], limit: int, used: int, files: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\n")
 
 
 def test_modules_that_workers_import_are_those_that_the_configuration_names() -> None:
@@ -165,3 +208,40 @@ def test_modules_that_workers_import_are_those_that_the_configuration_names() ->
     assert modules_of(config) == ["my_algorithms.grpo"]
     facts = cast("dict[str, Any]", told.facts(Asked(modules=("json", "surely_missing.module"))))
     assert facts["lacking"] == ["surely_missing.module"] and facts["marked"]
+
+
+def refuse() -> None:
+    raise PermissionError("of the body")
+
+
+def test_a_folder_that_takes_no_mark_and_what_fails_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with marked(str(tmp_path / "run")) as (mark, _):
+        assert Path(mark).parent == tmp_path
+    with pytest.raises(PermissionError), marked(str(tmp_path / "run")):
+        refuse()
+    assert not list(tmp_path.iterdir())
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", read_only)
+    with marked(str(tmp_path / "run")) as said:
+        assert said == ("", "")
+
+
+def test_gpus_that_are_hidden_from_a_run_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {"gpus": [{"name": "T400", "memory": 2 * GB}]}
+    monkeypatch.setattr(start, "facts", lambda asked: dict(shown))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert told_here(Asked()).facts["gpus"] == shown["gpus"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert told_here(Asked()).facts["gpus"] == []
+
+
+def test_a_reward_is_no_server_for_its_name_alone() -> None:
+    config = Config()
+    config.reward.terms = {"mine": RewardTerm(name="my_http_logs.rewards:length")}
+    assert not asks_servers(config)
+    config.reward.terms = {"mine": RewardTerm(name="http")}
+    assert asks_servers(config)

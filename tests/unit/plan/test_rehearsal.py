@@ -195,3 +195,5 @@ def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[
     assert [card.name for card in by_card.cards_of("h200, L4")] == ["H200", "L4"]
     assert planner.main(["--rehearse", "--card", "H100,H20"]) == 2
     assert "'H20'; did you mean 'H200'?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"one of A100, B200, H100, H200, L4, L40S, got 'all'$"):
+        by_card.cards_of("all,H100")

@@ -1,6 +1,8 @@
 """The watch over a cluster's head: as long as it answers nothing happens, and then there is a sentence."""
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +26,29 @@ def test_a_head_that_is_gone_for_long_enough_is_named() -> None:
     sentence, survived, after = asyncio.run(scenario())
     assert survived and after >= 0.2
     assert "was out of reach for 0.4 s" in sentence and "resume=auto" in sentence
+
+
+def test_a_driver_that_was_stopped_itself_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own pause, longer than the patience, is no silence of the head: failures count from the first."""
+    clock = 0.0
+
+    async def connect(host: str, port: int) -> tuple[None, Mock]:
+        if clock > 0:
+            raise ConnectionRefusedError("refused")
+        return None, Mock()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += 100.0 if clock == 0 else seconds
+
+    loop = SimpleNamespace(time=lambda: clock)
+    pretended = SimpleNamespace(
+        get_running_loop=lambda: loop, open_connection=connect, sleep=sleep, timeout=asyncio.timeout
+    )
+    monkeypatch.setattr("separation.ray_watch.asyncio", pretended)
+    with pytest.raises(HeadLost):
+        asyncio.run(watch_address("head", 1, 10.0))
+    assert clock == 110.0
 
 
 def test_patience_ends_before_rays(monkeypatch: pytest.MonkeyPatch) -> None:

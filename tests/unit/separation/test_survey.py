@@ -1,0 +1,23 @@
+"""A look at a cluster that is still growing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from separation import ray_session, survey
+
+
+def test_a_node_that_joins_between_two_questions_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    def growing() -> Iterator[list[dict[str, Any]]]:
+        names: list[str] = []
+        for name in "abc":
+            names.append(name)
+            resources = {"CPU": 8.0}
+            yield [{"NodeID": one, "NodeManagerAddress": one, "Resources": resources, "Alive": True} for one in names]
+
+    answers = growing()
+    monkeypatch.setattr(survey.ray, "nodes", lambda: next(answers))
+    monkeypatch.setattr(ray_session, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}})
+    assert [(node.id, node.free) for node in survey.living()] == [("a", {"CPU": 2.0})]
+    assert [node.free for node in survey.living()] == [{"CPU": 2.0}, {"CPU": 8.0}]
