@@ -37,8 +37,7 @@ class QwenImagePolicy(PipelinePolicy):
     def lora_exclude(self) -> str:
         """The last block's text output is dropped by the network, so these get no gradient at all; its text query
         feeds only that output, so its gradient is always zero."""
-        last = self._config.num_layers - 1
-        return rf"transformer_blocks\.{last}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
+        return rf"transformer_blocks\.{self._config.num_layers - 1}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
 
     @torch.no_grad()
     def encode(
@@ -115,8 +114,7 @@ class QwenImagePolicy(PipelinePolicy):
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        factor: int = 2 ** len(vae["temperal_downsample"])
-        return factor * int(transformer["patch_size"])
+        return int(2 ** len(vae["temperal_downsample"]) * transformer["patch_size"])
 
 
 def _text(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -88,7 +88,8 @@ def test_a_runs_folder_is_for_diffusers_and_for_peft(
     pipeline.unload_lora_weights()
     assert torch.equal(through(family, pipeline), base)
     model = PeftModel.from_pretrained(pipeline.transformer, tmp_path)
-    assert torch.equal(through(family, pipeline), expected)
+    # SANA's attention adds up in another order under PEFT's wrapper: the last bits of a few numbers differ.
+    assert (through(family, pipeline) - expected).abs().max() <= (1e-5 if family == "sana" else 0.0)
     model.unload()
 
 

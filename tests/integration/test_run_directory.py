@@ -146,7 +146,8 @@ def test_the_seconds_of_every_pool_are_the_wall_clock(run: Run) -> None:
 
 def test_events(run: Run) -> None:
     assert all({"time", "event"} <= set(event) for event in run.events)
-    assert {e["event"] for e in run.events} == {"fetched", "inputs", "ticket", "version", "span", "state", "step", "worker"}
+    known = {"fetched", "inputs", "ticket", "version", "span", "state", "step", "worker"}
+    assert {e["event"] for e in run.events} == known
     assert [e["ordinal"] for e in run.tickets("TRAINED")] == list(range(12))
     sent = {e["version"]: e["digest"] for e in run.events if e["event"] == "version" and e["state"] == "sent"}
     assert sorted(sent) == list(range(STEPS + 1))

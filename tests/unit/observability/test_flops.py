@@ -43,7 +43,7 @@ def forward(policy: Policy) -> Tensor:
 def test_training_is_what_torch_counts(policy: Policy, checkpointing: bool) -> None:
     """Attention runs unfused here, as two batched products that torch's counter knows."""
     if checkpointing:
-        checkpoint_blocks(policy)
+        checkpoint_blocks(policy, "full")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, FlopCounter() as ours:
         forward(policy).square().sum().backward()
     assert ours.total == torchs.get_total_flops() > 0
@@ -61,7 +61,7 @@ def test_fused_attention_counts_as_much_as_unfused_attention(policy: Policy) -> 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_counting_changes_no_bit(policy: Policy, checkpointing: bool) -> None:
     if checkpointing:
-        checkpoint_blocks(policy)
+        checkpoint_blocks(policy, "full")
 
     def train(around: Any) -> list[Tensor]:
         policy.transformer.zero_grad()

@@ -184,7 +184,7 @@ def test_the_blocks_hold_nearly_everything_and_checkpointing_them_changes_nothin
     inside = {id(p) for block in plain.blocks for p in block.parameters()}
     left = [name for name, p in plain.transformer.named_parameters() if id(p) not in inside and "lora_" in name]
     assert left == []
-    checkpoint_blocks(checkpointed)
+    checkpoint_blocks(checkpointed, "full")
     gradients = []
     for policy in (plain, checkpointed):
         positive, negative = conditioning(policy)

@@ -15,7 +15,7 @@ from tests.support.families import NAMES, adapted, conditioning, how, model_conf
 def gradients(family: str, *, compiled: bool, checkpointed: bool) -> list[torch.Tensor]:
     policy = adapted(family)
     if checkpointed:
-        checkpoint_blocks(policy)
+        checkpoint_blocks(policy, "full")
     if compiled:
         compile_blocks(policy, backend="aot_eager")
     names = [name for name, _ in policy.transformer.named_parameters()]

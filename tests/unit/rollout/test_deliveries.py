@@ -88,7 +88,7 @@ def test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none(m
 @pytest.mark.parametrize(("k", "hand_over"), [(1, "batch"), (1, "stream"), (3, "stream")])
 def test_a_run_makes_every_ticket_once_however_many_deliveries_fall_into_it(k: int, hand_over: str) -> None:
     timing = Timing(seed=3, spread=0.9, transfer=0.8, slow={"rollout-1": 2.0})
-    found = virtual(toy_config(k, hand_over=hand_over, steps=12, rollout__num_workers=3), timing)
+    found = virtual(toy_config(k, hand_over=hand_over, steps=16, rollout__num_workers=3), timing)
     issued = set(range(found.table.issued))
     for state in ("RUNNING", "SCORING", "TRAINED"):
         assert Counter(event["ordinal"] for event in found.tickets(state)) == Counter(issued), state

@@ -25,6 +25,7 @@ from async_flowrl.training.exact import (
     mark_of,
 )
 from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import cut
 from async_flowrl.training.update import NonFiniteError
 
 CPU = torch.device("cpu")
@@ -154,10 +155,12 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
     plan = rig.StepPlan(rows=rig.rows(handed[0]))
     narrow, knowing, usual = (rig.trainer(rig.tiny_config()) for _ in range(3))
     narrow.update.exponent = -80
-    stats = _step(narrow, 0, handed[0], plan)
+    samples = narrow.config.trainer.micro_batch_size
+    owned = [(replace(meta, owners=(0,) * len(cut(meta.selected, samples))), tickets) for meta, tickets in handed[0]]
+    stats = _step(narrow, 0, owned, plan)
     assert stats.overflow is None and narrow.update.exponent > -80
     knowing.update.exponent = narrow.update.exponent
-    assert _step(knowing, 0, handed[0], plan).metrics == stats.metrics
+    assert _step(knowing, 0, owned, plan).metrics == stats.metrics
     assert narrow.weights_digest() == knowing.weights_digest() and narrow.optimizer.steps == 1
     before = usual.weights_digest()
     usual.update.exponent = -80
