@@ -39,6 +39,7 @@ code=$?
 if [ "$code" -eq 0 ] && [ -z "$asked" ]; then
   async-flowrl train "${words[@]}" &
   run=$!
+  [ -z "$asked" ] || kill -TERM "$run" # it came in between
   wait "$run"
   code=$?
   while kill -0 "$run" 2>/dev/null; do # a signal ends `wait`, not the run
