@@ -162,7 +162,7 @@ def test_the_page_of_benchmarks_says_what_was_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "MEASURED", tmp_path)
     cost = {"workers": 7, "max_staleness": 1, "hand_over": "batch", "tickets": 3, "cpu_per_ticket": 0.5}
     (tmp_path / "controller.json").write_text(json.dumps([cost | {"tickets_per_s": 2.0, "bytes_per_ticket": 1.0}]))
-    assert "| 7 | 1 | batch | 500.00 |" in module.written(page)
+    assert "| 7 | 1 | 1 | batch | 500.00 |" in module.written(page)
     with pytest.raises(ValueError, match="controller: begin"):
         module.written(page.replace("<!-- controller: begin -->", ""))
 

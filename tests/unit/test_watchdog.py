@@ -1,5 +1,7 @@
 """Where nothing happens, the run says what waits for what, and ends by name."""
 
+from typing import Any
+
 import pytest
 
 from async_flowrl.controller.watchdog import Stalled, StallReport, StallRow, limit
@@ -8,7 +10,7 @@ from tests.support.toy import ListObserver, Timing, toy_config, virtual
 
 
 def test_tickets_that_nobody_may_run_end_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(table: TicketTable, worker: str, *, ahead: bool = False) -> Ticket | None:
+    def closed(table: TicketTable, worker: str, **how: Any) -> Ticket | None:
         return None
 
     monkeypatch.setattr(TicketTable, "next_for", closed)

@@ -254,10 +254,10 @@ def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.Monk
     asked = 0
     real = TicketTable.next_for
 
-    def counting(self: TicketTable, worker: str, *, ahead: bool = False) -> Any:
+    def counting(self: TicketTable, worker: str, **how: Any) -> Any:
         nonlocal asked
         asked += 1
-        return real(self, worker, ahead=ahead)
+        return real(self, worker, **how)
 
     monkeypatch.setattr(TicketTable, "next_for", counting)
     counts = []

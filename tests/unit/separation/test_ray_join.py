@@ -57,6 +57,7 @@ def test_the_token_is_used_where_the_head_asks_for_it(
     name, asked = "maybe_enable_token_auth_if_token_available", []
     monkeypatch.delenv(MODE, raising=False)
     monkeypatch.setattr("ray._raylet.GcsClient", Head(refusal))
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda address: address)
     if known:
         monkeypatch.setattr(setup, name, lambda: asked.append(True))
     else:
