@@ -66,6 +66,6 @@ def test_texts_of_other_lengths_go_through_the_network_apart_and_replay_exactly(
     apart = family in ("qwen_image", "z_image")
     assert rows == ([IMAGES] * 2 * steps if apart else [2 * IMAGES] * steps)
     assert found is not None
-    (negative,) = policy.encode([sampling.negative_prompt])
+    (negative,) = policy.encode([sampling.negative_prompt], negative=True)
     again = replayed(policy, found, on_device(negative), sampling)
     assert np.array_equal(again.numpy(), found.log_probs)
