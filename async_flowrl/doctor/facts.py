@@ -1,4 +1,4 @@
-"""What one machine is and has, told there: the doctor runs `facts` on every node of a cluster. Without torch."""
+"""Facts of one machine, gathered on it: the doctor runs `facts` on every node of a cluster. Without torch."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a configuration needs of the machines it runs on, by the planner's arithmetic. Nothing is loaded."""
+"""Needs of a configuration: memory, disks and stores of the machines it runs on, by the planner's arithmetic."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_flowrl.observability.run_directory import is_held
-from async_flowrl.report.command import MAX_RUNS, NoRun, is_run, runs_in
 from async_flowrl.report.document import Document, document
+from async_flowrl.report.folders import MAX_RUNS, NoRun, is_run, runs_in
 from async_flowrl.report.page import render
 
 MIN_SECONDS = 1.0

@@ -17,8 +17,9 @@ from async_flowrl.observability.evaluations import Curve, Evaluation, read_evalu
 from async_flowrl.observability.images import write_images
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.run_directory import ATTEMPT
-from async_flowrl.report.command import main, runs_in
+from async_flowrl.report.command import main
 from async_flowrl.report.document import document
+from async_flowrl.report.folders import runs_in
 from async_flowrl.report.page import as_data, embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS, folder_of
 from async_flowrl.report.schedule import BINS, MAX_BARS, MAX_PLACES
