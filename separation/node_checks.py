@@ -1,4 +1,4 @@
-"""What is asked of every node before workers are built there: the same code, and sight of the same files."""
+"""Checks of every node before workers are built there: the same code, and sight of the same files."""
 
 import hashlib
 import importlib.util

@@ -40,6 +40,8 @@ class PipelinePolicy(ABC):
     size_step: ClassVar[int] = 1
     """Pixels that the stock pipeline wants sides to be a multiple of, beside whole image tokens."""
     has_system_prompt: ClassVar[bool] = False
+    stock_guidance: ClassVar[str] = "true_cfg_scale"
+    """The stock pipeline's name of the scale of classifier-free guidance."""
 
     def __init__(
         self,
@@ -269,7 +271,7 @@ class PipelinePolicy(ABC):
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
         """The stock pipeline's arguments for the guidance of `sampling`."""
         return {
-            "true_cfg_scale": sampling.true_cfg_scale,
+            cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
 

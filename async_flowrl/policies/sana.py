@@ -14,7 +14,7 @@ from async_flowrl.types import Conditioning, Resolution, Sampling
 class SanaPolicy(PipelinePolicy):
     """Policy of SANA and SANA-1.5; plain classifier-free guidance through `true_cfg_scale`."""
 
-    family, title, size_step = "sana", "SANA", 32
+    family, title, size_step, stock_guidance = "sana", "SANA", 32, "guidance_scale"
     # Both attentions of a block; its feed-forward part is convolutions.
     lora_targets: Sequence[str] = tuple(
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
@@ -77,11 +77,6 @@ class SanaPolicy(PipelinePolicy):
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
         return SanaFamily.scale_factor(vae) * int(transformer["patch_size"])
-
-    @classmethod
-    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """The stock pipeline calls it guidance_scale."""
-        return {"guidance_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative_prompt}
 
 
 class SanaFamily(PipelineFamily):

@@ -15,6 +15,7 @@ class SD3Policy(PipelinePolicy):
 
     family = "sd3"
     title = "Stable Diffusion 3"
+    stock_guidance = "guidance_scale"
     # Those of flow_grpo's SD3 scripts; the second attention of SD3.5-M stays as it is.
     lora_targets: Sequence[str] = JOINT_ATTENTION
 
@@ -74,11 +75,6 @@ class SD3Policy(PipelinePolicy):
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
         factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
         return factor * int(transformer["patch_size"])
-
-    @classmethod
-    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """The stock pipeline calls it guidance_scale."""
-        return {"guidance_scale": sampling.true_cfg_scale, "negative_prompt": sampling.negative_prompt}
 
 
 class SD3Family(PipelineFamily):
