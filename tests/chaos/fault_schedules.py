@@ -19,9 +19,9 @@ from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.tickets.table import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
+from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, ToyPool
-from tests.unit.test_loop import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
 HORIZON_SECONDS = 3000.0

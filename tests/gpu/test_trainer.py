@@ -15,9 +15,9 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.fsdp import WHOLE_SHARE, World, is_sharded, smallest_memory
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
+from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, model_config
 from tests.support.ports import free_port
-from tests.unit.training import trainer_rig as rig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,8 +24,8 @@ from async_flowrl.export import save_lora
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.types import ByteArray, Prompt
 from tests.integration.dying_color import COUNT_FILE
+from tests.integration.left_behind import left_behind, wait_for_none
 from tests.integration.runs import LIMIT, ROOT, wait_until
-from tests.integration.test_reward_servers import left_behind, wait_for_none
 from tests.support.tiny import adapted_policy
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from runs import LOCAL, Run, train
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import compose_config
@@ -15,6 +14,7 @@ from async_flowrl.run.tools import Tools
 from async_flowrl.types import EVALUATION, RolloutRequest
 from async_flowrl.verify import verify
 from tests.integration.judge import DOWN_FILE
+from tests.integration.runs import LOCAL, Run, train
 
 JUDGE = (
     "+reward.terms={judge: {name: 'tests.integration.judge:judge'}, color: {weight: 0.0}}",

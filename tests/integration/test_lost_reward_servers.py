@@ -8,8 +8,8 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from tests.integration.dying_color import COUNT_FILE
+from tests.integration.left_behind import left_behind
 from tests.integration.runs import LIMIT, Run, train
-from tests.integration.test_reward_servers import left_behind
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("total_steps=2", "reward.backoff=0.05", "reward.retries=3")

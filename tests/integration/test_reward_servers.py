@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from tests.integration.dying_color import COUNT_FILE
+from tests.integration.left_behind import left_behind, running, wait_for_none
 from tests.integration.runs import LIMIT, Run, finish, lines, start, train, wait_until
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
@@ -25,25 +25,6 @@ def reward(command: str, **serve: object) -> tuple[str, str]:
     settings = re.sub(r'"(\w+)": ', r"\1: ", settings)  # Hydra's grammar has keys without quotes
     options = "options: {timeout: 100.0, retries: 1}"
     return "~reward", f"+reward={{backoff: 0.1, terms: {{color: {{{options}, serve: {settings}}}}}}}"
-
-
-def running(folder: Path) -> list[psutil.Process]:
-    """The processes that name the run's folder: servers and keepers have their token's file there."""
-    others = [each for each in psutil.process_iter(["cmdline", "status"]) if each.pid != os.getpid()]
-    alive = [each for each in others if each.info["status"] != psutil.STATUS_ZOMBIE]
-    return [each for each in alive if str(folder) in " ".join(each.info["cmdline"] or [])]
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Their command lines."""
-    return [" ".join(each.info["cmdline"]) for each in running(folder)]
-
-
-def wait_for_none(folder: Path) -> None:
-    end = time.monotonic() + LIMIT
-    while (left := left_behind(folder)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not left
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from node_runs import TINY
-from pretended_nodes import ROOT, Nodes, obstacle
+
+from tests.nodes.node_runs import TINY
+from tests.nodes.pretended_nodes import ROOT, Nodes, obstacle
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretended_nodes import Node, end_tree
+from tests.nodes.pretended_nodes import Node, end_tree
 
 TINY = (
     "group_size=4",

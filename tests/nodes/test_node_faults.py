@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from node_runs import HEADLESS, RunOnNodes, start
-from pretended_nodes import Nodes, end_tree
+
+from tests.nodes.node_runs import HEADLESS, RunOnNodes, start
+from tests.nodes.pretended_nodes import Nodes, end_tree
 
 pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(900)]
 

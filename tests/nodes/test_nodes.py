@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from node_runs import start
-from pretended_nodes import OUTWARD, ROOT, Node, Nodes
+
+from tests.nodes.node_runs import start
+from tests.nodes.pretended_nodes import OUTWARD, ROOT, Node, Nodes
 
 pytestmark = [pytest.mark.nodes, pytest.mark.serial]
 

@@ -10,9 +10,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from checkpoint_engine import Publisher
+from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, how, model_config
 from tests.support.tiny import request
-from tests.unit.training import trainer_rig as rig
 
 MAX_WAITS_PER_TICKET = 4
 MAX_WAITS_PER_MICRO_BATCH = 1

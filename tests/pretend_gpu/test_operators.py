@@ -11,9 +11,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, how, model_config
 from tests.support.tiny import request
-from tests.unit.training import trainer_rig as rig
 
 
 @pytest.fixture(autouse=True)

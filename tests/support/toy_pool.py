@@ -71,6 +71,11 @@ def no_fault(worker: str, method: str, number: int) -> str | None:
     return None
 
 
+def once(worker: str, method: str, number: int, what: str) -> Fault:
+    """`once("rollout-0", "generate", 2, "kill")`: the second call of that method of that worker, and no other."""
+    return lambda *call: what if call == (worker, method, number) else None
+
+
 @dataclass
 class ListObserver:
     """Keeps every event with its virtual time."""

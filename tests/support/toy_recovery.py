@@ -33,7 +33,7 @@ from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
 from tests.support.toy import toy_groups
-from tests.support.toy_pool import ToyPool, World
+from tests.support.toy_pool import Fault, ToyPool, World
 
 Groups = Mapping[str, ToyPool]
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]
@@ -53,6 +53,23 @@ class Outside:
 
     def kill(self) -> None:
         self.killed.set()
+
+
+Disturb = Callable[[Outside, Groups], Any]
+
+
+def at(**calls: str) -> Fault:
+    """`at(train_last_3="kill")`: the third optimizer step of any trainer's first incarnation."""
+    wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
+    return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
+
+
+def kill_after(seconds: float) -> Disturb:
+    async def disturb(outside: Outside, groups: Groups) -> None:
+        await asyncio.sleep(seconds)
+        outside.kill()
+
+    return disturb
 
 
 def run_controller(

@@ -11,8 +11,7 @@ from async_flowrl.types import Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import ToyReward
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault
-from tests.support.toy_recovery import logged, rollbacks, run_controller, summary
-from tests.unit.test_recovery import at, kill_after
+from tests.support.toy_recovery import at, kill_after, logged, rollbacks, run_controller, summary
 
 STEPS = 12
 DULL = ("prompt 1", "prompt 4")

@@ -14,6 +14,7 @@ from async_flowrl.cli.verbs import VERBS
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.ledger import STATES
+from tests.support.documents import writer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -139,15 +140,6 @@ def test_verbs_exist() -> None:
     for page, text in TEXTS.items():
         for verb in re.findall(r"(?:`|\$ |^ *)async-flowrl ([a-z][a-z-]+)", text, flags=re.MULTILINE):
             assert verb in VERBS, f"{page}: async-flowrl {verb}"
-
-
-def writer(name: str) -> Any:
-    """A script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

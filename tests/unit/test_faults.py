@@ -13,10 +13,10 @@ from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
+from tests.support.run_checks import check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import ToyReward, ToyRollout, toy_scores
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool
-from tests.unit.test_loop import check_bound, check_evaluation, check_once, check_watermarks
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, once
 
 Kill = Callable[[Context, Mapping[str, ToyPool]], Any]
 STEPS = 6
@@ -28,10 +28,6 @@ def calm(k: int = 1, **changes: Any) -> ToyRun:
 
 def disturbed(fault: Fault, k: int = 1, *, timing: Timing | None = None, **changes: Any) -> ToyRun:
     return virtual(toy_config(k, steps=STEPS, **changes), timing, fault)
-
-
-def once(worker: str, method: str, number: int, what: str) -> Fault:
-    return lambda *call: what if call == (worker, method, number) else None
 
 
 def always(worker: str, method: str, what: str) -> Fault:

@@ -10,6 +10,7 @@ import pytest
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
 from async_flowrl.training.messages import TrainRequest, UpdateStats
+from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import FloatSum, ToyTrainer
 from tests.support.toy_pool import Timing, ToyPool
@@ -17,7 +18,6 @@ from tests.support.toy_pool import Timing, ToyPool
 MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
 MODE = pytest.mark.parametrize("mode", MODES)
 SHAKEN = Timing(seed=7, spread=0.9, slow={"rollout-1": 3.0})
-STEPS = 6
 TICKETS_PER_STEP = 4
 
 
@@ -38,34 +38,6 @@ def sample_log(found: ToyRun) -> list[tuple[Any, ...]]:
     return [*trained, *((line["reward/mean"], line["reward/std"]) for line in found.lines)]
 
 
-# What must hold in every run, whatever happened in it; the chaos and mutant tests use them too.
-
-
-def check_bound(found: ToyRun, k: int) -> None:
-    ages = [step - version for step, _, version in found.trained]
-    assert ages == [min(step, k) for step, _, _ in found.trained]
-    assert found.staleness() == [min(step, k) for step in range(STEPS)]
-
-
-def check_once(found: ToyRun) -> None:
-    """Every group trained exactly once, in its own step, and the table has nothing left."""
-    trained = [(step, group) for step, group, _ in found.trained]
-    assert sorted(trained) == [(s, g) for s in range(STEPS) for g in range(4)]
-    assert [step for step, _ in trained] == sorted(step for step, _ in trained)
-    finished = [event["ordinal"] for event in found.tickets("TRAINED")]
-    assert finished == list(range(found.table.issued))
-    assert list(found.table.live()) == []
-
-
-def check_watermarks(found: ToyRun) -> None:
-    """The live bytes at the end of a ticket are what it said at its start, and what was published as its version."""
-    published = found.published()
-    seen = [mark for worker in found.groups["rollout"].everybody for mark in worker.target.watermarks]
-    assert len(seen) >= found.table.issued
-    for version, reported, live in seen:
-        assert reported == live == published[version]
-
-
 def check_outstanding(found: ToyRun, k: int) -> None:
     """Tickets begun and not yet trained never exceed max_staleness + 1 steps, and come to that."""
     begun: set[int] = set()
@@ -77,15 +49,6 @@ def check_outstanding(found: ToyRun, k: int) -> None:
             begun.discard(event["ordinal"])
         most = max(most, len(begun))
     assert most == min(k + 1, STEPS) * TICKETS_PER_STEP
-
-
-def check_evaluation(found: ToyRun, versions: list[int]) -> None:
-    """Evaluations were made of these versions, each by that version's own bytes."""
-    assert [result.version for result in found.evaluated] == versions
-    published = found.published()
-    made = found.tickets("SCORING", kind="evaluation")
-    assert sorted({event["version"] for event in made}) == versions
-    assert all(event["digest"] == published[event["version"]] for event in made)
 
 
 @MODE

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,19 @@ from tests.support.toy import toy_config
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 from tests.support.toy_recovery import (
+    Disturb,
     Groups,
     Outside,
+    at,
     evaluations,
     events,
+    kill_after,
     logged,
     rollbacks,
     run_controller,
     summary,
 )
 
-Disturb = Callable[[Outside, Groups], Any]
 JUDGED = {"reward__terms": {"color": RewardTerm(name="tests.unit.rewards.own_rewards:Judge")}}
 """A reward that says that it is not deterministic (the toy pool scores in its place)."""
 
@@ -49,20 +50,6 @@ def config(k: int = 1, **changes: Any) -> Config:
 
 def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
     return run_controller(config(**changes), root, World(Timing(), fault, ListObserver()), disturb=disturb)
-
-
-def at(**calls: str) -> Fault:
-    """`at(train_last_3="kill")`: the third optimizer step of any trainer's first incarnation."""
-    wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
-    return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
-
-
-def kill_after(seconds: float) -> Disturb:
-    async def disturb(outside: Outside, groups: Groups) -> None:
-        await asyncio.sleep(seconds)
-        outside.kill()
-
-    return disturb
 
 
 def check_equal(found: Path, k: int = 1) -> None:

@@ -14,7 +14,7 @@ from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.verify import RunFiles, exactly_once, main, verify
 from checkpoint_engine import Draft, Layout, weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.unit.test_faults import once
+from tests.support.toy_pool import once
 
 STEPS = 5
 Record = dict[str, Any]

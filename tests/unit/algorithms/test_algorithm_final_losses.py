@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.forward import draw
+from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 
 
 def nft_reference(batch: MicroBatch, nets: dict[str, Network], settings: dict[str, Any]) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import policy_gradient
-from algorithm_referee import GOAL, SIGMAS, STEPS, Weights, coefficients, micro_batch, sample
 from torch import Tensor
+
+from tests.unit.algorithms.algorithm_cases import policy_gradient
+from tests.unit.algorithms.algorithm_referee import GOAL, SIGMAS, STEPS, Weights, coefficients, micro_batch, sample
 
 START = Weights(0.3, (0.2, -0.1, 0.3, -0.2))
 GROUPS, SIZE, UPDATES = 4, 16, 60

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import SIGMAS, Network, frozen, nudged, policy_gradient, rows
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction
 from async_flowrl.algorithms.correction import effective_sample_size, gradient_kept
+from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, frozen, nudged, policy_gradient, rows
 
 STEPS = [0, 1, 2, 3, 0, 1, 2, 3]
 ADVANTAGES = [1.0, -1.0, 0.4, -0.3, -2.0, 7.0, 0.0, 0.9]

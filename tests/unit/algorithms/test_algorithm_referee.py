@@ -5,8 +5,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from algorithm_cases import policy_gradient
-from algorithm_referee import (
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.algorithms.policy_gradient import PolicyGradient
+from tests.unit.algorithms.algorithm_cases import policy_gradient
+from tests.unit.algorithms.algorithm_referee import (
     BEHAVIOUR,
     CURRENT,
     GOAL,
@@ -21,10 +25,6 @@ from algorithm_referee import (
     per_step_target,
     sample,
 )
-from torch import Tensor
-
-from async_flowrl.algorithms import sde
-from async_flowrl.algorithms.policy_gradient import PolicyGradient
 
 LAND, MISS = 4.0, 15.0
 SDE = {"sde_type": "sde", "noise_level": 0.7}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import build
 
 from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
@@ -16,6 +15,7 @@ from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.settings import settings
+from tests.unit.algorithms.algorithm_cases import build
 
 GOOD: dict[str, dict[str, Any]] = {
     "flow_grpo": {},

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
@@ -14,6 +13,7 @@ from checkpoint_engine.collective import CollectiveReceiver, Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from examples.checkpoint_engine.processes import ProcessSender, read
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 
 
 def gloo() -> TorchLink:

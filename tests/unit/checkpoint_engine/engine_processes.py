@@ -12,7 +12,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from engine_parts import ALPHA, PATIENCE, RANK, lora
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -22,6 +21,7 @@ from checkpoint_engine.collective import Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, member_for, serve
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine_parts import ALPHA, RANK, lora
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -14,6 +13,7 @@ from checkpoint_engine import Publisher, Receiver
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.transports import make_member
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, lora
 
 STEPS = 20
 

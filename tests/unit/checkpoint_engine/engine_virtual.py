@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora
-
 from checkpoint_engine import Delivery, DeliveryOptions, Publisher, Receiver
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora
 
 
 class Rig:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
 from torch import Tensor
 
 from checkpoint_engine import CANARY_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, canary_tensors
 from checkpoint_engine import check_binding as check
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
 
 Change = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 SQUARE = RANK

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_parts import ALPHA, RANK, ends, lora
 
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Ack, Publisher
@@ -12,6 +11,7 @@ from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, lora
 
 
 class Ends:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_parts import ALPHA, RANK, End, Sender, blank, flipped, freeze, lora, resealed
 from torch import Tensor
 
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Publisher, Receiver, WeightsMismatch
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Entry
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank, flipped, freeze, lora, resealed
 
 FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"
 Sent = tuple[Header, ByteArray]

@@ -4,8 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_parts import ALPHA, RANK, Gone, lora, resealed
-from engine_virtual import Rig, failing, hang
 
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import (
@@ -19,6 +17,8 @@ from checkpoint_engine import (
     verdict,
 )
 from checkpoint_engine.receiver_queue import ReceiverQueue
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, Gone, lora, resealed
+from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 
 
 def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:

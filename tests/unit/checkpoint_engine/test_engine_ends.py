@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from engine_parts import ALPHA, RANK, blank, ends, flipped, freeze, lora, resealed, sealed
 
 from checkpoint_engine import (
     EVALUATION,
@@ -20,6 +19,7 @@ from checkpoint_engine import (
     VersionGone,
     WeightsMismatch,
 )
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, flipped, freeze, lora, resealed, sealed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from engine_local import Local
-from engine_parts import ALPHA, PATIENCE, RANK, blank, ends, lora, sealed
-from engine_processes import CONTEXT, SECONDS
-from engine_ranks import rank_main
 
 from checkpoint_engine import Delivery, Publisher, Receiver, TransferFailed
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
@@ -22,6 +18,10 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, TorchLink, gloo_group
 from checkpoint_engine.transports import make_member, resolve_transport
 from examples.checkpoint_engine.processes import ProcessSender
+from tests.unit.checkpoint_engine.engine_local import Local
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, ends, lora, sealed
+from tests.unit.checkpoint_engine.engine_processes import CONTEXT, SECONDS
+from tests.unit.checkpoint_engine.engine_ranks import rank_main
 
 ROOT = Path(__file__).parents[3]
 

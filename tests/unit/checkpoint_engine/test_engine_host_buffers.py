@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_parts import ends, lora, sealed
 
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.host_buffers import MAX_SPARE_BUFFERS, HostBuffer, HostBuffers
 from checkpoint_engine.layout import Layout
 from examples.checkpoint_engine.processes import SharedPayload, read
+from tests.unit.checkpoint_engine.engine_parts import ends, lora, sealed
 
 ROOT = Path(__file__).parents[3]
 

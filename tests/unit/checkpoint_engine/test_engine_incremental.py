@@ -9,8 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_local import PAYLOAD, TRAILER, FlippingLink, linked
-from engine_parts import ALPHA, RANK, ends, flipped, freeze, lora, sealed
 
 from checkpoint_engine import Publisher, Receiver, TransferCorrupted, TransferFailed, WeightsMismatch
 from checkpoint_engine import process_group as links_module
@@ -18,6 +16,8 @@ from checkpoint_engine.base import Header
 from checkpoint_engine.collective import CollectiveReceiver, Member
 from checkpoint_engine.incremental import trailer, trailer_bytes
 from checkpoint_engine.process_group import Limit, Link, TorchLink
+from tests.unit.checkpoint_engine.engine_local import PAYLOAD, TRAILER, FlippingLink, linked
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, flipped, freeze, lora, sealed
 
 VICTIM = "block.1.lora_A.weight"
 

@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from engine_parts import flipped, lora
 
 from checkpoint_engine import Layout, base_digest, weights_digest
 from checkpoint_engine.digest import digest_span
 from checkpoint_engine.layout import BLOCK_BYTES, RunningDigests
+from tests.unit.checkpoint_engine.engine_parts import flipped, lora
 
 
 def test_layout_is_sorted_padded_and_independent_of_order() -> None:

@@ -4,8 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_local import Local
-from engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 
 from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, TransferFailed
 from checkpoint_engine.collective import Member
@@ -13,6 +11,8 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.fanout import leaders, parents
 from checkpoint_engine.process_group import TorchLink
 from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
+from tests.unit.checkpoint_engine.engine_local import Local
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 
 
 class OnNode(Local):

@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from engine_parts import Gone, flipped
-from engine_virtual import Rig, failing, hang
 
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import EVALUATION, TransferFailed, VersionGone
 from checkpoint_engine.fanout import parents
+from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
+from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 
 
 def test_a_joiner_gets_every_version_that_live_work_needs() -> None:

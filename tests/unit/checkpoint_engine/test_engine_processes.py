@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from engine_processes import BUCKET_BYTES, Rig, rig, usage
 
 from checkpoint_engine import process_group as links_module
+from tests.unit.checkpoint_engine.engine_processes import BUCKET_BYTES, Rig, rig, usage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 

@@ -14,7 +14,7 @@ from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
 from async_flowrl.controller.fingerprint import config_hash, numerics
-from tests.unit.test_docs import writer
+from tests.support.documents import writer
 
 WRITER = writer("write_configuration")
 UNITS = (

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import trainer_rig as rig
-from trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 from async_flowrl.config.schema import Config
+from tests.support import trainer_rig as rig
+from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 pytestmark = pytest.mark.slow
 GLYPHS = Path(__file__).parents[3] / "examples" / "glyphs" / "weights"

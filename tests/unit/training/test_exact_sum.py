@@ -9,8 +9,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-import trainer_rig as rig
-from trainer_ranks import _step
 
 from async_flowrl.training.exact import (
     _CHUNK,
@@ -27,6 +25,8 @@ from async_flowrl.training.exact import (
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.parts import cut
 from async_flowrl.training.update import NonFiniteError
+from tests.support import trainer_rig as rig
+from tests.unit.training.trainer_ranks import _step
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from base_weights_ranks import streamed
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import DTYPES, resolve_model
@@ -12,6 +11,7 @@ from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.base_weights import base_tensors
 from checkpoint_engine import base_digest
 from tests.support.families import NAMES, model_config, policy_of
+from tests.unit.training.base_weights_ranks import streamed
 
 
 def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:

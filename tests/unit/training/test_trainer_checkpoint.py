@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainer_rig as rig
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
@@ -22,6 +21,7 @@ from async_flowrl.training.checkpoint import (
     read_controller,
     write_checkpoint,
 )
+from tests.support import trainer_rig as rig
 
 
 def small(value: float = 1.0) -> Checkpoint:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_rig as rig
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
@@ -20,6 +19,7 @@ from checkpoint_engine import (
     binding_probe,
     check_binding,
 )
+from tests.support import trainer_rig as rig
 
 
 class Site:

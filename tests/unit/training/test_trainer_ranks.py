@@ -4,10 +4,10 @@ import copy
 from dataclasses import replace
 
 import pytest
-import trainer_rig as rig
-from trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
 from async_flowrl.training.fsdp import is_sharded
+from tests.support import trainer_rig as rig
+from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
 
 @pytest.fixture(scope="module")

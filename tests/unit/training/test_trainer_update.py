@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import trainer_rig as rig
 
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.base import LossOutput
@@ -21,6 +20,7 @@ from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.training.update_metrics import PartSums
 from async_flowrl.types import Trajectory
+from tests.support import trainer_rig as rig
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_rig as rig
 from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
@@ -15,6 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.merged_stats import signal_to_noise
 from async_flowrl.training.trust_region import shorten
 from async_flowrl.training.worker import TrainerWorker
+from tests.support import trainer_rig as rig
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as processes
-import trainer_rig as rig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +22,7 @@ from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
+from tests.support import trainer_rig as rig
 from tests.support.ports import free_port
 from tests.support.toy_models import FloatSum
 

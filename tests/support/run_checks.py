@@ -1,0 +1,39 @@
+"""What must hold in every run of `STEPS` steps on toy workers, whatever happened in it."""
+
+from tests.support.toy import ToyRun
+
+STEPS = 6
+
+
+def check_bound(found: ToyRun, k: int) -> None:
+    ages = [step - version for step, _, version in found.trained]
+    assert ages == [min(step, k) for step, _, _ in found.trained]
+    assert found.staleness() == [min(step, k) for step in range(STEPS)]
+
+
+def check_once(found: ToyRun) -> None:
+    """Every group trained exactly once, in its own step, and the table has nothing left."""
+    trained = [(step, group) for step, group, _ in found.trained]
+    assert sorted(trained) == [(s, g) for s in range(STEPS) for g in range(4)]
+    assert [step for step, _ in trained] == sorted(step for step, _ in trained)
+    finished = [event["ordinal"] for event in found.tickets("TRAINED")]
+    assert finished == list(range(found.table.issued))
+    assert list(found.table.live()) == []
+
+
+def check_watermarks(found: ToyRun) -> None:
+    """The live bytes at the end of a ticket are what it said at its start, and what was published as its version."""
+    published = found.published()
+    seen = [mark for worker in found.groups["rollout"].everybody for mark in worker.target.watermarks]
+    assert len(seen) >= found.table.issued
+    for version, reported, live in seen:
+        assert reported == live == published[version]
+
+
+def check_evaluation(found: ToyRun, versions: list[int]) -> None:
+    """Evaluations were made of these versions, each by that version's own bytes."""
+    assert [result.version for result in found.evaluated] == versions
+    published = found.published()
+    made = found.tickets("SCORING", kind="evaluation")
+    assert sorted({event["version"] for event in made}) == versions
+    assert all(event["digest"] == published[event["version"]] for event in made)
