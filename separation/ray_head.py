@@ -1,4 +1,4 @@
-"""A Ray cluster of our own, started with only what a run needs of it."""
+"""Starting a local Ray head node without its autoscaler, log monitor and dashboard processes."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -10,17 +10,21 @@ import ray
 log = logging.getLogger(__name__)
 
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""What starts Ray's autoscaler, the reader of the workers' logs, and the dashboard, of which `include_dashboard=False`
-leaves out the pages alone. `ray.init` has no option and Ray no environment variable for any of them."""
+"""Methods of Ray's `Node` that start the autoscaler, the log monitor and the dashboard's server.
+
+No option of `ray.init` and no environment variable prevents them: `include_dashboard=False` removes only the web pages.
+"""
 DIFFERENT = (AttributeError, TypeError, KeyError, AssertionError)
-"""What is raised where another version of Ray uses these methods, or what they leave behind, in another way."""
+"""Errors to expect from a version of Ray that calls these methods, or uses the attributes they set, in another way."""
 
 
 def start_with_what_runs(start: Callable[[], object]) -> None:
-    """Calls `start`, which starts a head node, so that the node is a GCS server and a raylet with its two agents.
+    """Calls `start`, which must start a Ray head node, while the three processes above are switched off.
 
-    The three processes left out read what nobody here writes or asks for: half a second of CPU and 80 to 100 MB each.
-    Where this version of Ray cannot be started without them, it is started with them, and the log says so.
+    This project uses none of them; each takes half a second of CPU at the start and 80 to 100 MB. What remains is the
+    GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises one of `DIFFERENT`,
+    a warning is logged, Ray is shut down, and `start` is called a second time with all processes. Other errors of
+    `start` are raised as they are.
     """
     try:
         with _without_unused():
@@ -39,7 +43,10 @@ def start_with_what_runs(start: Callable[[], object]) -> None:
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Raises AttributeError or ImportError as AttributeError where Ray has no such methods."""
+    """Replaces the methods named in `UNUSED` inside the block and restores them afterwards.
+
+    Raises AttributeError if this version of Ray has no such class or methods.
+    """
     try:
         from ray._private.node import Node
     except ImportError as error:
@@ -55,5 +62,5 @@ def _without_unused() -> Iterator[None]:
 
 
 def _not_started(node: Any, *_: Any, **__: Any) -> None:
-    """In place of a method that would start a process."""
+    """Replaces a method that starts a process; sets the empty dashboard address that Ray reads later."""
     node._webui_url = ""

@@ -94,10 +94,10 @@ class Panel:
         self._closed.set()
         atexit.unregister(self.close)
         self._now.ended = True
-        for handler, stream in self._redirected:
-            handler.setStream(stream)
         logging.getLogger().removeHandler(self._warnings)
         try:
+            for handler, stream in self._redirected:
+                handler.setStream(stream)
             self._live.stop()
         except Exception as error:  # the terminal is gone, for example; the run is whole all the same
             logger.warning("the panel could not be drawn a last time: %s: %s", type(error).__name__, error)
@@ -206,7 +206,7 @@ class Rates:
 def stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
     """Handlers of all loggers that write to a stream: those of libraries keep the stream that they found."""
     loggers = [logging.getLogger(), *logging.root.manager.loggerDict.values()]
-    for logger in loggers:
-        for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                yield handler
+    handlers = dict.fromkeys(handler for logger in loggers for handler in getattr(logger, "handlers", ()))
+    for handler in handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            yield handler
