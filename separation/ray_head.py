@@ -22,8 +22,8 @@ def start_with_what_runs(start: Callable[[], object]) -> None:
     """Calls `start`, which must start a Ray head node, while the three processes above are switched off.
 
     This project uses none of them; each takes half a second of CPU at the start and 80 to 100 MB. What remains is the
-    GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises one of `DIFFERENT`,
-    a warning is logged, Ray is shut down, and `start` is called a second time with all processes. Other errors of
+    GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises an error listed in
+    `DIFFERENT`, a warning is logged, Ray is shut down, and `start` is called again with all processes. Other errors of
     `start` are raised as they are.
     """
     try:
