@@ -23,6 +23,10 @@ TICKETS_PER_SIMULATION = 1000
 """They take a few tenths of a second."""
 MAX_SPLITS = 8
 """Splits that are simulated, the ones with the best bound."""
+CLUSTER_CPU_SECONDS = 0.05
+"""CPU seconds per step of the driver, the reward worker and Ray's own processes on one machine (docs/benchmarks.md)."""
+NOTABLE_CLUSTER_SHARE = 0.05
+"""Share of a step above which that cost is pointed out."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Limits:
     slow: tuple[float, ...] = ()
     colocate: bool = True
     """Whether colocated training fits the devices' memory."""
+    backend: str = "ray"
+    """`runtime.backend`: ray (processes) or local (threads of one process)."""
 
 
 def advise(work: Work, limits: Limits) -> Advice:
@@ -137,6 +143,7 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
         *on_staleness(chosen, advice.depths),
         *on_tickets(work, chosen, limits),
         *on_balance(work, chosen, limits),
+        *on_small_steps(chosen, limits),
     ]
 
 
@@ -220,6 +227,18 @@ def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
             f"device-seconds per step, which {limits.devices} devices cannot share evenly."
         )
     return sentences
+
+
+def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
+    """What Ray's processes cost where all pools share the cores of one machine, if a step is short enough to notice."""
+    share = CLUSTER_CPU_SECONDS / chosen.step_seconds if chosen.step_seconds > 0 else 0.0
+    if limits.backend != "ray" or share < NOTABLE_CLUSTER_SHARE:
+        return []
+    return [
+        f"On one machine without GPUs, driver, reward worker and Ray take about {1000 * CLUSTER_CPU_SECONDS:.0f} ms of "
+        f"CPU per step beside the pools, {share:.0%} of this step: runtime.backend=local has the same weights without "
+        "these processes."
+    ]
 
 
 def no_split(limits: Limits) -> str:

@@ -45,6 +45,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
         reward=(given.reward_workers or run.layout.reward) if run.layout.reward else 0,
         own_rewards=run.layout.own_rewards,
         reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
+        backend=run.config.runtime.backend,
     )
     return replace(run.work, serial=given.serial, switch=given.switch), limits
 

@@ -202,8 +202,9 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
             found.append(Change("trainer.shard", "full"))
         if trainer.shard != "none":
             found.append(Change("trainer.num_workers", 2 * trainer.num_workers))
-    if title != TRAINER and rollout.text_encoder != "offload":
-        found.append(Change("rollout.text_encoder", "offload"))
+    if title != TRAINER:
+        left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
+        found += [Change("rollout.text_encoder", where) for where in left]
     if title != ROLLOUT and not trainer.cpu_offload:
         found.append(Change("trainer.cpu_offload", True))
     if config.model.dtype == "float32":

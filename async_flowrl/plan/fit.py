@@ -186,7 +186,7 @@ def layouts(experiment: str, config: Config, devices: int, seated: float) -> Ite
 
 def savings(config: Config) -> Iterator[str]:
     """What needs less memory, one after the other."""
-    yield "rollout.text_encoder=offload"
+    yield "rollout.text_encoder=cached"
     yield "rollout.batch_size=1"
     if config.trainer.gradient_checkpointing != "full":
         yield "trainer.gradient_checkpointing=full"

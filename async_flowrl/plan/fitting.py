@@ -12,6 +12,7 @@ CHECKPOINTING, MICRO_BATCH, CHUNK = (
     "trainer.micro_batch_size",
     "rollout.batch_size",
 )
+BY_IMAGES, BY_TILES = "rollout.vae_slicing", "rollout.vae_tiling"
 """Settings that change what passes; of all others the peaks are those of the configuration as it is."""
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
 """Values of the first of them, by falling need of memory."""
@@ -52,7 +53,11 @@ def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
         if trainer.micro_batch_size > 3:
             yield Change(MICRO_BATCH, 1)
     if title != TRAINER and (rollout.batch_size or config.images_per_ticket) > 1:
+        if not rollout.vae_slicing:
+            yield Change(BY_IMAGES, True)
         yield Change(CHUNK, 1)
+    if title != TRAINER and not rollout.vae_tiling:
+        yield Change(BY_TILES, True)
     yield from changes(title, config, family)
 
 
@@ -61,6 +66,8 @@ def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> P
     after = change.applied(config)
     if change.key == CHUNK:
         return Peaks(peaks.training, sampling_peak(after, model))
+    if change.key in (BY_IMAGES, BY_TILES):
+        return Peaks(peaks.training, sampling_peak(after, build_meta_model(after)))
     if change.key in (CHECKPOINTING, MICRO_BATCH):
         fresh = build_meta_model(after) if after.trainer.gradient_checkpointing != "none" else model
         return Peaks(training_peak(after, fresh), peaks.sampling)

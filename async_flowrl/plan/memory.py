@@ -141,19 +141,20 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
 
     Of vllm_omni everything but the network is counted as if each GPU held it whole, which is the most it can be.
     """
-    text = model.text_parameters * model.itemsize
-    offloaded = config.rollout.text_encoder == "offload"
+    text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
+    base = -(-model.base_bytes // rollout_ranks(config)) + model.buffer_bytes
+    # An encoder that visits does so before there are activations, and one that is loaded has the network's place.
+    visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
     streams = 2 if config.trainer.ema_decay is not None else 1
     # Live, the ring of each stream, one being received; and a slot for evaluation.
     copies = 1 + streams * (config.max_staleness + 1) + 1 + 1
     return Footprint(
         {
-            "base weights": -(-model.base_bytes // rollout_ranks(config)) + model.buffer_bytes,
-            "text encoders": 0 if offloaded else text,
+            "base weights": base,
+            "text encoders": text if where == "resident" else 0,
             "VAE": model.vae_parameters * model.itemsize,
             "versions of the adapter": copies * model.version_bytes,
-            # An offloaded text encoder visits before there are any.
-            "activations": max(activations, text) if offloaded and activations else activations,
+            "activations": max(activations, visiting) if activations else 0,
         }
     )
 

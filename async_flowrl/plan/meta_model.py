@@ -62,6 +62,7 @@ def build_meta_model(config: Config) -> MetaModel:
         dtype=DTYPES[dtype],
         max_sequence_length=config.model.max_sequence_length,
     )
+    policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
     blocks = tuple(sum(_bytes(p) for p in block.parameters()) for block in policy.blocks)
     base = list(policy.transformer.parameters())
     attach_lora(policy.transformer, config.lora, policy)

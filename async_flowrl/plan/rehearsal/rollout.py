@@ -43,6 +43,10 @@ class RolloutRehearsal:
 
 def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutRehearsal:
     """In steady state: the ring is full, one version more is being received, and an evaluation's is there."""
+    if config.rollout.text_encoder == "cached":
+        # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
+        config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
+        model = replace(model, known=replace(model.known, text_parameters=0))
     ledger = Ledger(card)
     with rehearsed_process(model, ledger, joined=False):
         worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
