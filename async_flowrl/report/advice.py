@@ -30,30 +30,33 @@ RULES = (
         lambda share: share > 0.5,
         "In {value:.0%} of the groups of the last {steps} steps all images had the same score: nothing was learned "
         "from them.",
-        "Solved: harder prompts. Collapsed to one value: go back to an earlier checkpoint, with "
-        "algorithm.max_kl_per_update; no gradient leads back.",
+        "If all scores are high, the task is solved: use harder prompts. If the images of a prompt have become alike, "
+        "the model has collapsed, and equal scores give no gradient that could repair it: go back to an earlier "
+        "checkpoint and set algorithm.max_kl_per_update.",
         "flat",
     ),
     Rule(
         "gradient_snr",
         lambda ratio: ratio < 0.01,
-        "Over the last {steps} steps the gradient was noise: signal to noise {value:.2g} on average.",
-        "More images per step, algorithm.same_initial_noise=true, an earlier window, fewer lora.targets; or a smaller "
-        "and falling learning rate.",
+        "Over the last {steps} steps the gradient was mostly noise: its signal-to-noise ratio (gradient_snr) was "
+        "{value:.2g} on average.",
+        "Use more images per step, algorithm.same_initial_noise=true, earlier denoising steps (algorithm.window), "
+        "fewer lora.targets, or a smaller learning rate that falls.",
         "snr",
     ),
     Rule(
         "trust_region/scale",
         lambda scale: scale < 0.3,
-        "The bound on the KL cut the last {steps} steps to {value:.0%} of their length.",
-        "Nothing, or a smaller learning rate: Adam's momentum is then of the steps really taken.",
+        "The limit algorithm.max_kl_per_update shortened the updates of the last {steps} steps to {value:.0%} of their "
+        "length on average.",
+        "You can leave it so. A smaller learning rate makes Adam's momentum match the updates that are really applied.",
         "trust",
     ),
     Rule(
         "effective_sample_size",
         lambda share: share < 0.5,
-        "Importance weights leave only {value:.0%} of the samples.",
-        "A smaller max_staleness or learning rate, or algorithm.correction=mask.",
+        "Importance weights reduced the effective sample size to {value:.0%} over the last {steps} steps.",
+        "Use a smaller max_staleness or learning rate, or algorithm.correction=mask.",
         "ess",
     ),
 )
