@@ -103,7 +103,7 @@ def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Predict
         pair = [_simulate(work, layout.with_staleness(k, hand_over), limits) for hand_over in HAND_OVERS]
         predictions += pair
         enough += max(prediction.efficiency for prediction in pair) >= ENOUGH_EFFICIENCY
-        if enough == 2 and k >= 2:
+        if enough >= 2 and k >= 2:
             break
     return predictions
 

@@ -33,8 +33,10 @@ class Run:
     config: Config
     work: Work
     layout: Layout
+    began: int
+    """First step of the last attempt: 0, or the step from which the run was resumed."""
     steps: int
-    """Finished so far."""
+    """Steps that the last attempt has finished so far."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,13 @@ class NothingToLearn(ValueError):
     """The run is too short, or was recorded without what a plan needs."""
 
 
-def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None) -> Run:
-    """The laws of the run's steps first .. last - 1. Raises NothingToLearn, or ValueError for a broken directory."""
-    config, history, metrics = load(run)
+def calibrate(run: Path, *, last: int | None = None) -> Run:
+    """The laws of the steps from the last attempt's warm-up on to `last` - 1, or to the end.
+
+    Raises NothingToLearn, or ValueError for a broken directory.
+    """
+    config, began, history, metrics = load(run)
+    first = began + WARM_UP_STEPS
     stop = last if last is not None else config.total_steps
     lines = [line for line in metrics if first <= line["step"] < stop and "timing/update" in line]
     if not lines:
@@ -89,17 +95,20 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
-    return Run(config, work, layout_of(config, slow), len(metrics))
+    return Run(config, work, layout_of(config, slow), began, len(metrics))
 
 
-def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:
-    """Configuration, and the last attempt's events and metrics. Raises ValueError where a file is missing or broken."""
+def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
+    """Configuration, and the last attempt's first step, events and metrics.
+
+    Raises ValueError if a file is missing or broken.
+    """
     try:
         first, attempt = last_attempt(effective(read_events(run / "events.jsonl")))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error
-    return read_config(run / "config.yaml"), list(attempt), [line for line in lines if line["step"] >= first]
+    return read_config(run / "config.yaml"), first, list(attempt), [line for line in lines if line["step"] >= first]
 
 
 def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
@@ -190,9 +199,13 @@ def delivery_times(history: Iterable[Event]) -> list[float]:
     ]
 
 
-def actual(run: Path, *, first: int = WARM_UP_STEPS) -> Actual | None:
-    """What the run did from step `first` on, while generation still had work; None if that is no step."""
-    config, history, _ = load(run)
+def actual(run: Path, *, first: int | None = None) -> Actual | None:
+    """What the run did from step `first` on (by default after the warm-up), while generation still had work.
+
+    None if there is no such step.
+    """
+    config, began, history, _ = load(run)
+    first = began + WARM_UP_STEPS if first is None else first
     steps = {event["step"]: event for event in history if event["event"] == "step"}
     done = [step for step in sorted(steps) if first <= step <= max(steps) - config.max_staleness]
     if not done:

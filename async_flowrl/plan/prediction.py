@@ -29,7 +29,7 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
         count = whole.steps - WARM_UP_STEPS - whole.config.max_staleness
         if count < MIN_STEPS:
             return None
-        half = WARM_UP_STEPS + count // 2
+        half = whole.began + WARM_UP_STEPS + count // 2
         learnt = calibrate(run, last=half)
     except NothingToLearn:
         return None
@@ -42,7 +42,7 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
         "predicted": {"step_seconds": plan.step_seconds} | {pool: plan.busy(pool) for pool in POOLS},
         "actual": {"step_seconds": measured.step_seconds} | {pool: measured.busy.get(pool, 0.0) for pool in POOLS},
         "deviation": measured.step_seconds / plan.step_seconds - 1.0,
-        "learnt_from_steps": [WARM_UP_STEPS, half],
+        "learnt_from_steps": [whole.began + WARM_UP_STEPS, half],
     }
     return {**compared, "sentence": comparison(compared)}
 

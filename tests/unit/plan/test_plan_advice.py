@@ -56,6 +56,12 @@ def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
     assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
+def test_the_search_for_staleness_ends_where_the_bound_is_reached() -> None:
+    """Also where every depth reaches it: generation takes no time, so that nothing has to be hidden."""
+    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False))
+    assert {prediction.layout.max_staleness for prediction in advice.depths} == {0, 1, 2}
+
+
 def test_dont_use_async_here() -> None:
     """Nothing to hide and an uneven split: colocated training uses both devices all the time."""
     advice = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
@@ -133,6 +139,26 @@ def test_predicted_against_actual(tmp_path: Path) -> None:
     assert compared["sentence"].startswith(f"predicted {compared['predicted']['step_seconds']:.3g} s per step")
 
 
+def test_a_run_that_was_resumed_late_is_compared_from_there_on(tmp_path: Path) -> None:
+    """As if the 24 recorded steps were the last of 100: the run was resumed at step 76."""
+    config = toy_config(1, steps=24)
+    directory = recorded(tmp_path / "run", virtual(config), config)
+    whole = predicted_against_actual(directory)
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    later = [event | {"step": event["step"] + 76} if "step" in event else event for event in events]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    resumed = [{"event": "rollback", "step": 76, "time": 0.0}, *later]
+    configured = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(configured.replace("total_steps: 24", "total_steps: 100"))
+    (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in resumed))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(x | {"step": x["step"] + 76}) + "\n" for x in lines))
+    compared = predicted_against_actual(directory)
+    assert whole is not None and compared is not None
+    assert compared["learnt_from_steps"] == [first + 76 for first in whole["learnt_from_steps"]]
+    assert compared["predicted"] == pytest.approx(whole["predicted"], rel=0.01)
+    assert compared["actual"] == whole["actual"]
+
+
 def test_a_run_is_compared_from_a_thread_of_its_own_controller(tmp_path: Path) -> None:
     """The virtual clock lives in that thread; the controller's loop goes on meanwhile."""
     config = toy_config(0, steps=16)
@@ -149,8 +175,8 @@ def test_a_run_too_short_to_tell(tmp_path: Path) -> None:
     config = toy_config(1, steps=4)
     directory = recorded(tmp_path / "run", virtual(config), config)
     assert predicted_against_actual(directory) is None
-    with pytest.raises(NothingToLearn, match="no step from 10"):
-        calibrate(directory, first=10)
+    with pytest.raises(NothingToLearn, match="no step from"):
+        calibrate(directory, last=1)
 
 
 def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,12 +93,14 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
 
 
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
-    resident, offloaded = (
-        rehearsed(f"rollout.text_encoder={where}").rollout.phases for where in ("resident", "offload")
+    resident, offloaded, cached = (
+        rehearsed(f"rollout.text_encoder={where}").rollout.phases for where in ("resident", "offload", "cached")
     )
     saved = resident["denoise"].resident - offloaded["denoise"].resident
     assert 0 < saved == resident["load"].peak - offloaded["load"].peak
     assert offloaded["encode"].peak - offloaded["encode"].resident == saved
+    assert cached["denoise"].resident == offloaded["denoise"].resident
+    assert cached["encode"].peak == cached["encode"].resident
 
 
 def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation() -> None:

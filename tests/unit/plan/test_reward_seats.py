@@ -127,7 +127,7 @@ def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_
     assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
     assert "though not little enough, with rollout.engine=vllm_omni rollout.gpus_per_worker=8" in said
     said = refusal(ROLLOUT, config, large_model(), Device(48 * GIB, 48 * GIB))
-    assert "it would fit with rollout.text_encoder=offload" in said
+    assert "it would fit with rollout.text_encoder=offload" in said and "rollout.text_encoder=cached" in said
 
 
 def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:
