@@ -14,6 +14,7 @@ from pathlib import Path
 
 from async_flowrl.benchmark import measure
 from async_flowrl.benchmark.compare import compare, parser
+from async_flowrl.benchmark.loops import LoopFailed
 from async_flowrl.benchmark.table import as_json, markdown, picture
 from async_flowrl.benchmark.targets import Results
 from async_flowrl.config.check import ConfigError
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as directory:
             results = compare(arguments, Path(directory))
-    except (ConfigError, ValueError, measure.RunFailed) as error:
+    except (ConfigError, ValueError, measure.RunFailed, LoopFailed) as error:
         sys.stderr.write(f"benchmark: {error}\n")
         return 2
     write(results, out)

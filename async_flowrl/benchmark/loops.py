@@ -82,13 +82,17 @@ def run(configs: Sequence[Config], roles: Sequence[str], seconds: float) -> dict
             process.kill()
 
 
+class LoopFailed(RuntimeError):
+    """A bare loop's process died, or did not answer in time."""
+
+
 def receive(role: str, pipe: "multiprocessing.connection.Connection[Any, Any]", patience: float) -> list[float]:
     if not pipe.poll(patience):
-        raise TimeoutError(f"the bare {role} loop did not answer within {patience:g} s")
+        raise LoopFailed(f"the bare {role} loop did not answer within {patience:g} s")
     try:
         return [float(value) for value in pipe.recv()]
     except EOFError:
-        raise RuntimeError(f"the bare {role} loop died; its message is above") from None
+        raise LoopFailed(f"the bare {role} loop died; its message is above") from None
 
 
 def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, answer: Any) -> None:

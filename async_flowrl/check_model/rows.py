@@ -41,7 +41,7 @@ def gap(ours: Tensor, theirs: Tensor) -> Gap:
     one, other = ours.detach().double().cpu(), theirs.detach().double().cpu()
     if not one.numel():
         return Gap(0.0, 0.0)
-    difference = float((one - other).abs().max())
     if not torch.isfinite(one).all() or not torch.isfinite(other).all():
-        difference = float("inf")
+        return Gap(float("inf"), float("inf"))
+    difference = float((one - other).abs().max())
     return Gap(difference, difference / max(float(other.abs().max()), 1e-12))

@@ -25,10 +25,8 @@ class Progress:
     """Metrics of the newest step."""
     rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_REWARDS))
     """Step and mean reward of each step that had one."""
-    skipped: int = 0
-    """Tickets without a score."""
-    without: Counter[str] = field(default_factory=Counter)
-    """By optional term, groups that were trained without its score."""
+    lost: dict[int, Counter[str]] = field(default_factory=dict)
+    """By step, what could not be scored: tickets that were skipped, and groups trained without an optional term."""
     evaluation: tuple[str, Mapping[str, float]] | None = None
     """The newest evaluation of a policy version: its title, and its metrics."""
 
@@ -45,14 +43,13 @@ class Progress:
         """A step is done."""
         if step < self.done:  # A trainer rank has died: the steps since the last checkpoint are made again.
             self.rewards = deque((entry for entry in self.rewards if entry[0] < step), maxlen=MAX_REWARDS)
+            self.lost = {earlier: counts for earlier, counts in self.lost.items() if earlier < step}
         self.done, self.line = step + 1, metrics
         self._ends.append((self.clock(), int(metrics.get("images") or 0)))
         if (reward := metrics.get("reward/mean")) is not None:
             self.rewards.append((step, float(reward)))
-        self.skipped += int(metrics.get("tickets_skipped") or 0)
-        for key, value in metrics.items():
-            if value and (missing := re.fullmatch("reward/([^/]+)/missing", key)):
-                self.without[missing[1]] += int(value)
+        if lost := _lost(metrics):
+            self.lost[step] = lost
 
     @property
     def step_seconds(self) -> float | None:
@@ -80,8 +77,17 @@ class Progress:
     @property
     def losses(self) -> list[str]:
         """What was trained without, in words."""
-        tickets = [f"{self.skipped} tickets skipped"] if self.skipped else []
-        return tickets + [f"{count} groups without {term}" for term, count in self.without.items()]
+        total = sum(self.lost.values(), Counter())
+        return [f"{count} {what}" for what, count in total.items()]
+
+
+def _lost(metrics: Mapping[str, Any]) -> Counter[str]:
+    """What a step trained without, by the words that follow the count; empty where nothing is missing."""
+    lost = Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0)})
+    for key, value in metrics.items():
+        if value and (missing := re.fullmatch("reward/([^/]+)/missing", key)):
+            lost[f"groups without {missing[1]}"] += int(value)
+    return +lost
 
 
 def number(value: Any, form: str = ".4f") -> str:

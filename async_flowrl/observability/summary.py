@@ -79,11 +79,12 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     After a resume, steps, images, rewards and staleness are of the whole run; times and rates are of the time since.
     """
     history = effective(events)
-    first, attempt = last_attempt(history)
+    _, attempt = last_attempt(history)
     workers = tracks(attempt)
     steady = steady_state(workers, attempt, config.max_staleness)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
-    made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= first)
+    began = process_began(history)
+    made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
     kept = gradient_kept(metrics)
     trained = tenths(metrics)
     return {
@@ -146,6 +147,16 @@ def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
         if history[index]["event"] == "rollback":
             return int(history[index]["step"]), history[index + 1 :]
     return 0, history
+
+
+def process_began(history: Sequence[Event]) -> int:
+    """The step from which the last process trained: 0, or that of the rollback by which it resumed the run.
+
+    A rollback after the death of a trainer rank, which the same process goes on from, does not count.
+    """
+    starts = [later for later, event in enumerate(history[1:], start=1) if event["event"] == "inputs"]
+    before = history[starts[-1] - 1] if starts else {"event": "none"}
+    return int(before["step"]) if before["event"] == "rollback" else 0
 
 
 def steady_state(workers: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:

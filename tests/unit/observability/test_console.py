@@ -79,6 +79,14 @@ def test_lines_name_what_was_trained_without(capsys: pytest.CaptureFixture[str])
     assert "| 3 tickets skipped | 4 groups without judge |" in capsys.readouterr().out.splitlines()[1]
 
 
+def test_steps_that_are_made_again_count_once_among_what_is_missing() -> None:
+    """A trainer rank has died after step 2, and the run goes on from the checkpoint before step 1."""
+    progress = Progress(total=5)
+    for step in (0, 1, 2, 1):
+        progress.step(step, {"tickets_skipped": 2, "reward/judge/missing": 1})
+    assert progress.losses == ["4 tickets skipped", "2 groups without judge"]
+
+
 @pytest.mark.parametrize(
     ("terminal", "term", "wanted", "found"),
     [

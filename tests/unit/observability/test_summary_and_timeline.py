@@ -145,13 +145,17 @@ def test_times_of_a_resumed_run_are_those_of_its_last_life() -> None:
     after = [
         event | ({"step": event["step"] + 5} if event["event"] == "step" else {}) for event in made_up(15, 2.0, 1.0, 1)
     ]
-    history = [*before, {"time": 95.0, "event": "rollback", "step": 5}, *after]
+    back = {"time": 95.0, "event": "rollback", "step": 5}
+    history = [*before, back, {"time": 95.0, "event": "inputs"}, *after]
     outcome = Outcome(40.0, "digest", {}, {}, {})
     found = summarise(Config(max_staleness=1), metrics(20, 1), history, outcome)
     assert (found["steps"], found["images"], found["images_per_s"]) == (20, 640, 15 * 32 / 40.0)
     assert found["efficiency"] == pytest.approx(1.0)
     assert found["overlap"]["share"] == pytest.approx(1.0)
     assert found["steady_images_per_s"] == pytest.approx(16.0)
+    # After the death of a trainer rank the same process goes on: its seconds are those of all 20 steps.
+    died = summarise(Config(max_staleness=1), metrics(20, 1), [*before, back, *after], outcome)
+    assert died["images_per_s"] == 20 * 32 / 40.0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
