@@ -11,7 +11,7 @@ from ray._private.state import state
 
 
 def draining() -> dict[str, float]:
-    """Node id → seconds until the node ends, infinity where the notice has no deadline. Asks the head, and waits for it.
+    """Node id → seconds until the node ends, infinity where the notice has no deadline. Asks the head, and waits.
 
     A deadline is a time of day on the clock of whoever asked for the drain, so it is as good as the clocks agree.
     """

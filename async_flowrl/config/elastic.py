@@ -29,9 +29,13 @@ def elastic_obstacle(config: Config) -> str | None:
     if least > most:
         return f"rollout.min_workers={least} must be at most rollout.max_workers={most}"
     if least > workers:
-        return f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the size that is planned for"
+        return (
+            f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the size that is planned for"
+        )
     if most < workers:
-        return f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the size that is planned for"
+        return (
+            f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the size that is planned for"
+        )
     if config.runtime.backend == "local":
         return f"{given} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
     if config.runtime.address is None:

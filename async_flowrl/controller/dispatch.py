@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.admission import admit
+from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers

@@ -34,7 +34,7 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
-    """A worker for every seat that comes, several at a time; one that cannot serve is turned away, and the next waits."""
+    """A worker for every seat that comes, several at a time. After one that cannot serve the next has to wait."""
     failures = 0
 
     async def bring_in(worker: Worker) -> None:
@@ -44,7 +44,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         except TURNED_AWAY as error:
             failures += 1
             refuse(ctx, worker.name, error)
-            await leave(ctx, worker, "it could not join")
+            await take_out(ctx, worker)
             return
         failures = 0
         ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=len(ctx.rollout.workers))
@@ -78,17 +78,22 @@ async def shrink(ctx: Context, growth: Growth) -> None:
 
 
 async def leave(ctx: Context, worker: Worker, reason: str) -> None:
-    """Takes a worker out of the run: its unfinished tickets wait for another one, and its seat is given back."""
+    """A worker that has served leaves the run."""
+    await take_out(ctx, worker)
+    ctx.observer.event(
+        "worker_left", worker=worker.name, node=worker.node, reason=reason, workers=len(ctx.rollout.workers)
+    )
+    logger.warning("%s on %s left (%s): %s", worker.name, worker.node, reason, counted(ctx))
+
+
+async def take_out(ctx: Context, worker: Worker) -> None:
+    """Its unfinished tickets wait for another worker, and its seat is given back."""
     ctx.table.hand_back(worker.name)
     await ctx.weights.leave(worker.name)
     ctx.work.notify()
     ctx.observer.state(worker.name, "gone")
     if ctx.rollout.growth is not None:
         await ctx.rollout.growth.release(worker.index)
-    ctx.observer.event(
-        "worker_left", worker=worker.name, node=worker.node, reason=reason, workers=len(ctx.rollout.workers)
-    )
-    logger.warning("%s on %s left (%s): %s", worker.name, worker.node, reason, counted(ctx))
 
 
 def counted(ctx: Context) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import RewardPool, reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.admission import check_base, load_rollout
+from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.reward_servers import SERVERS, server_pools

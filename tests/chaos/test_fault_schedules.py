@@ -27,7 +27,7 @@ def test_every_schedule_ends_well_or_by_name(first: int) -> None:
 
 @pytest.mark.parametrize("seeds", [FIRST, pytest.param(SEEDS, marks=pytest.mark.slow)])
 def test_every_cell_is_hit_often_enough(seeds: int, record_property: Callable[[str, object], None]) -> None:
-    """`python -m tests.chaos.fault_schedules 0 1152` prints the table."""
+    """`python -m tests.chaos.fault_schedules 0 1408` prints the table."""
     ended = [outcome(seed) for seed in range(seeds)]
     record_property("coverage", report(ended))
     min_hits = seeds // len(PAIRS) - 2

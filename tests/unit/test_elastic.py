@@ -46,6 +46,11 @@ def run_while(disturb: Disturbance, config: Config | None = None, timing: Timing
     return found
 
 
+def of(ctx: Context, event: str, **match: Any) -> list[dict[str, Any]]:
+    assert isinstance(ctx.observer, ListObserver)
+    return ctx.observer.of(event, **match)
+
+
 async def until(true: Any) -> None:
     while not true():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
@@ -100,7 +105,7 @@ def test_tickets_that_are_handed_back_are_not_suspected() -> None:
             name = next(t.worker for t in ctx.table.live() if t.ordinal == 0)
             growth_of(pools).arrive()
             growth_of(pools).drain(next(w for w in pools["rollout"].workers if w.name == name), seconds=0.1)
-            await until(lambda n=name: any(e["worker"] == n for e in ctx.observer.of("worker_left")))  # type: ignore
+            await until(lambda n=name: of(ctx, "worker_left", worker=n))
 
     found = run_while(nine_leave, timing=Timing(generate=8.0))
     assert max(event["attempt"] for event in found.tickets("RUNNING") if event["ordinal"] == 0) == 10
@@ -110,7 +115,7 @@ def test_a_lost_node_without_another_makes_the_pool_smaller_until_one_comes() ->
     async def lose(ctx: Context, pools: Pools) -> None:
         await asyncio.sleep(2.0)
         growth_of(pools).end(pools["rollout"].workers[1])
-        await until(lambda: ctx.observer.of("worker_left"))  # type: ignore[attr-defined]
+        await until(lambda: of(ctx, "worker_left"))
         growth_of(pools).arrive()
 
     found = run_while(lose, timing=Timing(generate=4.0))
