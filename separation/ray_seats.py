@@ -109,7 +109,7 @@ class Seats:
             self._reserved.append(asked)
             self._waiting.append(asked)
         waiting = list(self._waiting)
-        nodes = await self._ask(lambda: [_node_of(group) for group in waiting], [])
+        nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
         ending = await self.departing() if any(nodes) else {}
         for group, node in zip(waiting, nodes, strict=False):
             if node is None or group not in self._waiting:

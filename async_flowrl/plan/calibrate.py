@@ -13,6 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.observability.pool_size import CHANGES
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
@@ -35,6 +36,8 @@ class Run:
     layout: Layout
     steps: int
     """Finished so far."""
+    resized: bool = False
+    """Whether rollout workers joined or left for good: `layout` has rollout.num_workers all the same."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class NothingToLearn(ValueError):
 def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None) -> Run:
     """The laws of the run's steps first .. last - 1. Raises NothingToLearn, or ValueError for a broken directory."""
     config, history, metrics = load(run)
+    resized = any(event["event"] in CHANGES for event in history)
     stop = last if last is not None else config.total_steps
     lines = [line for line in metrics if first <= line["step"] < stop and "timing/update" in line]
     if not lines:
@@ -89,7 +93,7 @@ def calibrate(run: Path, *, first: int = WARM_UP_STEPS, last: int | None = None)
         ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
-    return Run(config, work, layout_of(config, slow), len(metrics))
+    return Run(config, work, layout_of(config, slow), len(metrics), resized)
 
 
 def load(run: Path) -> tuple[Config, list[Event], list[dict[str, Any]]]:

@@ -38,6 +38,7 @@ RAY = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",

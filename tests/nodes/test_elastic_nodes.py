@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from node_runs import RunOnNodes, start
-from pretended_nodes import RAY_COMMAND, Node, Nodes
+from pretended_nodes import PORT, RAY_COMMAND, Node, Nodes
 
 pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1800)]
 
@@ -17,9 +17,12 @@ LIMIT = 600.0
 NOTICE = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "120")
 
 
-def drain(node: Node) -> None:
-    """What a preemption notice does, on the node that it concerns."""
-    node.run(RAY_COMMAND, "drain-node", *NOTICE, RAY_AUTH_MODE="token")
+def drain(node: Node, head: Node) -> None:
+    """What a preemption notice does: the cluster is told that the node will end."""
+    (raylet,) = node.processes("raylet")
+    (number,) = (word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--node_id="))
+    where = ("--address", f"{head.address}:{PORT}", "--node-id", number)
+    head.run(RAY_COMMAND, "drain-node", *where, *NOTICE, seconds=LIMIT, RAY_AUTH_MODE="token")
 
 
 def of(run: RunOnNodes, event: str, **match: Any) -> list[dict[str, Any]]:
@@ -36,7 +39,7 @@ def test_a_worker_joins_from_a_node_that_arrives_and_another_leaves_one_that_is_
     arrived.start_ray(nodes.head)
     run.wait_for(lambda: of(run, "worker_joined"), "a worker of the node that has arrived", LIMIT)
     run.wait_for(lambda: of(run, "ticket", worker="rollout-1", state="SCORING"), "a ticket that it has made", LIMIT)
-    drain(first)
+    drain(first, nodes.head)
     run.wait_for(lambda: of(run, "worker_left"), "the worker of the drained node to leave", LIMIT)
     printed = run.finish(seconds=LIMIT)
     (joined,), (left,) = of(run, "worker_joined"), of(run, "worker_left")
