@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 
 STEPS = 10
 POOL = ("rollout.num_workers=1", "rollout.min_workers=1", "rollout.max_workers=2")
-UNHURRIED = ("debug.delays.generate=3", "debug.delays.constant=true")
+UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
 """Seconds before each ticket: a node that arrives finds the run still going on."""
 LIMIT = 600.0
 NOTICE = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "120")
