@@ -90,6 +90,11 @@ class PoolSpec:
     def most(self) -> int:
         return self.num_workers if self.max_workers is None else self.max_workers
 
+    @property
+    def size(self) -> str:
+        """`8`, or `8 (2 to 16)` of a pool whose size may change."""
+        return f"{self.num_workers} ({self.least} to {self.most})" if self.elastic else f"{self.num_workers}"
+
     def __post_init__(self) -> None:
         if self.workers_per_node is not None and self.num_workers % self.workers_per_node:
             raise ValueError(

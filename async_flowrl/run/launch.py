@@ -115,7 +115,7 @@ def describe_run(prepared: Prepared) -> str:
     rows = [
         (
             spec.name,
-            f"{spec.num_workers} ({spec.least} to {spec.most})" if spec.elastic else spec.num_workers,
+            spec.size,
             f"{spec.gpus_per_worker:g}",
             spec.threads,
             spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),
