@@ -145,8 +145,8 @@ def _mark(event: Event, origin: float) -> dict[str, Any]:
     kind = str(event["event"])
     told = {
         "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",
-        "worker_joined": f"{event.get('worker')} joined: {event.get('workers')} rollout workers",
-        "worker_left": f"{event.get('worker')} left ({event.get('reason')}): {event.get('workers')} rollout workers",
+        "worker_joined": f"{event.get('worker')} joined, rollout workers: {event.get('workers')}",
+        "worker_left": f"{event.get('worker')} left ({event.get('reason')}), rollout workers: {event.get('workers')}",
         "rollback": f"back to the checkpoint of step {event.get('step')}",
         "stall": f"nothing happened for {event.get('seconds', 0):.0f} s",
         "skipped": f"a group of step {event.get('step')} has no reward: {event.get('message')}",
