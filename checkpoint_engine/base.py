@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpoint_engine.digest import combine
-from checkpoint_engine.fanout import MAX_FAN_OUT
+from checkpoint_engine.fanout import MAX_FAN_OUT, NODE_FAN_OUT
 from checkpoint_engine.layout import Layout
 
 RING = "ring"
@@ -105,6 +105,7 @@ class DeliveryOptions:
     deadline: float = 30.0
     retain: int = 2
     max_fan_out: int = MAX_FAN_OUT
+    node_fan_out: int = NODE_FAN_OUT
 
 
 @dataclass

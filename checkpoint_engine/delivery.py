@@ -25,7 +25,7 @@ from checkpoint_engine.base import (
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, VersionGone, verdict
-from checkpoint_engine.fanout import parents
+from checkpoint_engine.fanout import depth, parents
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
 
 T = TypeVar("T")
@@ -225,10 +225,12 @@ class Delivery:
             {name: end.node for name, end in ends.items()},
             {node: end.name for node, (end, _) in holders.items()},
             max_fan_out=self._options.max_fan_out,
+            node_fan_out=self._options.node_fan_out,
         )
         for name, job in jobs.items():
             parent = plan[name]
             job.parent = None if parent is None else sources[parent]
+            job.depth = depth(plan, name)
         for queue in queues:
             if self._queues.get(queue.name) is queue:
                 queue.put(jobs[queue.name])

@@ -8,8 +8,12 @@ from typing import Any
 
 from checkpoint_engine.base import Ack, DeliveryOptions, DeliveryStats, Header, ReceiverEndpoint
 from checkpoint_engine.errors import Verdict, WeightsMismatch, error_names, verdict
+from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 
 logger = logging.getLogger(__name__)
+
+RELAY_SECONDS = 2.0
+"""That a receiver may take beside the transfer before those that it is to serve turn to the sender."""
 
 
 @dataclass
@@ -22,6 +26,8 @@ class Job:
     done: "asyncio.Future[bool]"
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
     """Who passes the payload on, in a fan-out tree; None: `payload` is used."""
+    depth: int = 0
+    """How many pass it on before it is here."""
 
     def settle(self, acknowledged: bool) -> None:
         if not self.done.done():
@@ -118,8 +124,8 @@ class ReceiverQueue:
         if job.parent is None:
             return job.payload
         (endpoint, parent), job.parent = job.parent, None
-        why: object = "it was given up itself"
-        if await parent.done:
+        why: object = "it was given up itself, or too slow"
+        if await self._has_it(parent):
             try:
                 async with asyncio.timeout(self._options.deadline):
                     return await endpoint.relay(job.header, job.slot)
@@ -131,3 +137,9 @@ class ReceiverQueue:
         version = f"version {job.header.version} of stream {job.header.stream}"
         logger.warning("%s gets %s from the sender, not passed on by %s: %s", self.name, version, endpoint.name, why)
         return job.payload
+
+    async def _has_it(self, parent: Job) -> bool:
+        """Whether the parent acknowledges in time: a slow one must not hold up everybody below it."""
+        seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
+        await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
+        return parent.done.done() and parent.done.result()

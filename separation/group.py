@@ -4,7 +4,7 @@ A worker hosts one plain object built from a factory named `pkg.module:attr`; `c
 Calls on one lane run one at a time, in order; different lanes run side by side (a delivery while images are made).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -39,6 +39,10 @@ class RefLost(RuntimeError):
     """The value behind a ref is gone: the node that held it died, or it was freed."""
 
 
+class NoSeat(RuntimeError):
+    """A worker of a pool that grows and shrinks is gone, and no node has a seat for its successor now."""
+
+
 class Ref(Protocol):
     """A result that stayed where it is; pass it as an argument of another call, or `fetch` it. Opaque."""
 
@@ -68,6 +72,28 @@ class PoolSpec:
     """Set in every worker that is a process, before its factory is imported."""
     allocator: str = ""
     """Settings of torch's memory allocator in workers that own a GPU, where their environment says none."""
+    min_workers: int | None = None
+    """The pool starts as soon as so many have seats; None: num_workers."""
+    max_workers: int | None = None
+    """The pool grows to so many while there are seats; None: num_workers. With both None its size is fixed."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may join and leave."""
+        return self.min_workers is not None or self.max_workers is not None
+
+    @property
+    def least(self) -> int:
+        return self.num_workers if self.min_workers is None else self.min_workers
+
+    @property
+    def most(self) -> int:
+        return self.num_workers if self.max_workers is None else self.max_workers
+
+    @property
+    def size(self) -> str:
+        """`8`, or `8 (2 to 16)` of a pool whose size may change."""
+        return f"{self.num_workers} ({self.least} to {self.most})" if self.elastic else f"{self.num_workers}"
 
     def __post_init__(self) -> None:
         if self.workers_per_node is not None and self.num_workers % self.workers_per_node:
@@ -111,16 +137,47 @@ class Worker(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Departure:
+    """A worker whose node is to end, in `seconds` from now; infinity where nobody said when."""
+
+    worker: Worker
+    seconds: float
+
+
+class Growth(Protocol):
+    """How a pool grows and shrinks. Which of its workers serve is the business of whoever asks it."""
+
+    async def next(self) -> Worker:
+        """Waits for a seat for one more worker, at most `max_workers`; returns the worker, built, and in the pool.
+
+        Raises what building a worker raises; its seat is given back then.
+        """
+        ...
+
+    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+        """Waits until nodes are drained on which workers sit that are not `known` by name; returns those."""
+        ...
+
+    async def release(self, index: int) -> None:
+        """Kills the worker, takes it out of the pool and gives its seat back. Releasing twice is fine."""
+        ...
+
+
 class WorkerGroup(Protocol):
     """The workers of one pool. Replacing a worker kills the old one first and builds the new one in the same place."""
 
     spec: PoolSpec
     workers: list[Worker]
+    """In the order of their indices; those of a pool with `growth` may have gaps between them."""
+    growth: Growth | None
+    """None where the pool's size is fixed."""
 
     async def replace(self, index: int) -> Worker:
         """Kills worker `index`, waits until it is gone, and returns its successor, built and ready.
 
-        Raises WorkerDied or WorkerFailed if the successor can't be built, DeadlineExceeded if that takes too long.
+        Where the pool has `growth`, the successor takes any seat that is free. Raises NoSeat where there is none,
+        WorkerDied or WorkerFailed if the successor can't be built, DeadlineExceeded if that takes too long.
         """
         ...
 
@@ -131,3 +188,11 @@ class WorkerGroup(Protocol):
     async def close(self) -> None:
         """Kills every worker. Refs that were returned stay readable."""
         ...
+
+
+def seated(group: WorkerGroup, index: int) -> Worker:
+    """The worker with this index. Raises LookupError where it has left the pool."""
+    for worker in group.workers:
+        if worker.index == index:
+            return worker
+    raise LookupError(f"the pool {group.spec.name} has no worker {index}")

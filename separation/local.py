@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from separation.group import PoolSpec, Ref, Worker, WorkerFailed
+from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
 from separation.host import Host, RemoteError
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
@@ -154,6 +154,7 @@ class LocalGroup:
 
     def __init__(self, spec: PoolSpec, *, start_deadline: float) -> None:
         self.spec = spec
+        self.growth: Growth | None = None
         self.workers: list[Worker] = []
         self._hosts: list[LocalWorker] = []
         self._start_deadline = start_deadline

@@ -33,9 +33,15 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:
-    """Raises OtherCode, which names the package and the node."""
+    """Raises OtherCode, which names the package and the node. `here` is the code that the run was started with."""
     for package, digest in here.items():
         if there.get(package) != digest:
+            if (now := code_of([package])[package]) != digest:
+                raise OtherCode(
+                    f"{package} was edited while the run goes on (its code is {now} here, and {digest} when the run "
+                    f"started), so {worker} on node {node} would compute with other code than those before it: put it "
+                    "back, or start again with resume=auto"
+                )
             raise OtherCode(
                 f"node {node} has another version of {package} than the node that this is started on (its code is "
                 f"{there.get(package)}, here {digest}; asked by {worker}): install the same version on every node, or "

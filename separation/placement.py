@@ -55,6 +55,11 @@ def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
     return {spec.name: 1.0} if exists.get(spec.name, 0) > 0 else {}
 
 
+def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
+    """What one worker of the pool takes."""
+    return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
+
+
 def reserve(
     pools: Sequence[PoolSpec], exists: Resources, *, placement: str, colocated: tuple[str, str]
 ) -> list[Reservation]:
@@ -62,6 +67,7 @@ def reserve(
 
     `separate`: one group per gang, one small group per other worker, so that a lost node takes only its own workers;
     one group of a bundle per node for a pool with workers_per_node, of which a lost node takes its own bundle only.
+    Of a pool that grows, its fewest workers.
     `colocated`: worker i of both named pools shares bundle i, each with half of its device. Raises ValueError.
     """
     if placement not in ("separate", "colocated"):
@@ -96,27 +102,23 @@ def _check_pair(pair: Sequence[PoolSpec], names: tuple[str, str]) -> None:
         raise ValueError("placement=colocated shares one GPU per pair of workers; gpus_per_worker must be at most 1")
 
 
-def _needs(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
-
-
 def _gang(spec: PoolSpec, exists: Resources) -> Reservation:
-    needs = _needs(spec, exists)
+    needs = needs_of(spec, exists)
     seats = tuple(Seat(spec.name, index, index, needs) for index in range(spec.num_workers))
     return Reservation(spec.name, (needs,) * spec.num_workers, seats)
 
 
 def _by_node(spec: PoolSpec, exists: Resources, each: int) -> Reservation:
-    needs = _needs(spec, exists)
+    needs = needs_of(spec, exists)
     seats = tuple(Seat(spec.name, index, index // each, needs) for index in range(spec.num_workers))
     return Reservation(spec.name, (share_of_node(needs, each),) * (spec.num_workers // each), seats, apart=True)
 
 
 def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
-    needs = _needs(spec, exists)
+    needs = needs_of(spec, exists)
     return [
         Reservation(f"{spec.name}-{index}", (needs,), (Seat(spec.name, index, 0, needs),))
-        for index in range(spec.num_workers)
+        for index in range(spec.least)
     ]
 
 

@@ -3,21 +3,19 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 import ray
 from ray import exceptions
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.group import Growth, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
 from separation.host import ProcessHost, RemoteError, Surroundings
 from separation.node_checks import code_of, compare_code
-from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
+from separation.ray_seats import Place, Seats
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
@@ -32,15 +30,6 @@ _WATCH = "watch"
 SILENT = (
     "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """A worker's share of a placement group, kept when the worker is replaced."""
-
-    group: PlacementGroup
-    bundle: int
-    share: Resources
 
 
 def node_address() -> str:
@@ -193,7 +182,8 @@ def _one_line(error: BaseException) -> str:
 
 
 class RayGroup:
-    """A pool of RayWorkers. `places[index]` outlives the worker that sits there."""
+    """A pool of RayWorkers. `places[index]` outlives the worker that sits there, unless the pool has `seats`: then
+    workers join and leave, and the successor of a lost one may sit elsewhere."""
 
     def __init__(
         self,
@@ -202,31 +192,65 @@ class RayGroup:
         *,
         start_deadline: float,
         log_dir: Path | None = None,
+        seats: Seats | None = None,
     ) -> None:
         self.spec = spec
-        several = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        self.growth: Growth | None = None
+        several = seats is not None or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         self._code = code_of(spec.same_code) if several else {}
-        self._places = places
+        self._places = dict(enumerate(places))
+        self._seats = seats
         self._log_dir = log_dir
         self._start_deadline = start_deadline
-        self._incarnations = [0] * spec.num_workers
-        self._hosts = [self._create(index) for index in range(spec.num_workers)]
-        self.workers: list[Worker] = list(self._hosts)
+        self._incarnations = dict.fromkeys(self._places, 0)
+        self._hosts = {index: self._create(index) for index in self._places}
+        self.workers: list[Worker] = list(self._hosts.values())
 
     async def start(self) -> None:
         """Builds all workers side by side. Raises WorkerFailed, WorkerDied or DeadlineExceeded."""
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}", report=self._unready):
-            await together(*(host.build() for host in self._hosts))
+            await together(*(host.build() for host in self._hosts.values()))
 
     async def replace(self, index: int) -> Worker:
         old = self._hosts[index]
         old.kill()
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
+            if self._seats is not None:
+                self._places[index] = await self._seats.successor(self._places[index])
             self._incarnations[index] += 1
-            fresh = self._hosts[index] = self.workers[index] = self._create(index)
+            fresh = self._hosts[index] = self._create(index)
+            self.workers[[worker.index for worker in self.workers].index(index)] = fresh
             await fresh.build()
         return fresh
+
+    def place(self, index: int) -> Place:
+        return self._places[index]
+
+    async def add(self, place: Place) -> Worker:
+        """One more worker, in a seat of its own; its index is the lowest that nobody has. Raises as `start` does."""
+        index = next(index for index in range(self.spec.most) if index not in self._hosts)
+        self._places[index] = place
+        self._incarnations[index] = self._incarnations.get(index, -1) + 1
+        fresh = self._hosts[index] = self._create(index)
+        try:
+            async with deadline(self._start_deadline, f"starting {fresh.name}"):
+                await fresh.build()
+        except BaseException:
+            await self.remove(index)
+            raise
+        self.workers.append(fresh)
+        self.workers.sort(key=lambda worker: worker.index)
+        return fresh
+
+    async def remove(self, index: int) -> None:
+        """Kills the worker, if there is one, and gives its seat back."""
+        if (host := self._hosts.pop(index, None)) is None:
+            return
+        host.kill()
+        self.workers[:] = [worker for worker in self.workers if worker.index != index]
+        if self._seats is not None:
+            await self._seats.give_back(self._places.pop(index))
 
     async def fetch(self, ref: Ref) -> Any:
         if not isinstance(ref, ray.ObjectRef):
@@ -238,15 +262,15 @@ class RayGroup:
 
     async def close(self) -> None:
         self.kill()
-        await together(*(host.gone() for host in self._hosts))
+        await together(*(host.gone() for host in self._hosts.values()))
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the workers that run on this machine."""
-        return [host.process for host in self._hosts if host.process is not None and alive(host.process)]
+        return [host.process for host in self._hosts.values() if host.process is not None and alive(host.process)]
 
     def kill(self) -> None:
         """Kills every worker without waiting."""
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.kill()
 
     def _create(self, index: int) -> RayWorker:
@@ -256,5 +280,5 @@ class RayGroup:
         return RayWorker(self.spec, index, name, place=place, log_dir=self._log_dir, code=self._code)
 
     def _unready(self) -> str:
-        waiting = [host.name for host in self._hosts if not host.pid]
+        waiting = [host.name for host in self._hosts.values() if not host.pid]
         return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"

@@ -34,6 +34,7 @@ from separation.placement import (
     check_fits,
     check_store,
     describe_spread,
+    needs_of,
     own_cluster,
     packing,
     reserve,
@@ -41,9 +42,11 @@ from separation.placement import (
     totals,
 )
 from separation.processes import alive, descendants, kill, kill_remaining
-from separation.ray_group import Place, RayGroup
+from separation.ray_group import RayGroup
+from separation.ray_growth import RayGrowth
 from separation.ray_head import start_with_what_runs
 from separation.ray_join import join
+from separation.ray_seats import START_SECONDS, Place, Seats
 from separation.ray_watch import HeadLost, watch_head
 from separation.supervise import together
 
@@ -98,8 +101,13 @@ class RaySession:
         check_fits(reservations, nodes)
         places = await self._take(reservations, nodes, start_deadline)
         for spec in self._pools:
-            seats = [places[spec.name, index] for index in range(spec.num_workers)]
-            self._groups[spec.name] = RayGroup(spec, seats, start_deadline=start_deadline, log_dir=log_dir)
+            seated = [places[spec.name, index] for index in range(spec.least)]
+            seats = Seats(needs_of(spec, exists), spec.most, self._placement_groups) if spec.elastic else None
+            if seats is not None:
+                seated = [seats.adopt(place.group) for place in seated] + await seats.available(START_SECONDS)
+            group = RayGroup(spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats)
+            group.growth = RayGrowth(group, seats) if seats is not None else None
+            self._groups[spec.name] = group
         await together(*(group.start() for group in self._groups.values()))
         return {**self._groups}
 

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
+from async_flowrl.config.elastic import bounds, elastic_obstacle
 from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
@@ -81,7 +82,7 @@ def _check_placement(config: Config) -> None:
             "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
             "workers are threads of one process: use runtime.backend=ray"
         )
-    if obstacle := node_obstacle(config):
+    if obstacle := node_obstacle(config) or elastic_obstacle(config):
         raise ConfigError(obstacle)
     if config.placement != "colocated":
         return
@@ -137,14 +138,15 @@ def _check_reward_pools(config: Config) -> None:
 
 def _check_group_setup(config: Config) -> None:
     """The trainer's publish lane makes the group, and whatever waits for that lane has deadlines.publish for it."""
-    seconds = config.checkpoint_engine.setup_seconds + 0.1 * (config.rollout.num_workers + 1)
+    _, workers = bounds(config.rollout)
+    seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
     transport = config.checkpoint_engine.transport
     if transport == "object_store" or (transport == "auto" and nccl_obstacle(config)):
         return
     if seconds >= config.deadlines.publish:
         raise ConfigError(
             f"deadlines.publish={config.deadlines.publish:g} leaves no time beside making a group of "
-            f"{config.rollout.num_workers} rollout workers, which may take {seconds:g} s by "
+            f"{workers} rollout workers, which may take {seconds:g} s by "
             "checkpoint_engine.setup_seconds: give it more, or the group less"
         )
 

@@ -3,6 +3,7 @@
 NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
 """
 
+from async_flowrl.config.elastic import bounds
 from async_flowrl.config.schema import Config
 
 
@@ -23,7 +24,7 @@ def nccl_obstacle(config: Config) -> str | None:
             return f"{key}=0 leaves its workers on the CPU"
     if may_share(trainer, rollout):
         return f"trainer.gpus_per_worker={trainer:g} and rollout.gpus_per_worker={rollout:g} fit on one device"
-    if config.rollout.num_workers > 1 and may_share(rollout, rollout):
+    if bounds(config.rollout)[1] > 1 and may_share(rollout, rollout):
         return f"rollout.gpus_per_worker={rollout:g} lets several rollout workers share a device"
     return None
 

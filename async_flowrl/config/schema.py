@@ -72,6 +72,11 @@ class RolloutConfig:
     """Rollout workers, each with a whole model."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
     """Workers on each of num_workers / workers_per_node nodes, exactly so many; null = wherever there is room."""
+    min_workers: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Workers that the run starts with at least, and ends without (docs/do/nodes.md); null = num_workers."""
+    max_workers: int | None = setting(None, at_least=1, changes=NOTHING)
+    """Workers that the pool grows to while nodes bring seats for them; null = num_workers. A pool with min_workers or
+    max_workers also gives up the workers of a node that is drained."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per worker, where the cluster has any; a custom CPU resource stands in where it has none. vllm_omni spreads
     the network over all GPUs of a worker (tensor parallel), which changes roundings."""

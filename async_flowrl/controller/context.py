@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.departures import Departures
 from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
@@ -175,6 +176,8 @@ class Context:
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
     servers: Servers = field(default_factory=NoServers)
+    departures: Departures = field(default_factory=Departures)
+    """Which rollout workers are to leave."""
     work: Signal = field(default_factory=Signal)
     """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

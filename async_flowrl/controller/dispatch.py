@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from async_flowrl.controller.admission import admit
 from async_flowrl.controller.context import Context, book_span
-from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.held_out import ask_held_out
+from async_flowrl.controller.pool_size import change_size, leave
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import RolloutReport, RolloutRequest
-from separation.group import Ref, RefLost, Worker, WorkerDied
+from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, seated
 from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
@@ -41,21 +42,27 @@ class TicketLost(RuntimeError):
     """A ticket was lost again and again."""
 
 
-class StartError(RuntimeError):
-    """A worker came up, but it does not fit the others."""
-
-
 async def dispatch(ctx: Context) -> None:
     """Runs until it is cancelled; the first failure of any worker's coroutine ends it, by name."""
     free = free_workers(ctx)
     async with asyncio.TaskGroup() as tasks:
-        for index in range(len(ctx.rollout.workers)):
+
+        def start(index: int) -> None:
             tasks.create_task(serve(ctx, index, free, tasks), name=f"rollout-{index}")
+
+        for worker in ctx.rollout.workers:
+            start(worker.index)
+        if ctx.rollout.growth is not None:
+            tasks.create_task(change_size(ctx, ctx.rollout.growth, start), name="size of the rollout pool")
 
 
 async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Keeps the worker of one slot of the rollout pool in tickets, and replaces a dead one."""
-    slot = filled(ctx, ctx.rollout.workers[index], tasks)
+    """Keeps the worker of one slot of the rollout pool in tickets, and replaces a dead one, until the slot is given up.
+
+    A worker whose node is drained leaves when it has finished its tickets or handed them back; a lost one, when no node
+    has a seat for its successor.
+    """
+    slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
     losses = 0
     while True:
@@ -63,7 +70,11 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
             if lost is not None:
                 pause = BACKOFF_SECONDS * (2 ** (losses - 1) - 1)
                 slot, lost = filled(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
-            await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
+            async with ctx.departures.in_time(slot.worker.name):
+                await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
+            return await leave(ctx, slot.worker, "its node is drained")
+        except NoSeat as error:
+            return await leave(ctx, seated(ctx.rollout, index), f"{lost}; {error}")
         except LOST as error:
             lost, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
@@ -78,9 +89,11 @@ def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
 
 
 async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Gives the slot's worker the ticket that the gate has for it, over and over. Raises what `LOST` names."""
-    while True:
-        ticket = await next_ticket(ctx, slot)
+    """Gives the slot's worker the ticket that the gate has for it, over and over, until it is to leave.
+
+    Raises what `LOST` names.
+    """
+    while (ticket := await next_ticket(ctx, slot)) is not None:
         made = await generate(ctx, slot, batch_of(ctx, ticket))
         slot.finished = True
         # A batch can bring several tickets of one group, which is scored once.
@@ -98,14 +111,19 @@ async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
         return death
 
 
-async def next_ticket(ctx: Context, slot: Slot) -> Ticket:
-    """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied."""
+async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
+    """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied.
+
+    None for a worker that is to leave.
+    """
     name = slot.worker.name
     while True:
         if slot.watch.done():
             raise slot.watch.result()
         if name not in ctx.table.held:
             raise WorkerDied(name, "it was given up while it waited")
+        if name in ctx.departures:
+            return None
         if slot.given:
             await asyncio.sleep(0)  # Workers without a ticket come first.
         size = ctx.config.rollout.tickets_per_batch
@@ -129,7 +147,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     """
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     for ticket in wanted:
-        if ticket.attempt >= MAX_TICKET_ATTEMPTS:
+        if ticket.attempt - ticket.handed_back >= MAX_TICKET_ATTEMPTS:
             raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
         ctx.table.start(ticket, worker.name, along=ticket is not wanted[0])
     ctx.observer.state(worker.name, "busy")
@@ -161,7 +179,7 @@ def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
     """Kills a dead (or hung) worker, whose tickets then wait for another; its successor joins with proven weights."""
-    dead = ctx.rollout.workers[index]
+    dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
     dead.kill()
     ctx.table.lost_worker(dead.name)
@@ -170,12 +188,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     ctx.observer.state(dead.name, "gone")
     await asyncio.sleep(pause)
     fresh = await ctx.rollout.replace(index)
-    ctx.observer.event("worker", worker=fresh.name, pid=fresh.pid, node=fresh.node)
-    await download_model(model_of(ctx.rollout), loaders([fresh]), seconds=ctx.config.deadlines.download)
-    check_base(fresh, await load_rollout(fresh, seconds=ctx.config.deadlines.load), ctx.base_digest)
-    ctx.observer.state(fresh.name, "sync")
-    ctx.table.join(fresh.name)
-    await ctx.weights.welcome(fresh)
+    await admit(ctx, fresh)
     return fresh
 
 
@@ -206,19 +219,3 @@ def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
     for ticket in tickets:
         ctx.table.retry(ticket)
     ctx.work.notify()
-
-
-async def load_rollout(worker: Worker, *, seconds: float) -> str:
-    """Builds the worker's model; returns the digest of its base weights."""
-    async with deadline(seconds, f"load: model of {worker.name}"):
-        loaded = await worker.call("load")
-    return str(loaded["base_digest"])
-
-
-def check_base(worker: Worker, digest: str, expected: str) -> None:
-    """Raises StartError unless the worker's base weights are the trainer's."""
-    if digest != expected:
-        raise StartError(
-            f"{worker.name} and the trainer hold different base weights ({digest} and {expected}): model.path or its "
-            "revision differs between nodes"
-        )

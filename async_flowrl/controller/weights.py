@@ -64,10 +64,14 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     async def publish_first(self) -> None:
-        """Proves every worker's binding, then publishes the versions that the first tickets name."""
+        """Proves every worker's binding, then publishes the versions that the first tickets name.
+
+        A worker that comes later, as a successor or because the pool grows, is welcomed by whoever brings it in.
+        """
+        present = list(self.rollout.workers)
         await self._start()
         async with asyncio.TaskGroup() as tasks:
-            for worker in self.rollout.workers:
+            for worker in present:
                 tasks.create_task(self._admit(worker))
         for version in range(self._oldest_named(), self.table.step + 1):
             await self.publish(version)

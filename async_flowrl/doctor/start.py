@@ -144,7 +144,7 @@ def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> 
         check_fits(reservations, everything)
     except (ResourcesMissing, ValueError) as error:
         return Finding("seats", FAILED, first(error), "fewer workers, or more nodes")
-    workers = ", ".join(f"{spec.name} {spec.num_workers}" for spec in wanted)
+    workers = ", ".join(f"{spec.name} {spec.least}" + spec.elastic * f" (up to {spec.most})" for spec in wanted)
     try:
         check_fits(reservations, [node.free for node in nodes])
     except ResourcesMissing as error:

@@ -12,6 +12,7 @@ from async_flowrl.observability.intervals import Interval, intersect, length, un
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.mfu import utilisation
+from async_flowrl.observability.pool_size import rollout_size
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.timeline import Track, tracks
 
@@ -101,6 +102,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
             "trainer": config.trainer.num_workers,
             **{pool.name: pool.workers for pool in reward_pools(config.reward)},
         },
+        "rollout_size": rollout_size(config, attempt),
         "gpus_per_worker": {
             "rollout": config.rollout.gpus_per_worker,
             "trainer": config.trainer.gpus_per_worker,

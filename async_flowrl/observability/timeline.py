@@ -16,7 +16,7 @@ from async_flowrl.observability.ledger import place_of, pool_of
 MICROSECONDS = 1e6
 POOLS = ("rollout", "reward", "trainer")
 """Order of the tracks; other pools come after them."""
-INSTANTS = ("version", "fault", "rollback", "step")
+INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
 """Events that are shown as a moment."""
 
 

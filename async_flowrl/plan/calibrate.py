@@ -13,6 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.observability.pool_size import CHANGES
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
@@ -37,6 +38,8 @@ class Run:
     """First step of the last attempt: 0, or the step from which the run was resumed."""
     steps: int
     """Steps that the last attempt has finished so far."""
+    resized: bool = False
+    """Whether rollout workers joined or left for good: `layout` has rollout.num_workers all the same."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     """
     config, began, history, metrics = load(run)
     first = began + WARM_UP_STEPS
+    resized = any(event["event"] in CHANGES for event in history)
     stop = last if last is not None else config.total_steps
     lines = [line for line in metrics if first <= line["step"] < stop and "timing/update" in line]
     if not lines:
@@ -95,7 +99,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
         ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
-    return Run(config, work, layout_of(config, slow), began, len(metrics))
+    return Run(config, work, layout_of(config, slow), began, len(metrics), resized)
 
 
 def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
+from async_flowrl.config.elastic import bounds, elastic
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.plan.advise import Limits, advise
 from async_flowrl.plan.calibrate import calibrate
@@ -37,6 +38,12 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
 
 def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
     run = calibrate(given.from_run.expanduser())
+    if elastic(run.config.rollout):
+        least, most = bounds(run.config.rollout)
+        sys.stderr.write(
+            f"plan: the run's rollout pool may have {least} to {most} workers; it is counted as "
+            f"rollout.num_workers={run.config.rollout.num_workers}\n"
+        )
     devices = given.devices or (sum(given.split) if given.split else run.layout.rollout + run.layout.trainer)
     pools = reward_pools(run.config.reward)
     limits = replace(

@@ -30,6 +30,8 @@ def step_time(config: Config, run_directory: Path) -> str:
         if workers_before(run_directory) != workers_of(config):
             return "no step time: other workers made earlier steps"
         learnt = calibrate(run_directory)
+        if learnt.resized:
+            return "no step time: the rollout pool changed its size"
         count = min(config.total_steps, MAX_SIMULATED_STEPS) + config.max_staleness + 2 * WARM_UP_STEPS
         seconds = simulate(learnt.work, learnt.layout, steps=count).step_seconds
     except NothingToLearn:

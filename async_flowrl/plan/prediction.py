@@ -21,13 +21,14 @@ MAX_SIMULATED_STEPS = 60
 def predicted_against_actual(run: Path) -> dict[str, Any] | None:
     """Prediction for the second half of a run's steps, by laws from the first half, and what that half really took.
 
-    `sentence` says it in words. None for runs that are too short. A gap is time that the schedule does not explain:
-    evaluations and checkpoints, pools that slow each other down, or work that changed over the run.
+    `sentence` says it in words. None for runs that are too short, and where the rollout pool changed its size. A gap is
+    time that the schedule does not explain: evaluations and checkpoints, pools that slow each other down, or work that
+    changed over the run.
     """
     try:
         whole = calibrate(run)
         count = whole.steps - WARM_UP_STEPS - whole.config.max_staleness
-        if count < MIN_STEPS:
+        if count < MIN_STEPS or whole.resized:
             return None
         half = whole.began + WARM_UP_STEPS + count // 2
         learnt = calibrate(run, last=half)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from separation.group import PoolSpec, Ref, Worker
+from separation.group import Growth, PoolSpec, Ref, Worker
 from separation.host import resolve
 
 
@@ -59,6 +59,7 @@ class VirtualPool:
 
     def __init__(self, name: str, workers: Sequence[Worker]) -> None:
         self.spec, self.workers = PoolSpec(name, "", len(workers)), list(workers)
+        self.growth: Growth | None = None
 
     async def replace(self, index: int) -> Worker:
         raise AssertionError(f"{self.workers[index].name} was never lost")

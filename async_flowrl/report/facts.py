@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ def facts_of(run: Records) -> list[Row]:
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
+        ("Rollout pool", _size(summary.get("rollout_size") or {})),
         ("Weights sent", _sync(summary.get("sync") or {})),
         ("Finished", summary.get("finished")),
     ]
     return [(label, value) for label, value in found if value]
+
+
+def _size(size: Mapping[str, int]) -> str | None:
+    """Of a pool that has changed its size."""
+    if not (size.get("joined") or size.get("left")):
+        return None
+    return f"{size['fewest']} to {size['most']} workers: {size['joined']} joined, {size['left']} left"
 
 
 def pools_of(run: Records) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ BINS = 160
 MAX_STEP_NAMES = 1_000
 """Steps of the whole run that can be named."""
 MAX_MARKS = 200
-MARKED = ("fault", "rollback", "stall", "skipped", "hacking")
+MARKED = ("fault", "worker_joined", "worker_left", "rollback", "stall", "skipped", "hacking")
 """Events that are marked on the timeline."""
 
 
@@ -145,6 +145,8 @@ def _mark(event: Event, origin: float) -> dict[str, Any]:
     kind = str(event["event"])
     told = {
         "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",
+        "worker_joined": f"{event.get('worker')} joined, rollout workers: {event.get('workers')}",
+        "worker_left": f"{event.get('worker')} left ({event.get('reason')}), rollout workers: {event.get('workers')}",
         "rollback": f"back to the checkpoint of step {event.get('step')}",
         "stall": f"nothing happened for {event.get('seconds', 0):.0f} s",
         "skipped": f"a group of step {event.get('step')} has no reward: {event.get('message')}",

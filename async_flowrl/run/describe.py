@@ -89,7 +89,7 @@ def devices(prepared: Prepared) -> str:
     """Workers of every pool and what each sits on; of somebody else's cluster, what it is asked for."""
     config = prepared.config
     said = [
-        f"{spec.name} {spec.num_workers} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
+        f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
     shared = "; rollout and trainer share theirs" if config.placement == "colocated" else ""

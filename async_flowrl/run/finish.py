@@ -15,6 +15,7 @@ from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluation_summary import summarise_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.pool_size import places
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
@@ -54,7 +55,7 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
         save_lora(directory.lora, tensors, alpha=config.lora.alpha, base=config.model.path)
         history = list(read_events(directory.events))
         summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
-        summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome, config.rollout.num_workers)
+        summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome)
         summary["total_steps"] = config.total_steps
         summary["evaluation_prompts"] = run.prepared.requests.evaluated
         summary["prompts"] = prompts_of(run.prepared)
@@ -136,12 +137,12 @@ async def peak_of(config: Config, trainer: Worker) -> float | None:
     return known
 
 
-def worker_stall(history: Sequence[Event], outcome: Outcome, workers: int) -> float:
+def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
     """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == "activate")
     waited = outcome.pools[ROLLOUT]
-    return waited["wait_weights"] + waited["sync"] + activated / workers
+    return waited["wait_weights"] + waited["sync"] + activated / places(last)
 
 
 def ticket_counts(table: TicketTable) -> dict[str, int]:

@@ -12,8 +12,8 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import RewardPool, reward_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.build import ROLLOUT, TRAINER
-from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
@@ -72,6 +72,8 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             threads=config.rollout.threads,
             lanes=("sync", "control"),
             workers_per_node=config.rollout.workers_per_node,
+            min_workers=config.rollout.min_workers,
+            max_workers=config.rollout.max_workers,
             same_code=OUR_CODE,
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
@@ -113,7 +115,7 @@ def describe_run(prepared: Prepared) -> str:
     rows = [
         (
             spec.name,
-            spec.num_workers,
+            spec.size,
             f"{spec.gpus_per_worker:g}",
             spec.threads,
             spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.config import exit_codes
+from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.dispatch import StartError
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.controller.reward_servers import RewardServers

@@ -100,6 +100,13 @@ class TicketTable:
             self.retry(ticket)
         return lost
 
+    def hand_back(self, worker: str) -> list[Ticket]:
+        """The worker leaves: the tickets that it has not finished wait for another one."""
+        handed = self.lost_worker(worker)
+        for ticket in handed:
+            ticket.handed_back += 1
+        return handed
+
     # -- the gate
 
     def next_for(self, worker: str, *, ahead: bool = False, together: int = 1) -> Ticket | None:

@@ -55,6 +55,8 @@ class Ticket:
     state: State = State.PENDING
     worker: str | None = None
     attempt: int = 0
+    handed_back: int = 0
+    """Attempts that ended because their worker left, which says nothing against the ticket."""
     digest: str | None = None
     """Digest of the weights it was made with, as the worker reported it."""
     payload: Any = None

@@ -11,6 +11,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -54,6 +55,11 @@ class Half:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def bytes_sent(self) -> int:
+        """What this node has sent by all its network interfaces but loopback."""
+        counted = psutil.net_io_counters(pernic=True)
+        return sum(each.bytes_sent for name, each in counted.items() if name != "lo")
 
     def copy(self) -> float:
         """Seconds of one copy of the payload within this process."""
@@ -122,11 +128,13 @@ class Receiving(Half):
 class End:
     """An actor as the benchmark and a delivery see it."""
 
-    def __init__(self, half: type[Half], name: str, transport: str, megabytes: float) -> None:
-        self.name, self.node = name, "local"
+    def __init__(self, half: type[Half], name: str, transport: str, megabytes: float, node: str = "") -> None:
+        """`node`: the address of the node that the actor is to be on; empty leaves that to Ray."""
+        self.name, self.node = name, node or "local"
         create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(half)
         gpus = 1 if transport in ON_GPUS else 0
-        self._actor = create.options(num_cpus=0, num_gpus=gpus).remote(transport, megabytes)
+        seat = {f"node:{node}": 0.001} if node else {}
+        self._actor = create.options(num_cpus=0, num_gpus=gpus, resources=seat).remote(transport, megabytes)
 
     def start(self, method: str, *arguments: Any, lane: str = MAIN, returns: int = 1) -> Any:
         """A reference to the result of a call, or `returns` of them."""

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from operator import truediv
 from statistics import median
@@ -33,10 +33,14 @@ KILL_MEGABYTES, KILL_RECEIVERS = 50.0, 3
 class Rig:
     """A sending actor, receiving actors, and a delivery between them whose controller is this process."""
 
-    def __init__(self, transport: str, megabytes: float, receivers: int) -> None:
+    def __init__(self, transport: str, megabytes: float, receivers: int, nodes: Sequence[str] = ()) -> None:
+        """`nodes`: addresses, of the sender's node and of one for each receiver; empty leaves it to Ray."""
         self.transport = transport
-        self.sender = SenderEnd(Sending, "sender", transport, megabytes)
-        self.receivers = [ReceiverEnd(Receiving, f"r{i}", transport, megabytes) for i in range(receivers)]
+        sending, *receiving = nodes or [""] * (receivers + 1)
+        self.sender = SenderEnd(Sending, "sender", transport, megabytes, sending)
+        self.receivers = [
+            ReceiverEnd(Receiving, f"r{i}", transport, megabytes, node) for i, node in enumerate(receiving)
+        ]
         self.ends = [self.sender, *self.receivers]
         broadcast = None if transport == OBJECT_STORE else CollectiveBroadcast(self.sender, name=transport)
         options = DeliveryOptions(retain=1)
@@ -73,8 +77,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(transport: str, megabytes: float, receivers: int) -> AsyncIterator[Rig]:
-    made = Rig(transport, megabytes, receivers)
+async def rig(transport: str, megabytes: float, receivers: int, nodes: Sequence[str] = ()) -> AsyncIterator[Rig]:
+    made = Rig(transport, megabytes, receivers, nodes)
     try:
         await made.open()
         yield made

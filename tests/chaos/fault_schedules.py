@@ -5,6 +5,7 @@
 
 import asyncio
 import functools
+import math
 import random
 import sys
 from collections import Counter
@@ -30,13 +31,14 @@ UPDATE = ("trainer:train_last",)
 PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
 
 CELLS: dict[str, tuple[str, ...]] = {
-    "rollout:generate": ("kill", "hang", "slow", "lose-images", "lose-trajectory", "raise"),
+    "rollout:generate": ("kill", "hang", "slow", "lose-images", "lose-trajectory", "raise", "drain"),
     "rollout:generate/evaluation": ("kill", "hang", "slow", "lose-images"),
-    "rollout:receive": ("kill", "hang", "slow", "corrupt", "truncate"),
-    "rollout:load": ("kill", "hang"),
-    "rollout:prove": ("kill", "hang"),
+    "rollout:receive": ("kill", "hang", "slow", "corrupt", "truncate", "drain"),
+    "rollout:load": ("kill", "hang", "drain"),
+    "rollout:prove": ("kill", "hang", "drain"),
     "rollout:idle": ("kill",),
     "rollout:all": ("kill",),
+    "nodes": ("join", "leave", "leave-late", "end"),
     "ready": ("lose",),
     "reward:score": ("kill", "hang", "slow", "raise", "nan", "count"),
     "update": ("kill", "hang", "raise", "slow"),
@@ -44,6 +46,8 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 """Place → what can go wrong there. `update` and `publish` stand for the trainer's methods of that phase."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
+SIZES = {("nodes", fault) for fault in CELLS["nodes"]} | {pair for pair in PAIRS if pair[1] == "drain"}
+"""What happens to a pool whose size may change; where it loses a node, another one comes some time later."""
 CALLS = {
     "rollout:generate": 20,
     "rollout:generate/evaluation": 6,
@@ -73,8 +77,9 @@ class Schedule:
     timing: Timing
     calls: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
     """(pool:method, n-th call of the whole pool) → (place, fault)."""
-    timed: list[tuple[float, str]] = field(default_factory=list)
-    """Virtual second → place of a fault that does not sit in a call."""
+    timed: list[tuple[float, tuple[str, str]]] = field(default_factory=list)
+    """Virtual second → place and kind of a fault that does not sit in a call."""
+    rollout: ToyPool | None = None
     seen: Counter[str] = field(default_factory=Counter)
     hits: list[tuple[str, str]] = field(default_factory=list)
 
@@ -82,18 +87,55 @@ class Schedule:
         key = f"{worker.split('-')[0]}:{method}"
         self.seen[key] += 1
         hit = self.calls.get((key, self.seen[key]))
+        if hit is not None and hit[1] == "drain" and not self.drain(worker):
+            return None
         if hit is not None:
             self.hits.append(hit)
-        return hit[1] if hit else None
+        return hit[1] if hit and hit[1] != "drain" else None
+
+    def drain(self, name: str) -> bool:
+        """Has the node of a worker drained that is in the pool or on its way in, now and then with a deadline."""
+        rollout = self.rollout
+        worker = next((one for one in rollout.everybody if one.name == name), None) if rollout else None
+        if rollout is None or worker is None or worker.dead.is_set():
+            return False
+        rng = random.Random(f"{self.seed}/{name}")
+        rollout.growth.drain(worker, rng.choice([math.inf, 0.4, 3.0]))
+        self.another(rollout, rng)
+        return True
+
+    def another(self, rollout: ToyPool, rng: random.Random) -> None:
+        """A node comes in place of one that goes."""
+        asyncio.get_running_loop().call_later(rng.uniform(0.2, 15.0), rollout.growth.arrive)
 
     async def disturb(self, ctx: Context, groups: Mapping[str, ToyPool]) -> None:
-        for when, place in sorted(self.timed):
+        self.rollout = groups["rollout"]
+        for when, (place, fault) in sorted(self.timed):
             await asyncio.sleep(max(0.0, when - ctx.observer.now()))
-            while not self.apply(place, ctx, groups["rollout"]):  # noqa: ASYNC110
+            while not self.apply(place, fault, ctx, groups["rollout"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
-    def apply(self, place: str, ctx: Context, rollout: ToyPool) -> bool:
+    def resize(self, fault: str, rollout: ToyPool) -> bool:
+        """A node comes, is drained with or without a deadline, or ends; the worker on it is any that lives."""
+        rng = random.Random(f"{self.seed}/{fault}")
+        alive = [worker for worker in rollout.workers if not worker.dead.is_set()]
+        if fault != "join" and not alive:
+            return False
+        self.hits.append(("nodes", fault))
+        if fault == "join":
+            rollout.growth.arrive()
+            return True
+        self.another(rollout, rng)
+        if fault == "end":
+            rollout.growth.end(rng.choice(alive))
+        else:
+            rollout.growth.drain(rng.choice(alive), rng.uniform(0.0, 1.0) if fault == "leave-late" else math.inf)
+        return True
+
+    def apply(self, place: str, fault: str, ctx: Context, rollout: ToyPool) -> bool:
         """Does it if it can be done now."""
+        if place == "nodes":
+            return self.resize(fault, rollout)
         if place == "rollout:all":
             for worker in rollout.workers:
                 worker.kill()
@@ -130,6 +172,8 @@ def make_schedule(seed: int) -> Schedule:
     place_fault(schedule, place, fault, rng)
     for _ in range(rng.choice([0, 1, 1, 2, 2])):
         place_fault(schedule, *rng.choice([pair for pair in PAIRS if not fatal(*pair)]), rng)
+    if SIZES & {*schedule.calls.values(), *(what for _, what in schedule.timed)}:
+        config.rollout.min_workers, config.rollout.max_workers = 1, config.rollout.num_workers + 2
     return schedule
 
 
@@ -144,8 +188,8 @@ def random_timing(seed: int, rng: random.Random) -> Timing:
 
 
 def place_fault(schedule: Schedule, place: str, fault: str, rng: random.Random) -> None:
-    if place in ("rollout:idle", "rollout:all", "ready"):
-        schedule.timed.append((rng.uniform(0.5, 12.0), place))
+    if place in ("rollout:idle", "rollout:all", "ready", "nodes"):
+        schedule.timed.append((rng.uniform(0.5, 12.0), (place, fault)))
         return
     method = rng.choice({"update": UPDATE, "publish": PUBLISH}.get(place, (place,)))
     schedule.calls[method, rng.randint(1, CALLS[method])] = (place, fault)

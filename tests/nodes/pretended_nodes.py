@@ -38,6 +38,7 @@ RAY = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -52,7 +53,7 @@ def obstacle() -> str | None:
     """Why no nodes can be pretended here, in a sentence; None where they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes are pretended by Linux namespaces, which needs root"
-    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "ss", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if missing:
         return f"nodes are pretended with {' and '.join(missing)}: apt-get install iproute2 util-linux"
     make = "ip link add v1 type veth peer name v2 && ip link add v3 type bridge && mount -t tmpfs none /dev/shm"

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.elastic import elastic
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.build import build_context
@@ -23,6 +24,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
+from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 
@@ -116,6 +118,8 @@ async def toy_run(
     """Builds the context as a run does, with virtual groups, and runs the real loop."""
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
+    if elastic(config.rollout):
+        groups["rollout"].growth = ToyGrowth(groups["rollout"], config.rollout)
     for worker in groups["rollout"].workers:
         worker.target.load()
     steps = ToySteps(observer)

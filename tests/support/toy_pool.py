@@ -11,7 +11,7 @@ import numpy as np
 
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.types import EVALUATION
-from separation.group import RefLost, WorkerDied, WorkerFailed
+from separation.group import RefLost, WorkerDied, WorkerFailed, seated
 from tests.support.toy_models import Torn
 
 SLOW_FACTOR = 100.0
@@ -214,10 +214,11 @@ class ToyPool(VirtualPool):
     """A pool of ToyWorkers."""
 
     workers: list[Any]
+    growth: Any
 
     def __init__(self, name: str, size: int, factory: Callable[..., Any], world: World) -> None:
         self.factory, self.world = factory, world
-        self.incarnations = [0] * size
+        self.incarnations = dict.fromkeys(range(size), 0)
         super().__init__(name, [self._build(name, index) for index in range(size)])
         self.everybody = list(self.workers)
         """Every worker there has ever been."""
@@ -229,15 +230,23 @@ class ToyPool(VirtualPool):
         return worker
 
     async def replace(self, index: int) -> ToyWorker:
-        old = self.workers[index]
+        old: ToyWorker = seated(self, index)  # type: ignore[assignment]
         self.world.observer.event("replaced", worker=old.name, fenced=old.dead.is_set())
         old.kill()
         await asyncio.sleep(REBUILD_SECONDS / 2)
-        self.incarnations[index] += 1
+        if self.growth is not None:
+            await self.growth.successor(old)
         self.replaced += 1
-        fresh = self.workers[index] = self._build(old.pool, index)
-        self.everybody.append(fresh)
+        fresh = self.sit(index)
+        self.workers[self.workers.index(old)] = fresh
         await asyncio.sleep(REBUILD_SECONDS / 2)
+        return fresh
+
+    def sit(self, index: int) -> ToyWorker:
+        """A new worker of that index, which is not in the pool yet."""
+        self.incarnations[index] = self.incarnations.get(index, -1) + 1
+        fresh = self._build(self.spec.name, index)
+        self.everybody.append(fresh)
         return fresh
 
     async def fetch(self, ref: Any) -> Any:

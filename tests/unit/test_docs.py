@@ -82,7 +82,7 @@ def is_a_file_or_module(name: str) -> bool:
     if name in KEYS:
         return False
     files = ("py", "md", "yaml", "json", "jsonl", "publish")
-    return name.rsplit(".", 1)[-1] in files or name == "checkpoint_engine.benchmark"
+    return name.rsplit(".", 1)[-1] in files or name.startswith("checkpoint_engine.benchmark")
 
 
 @pytest.mark.parametrize("page", TEXTS)

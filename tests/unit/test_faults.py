@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, StartError, TicketLost
+from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, TicketLost
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch

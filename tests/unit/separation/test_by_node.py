@@ -71,8 +71,11 @@ def test_code_is_compared_by_what_is_in_its_files(tmp_path: Path, monkeypatch: p
     assert code_of(["some_package", "no_such_package"]) == before
     compare_code(before, before, node="10.0.0.2", worker="rollout-0")
     (package / "inner" / "__init__.py").write_text("x = 1\n")
+    after = code_of(["some_package"])
     with pytest.raises(OtherCode, match=r"node 10\.0\.0\.2 has another version of some_package .*asked by rollout-0"):
-        compare_code(before, code_of(["some_package"]), node="10.0.0.2", worker="rollout-0")
+        compare_code(after, before, node="10.0.0.2", worker="rollout-0")
+    with pytest.raises(OtherCode, match=r"some_package was edited while the run goes on .*so rollout-0\.1 on node"):
+        compare_code(before, after, node="10.0.0.2", worker="rollout-0.1")
 
 
 def test_a_file_is_seen_only_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

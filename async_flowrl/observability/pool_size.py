@@ -1,0 +1,36 @@
+"""How many rollout workers a run had: of a pool that grows and shrinks, from its events."""
+
+from collections.abc import Iterable
+
+from async_flowrl.config.schema import Config
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.ledger import place_of, pool_of
+
+CHANGES = ("worker_joined", "worker_left")
+
+
+def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
+    """How many `joined` and `left` in the last attempt, and the `fewest` and the `most` that there were at a time."""
+    present: set[str] = set()
+    changes: list[Event] = []
+    for event in attempt:
+        if event["event"] in CHANGES:
+            changes.append(event)
+        elif event["event"] == "worker" and not changes and pool_of(event["worker"]) == "rollout":
+            present.add(place_of(event["worker"]))
+    counts = [len(present) or config.rollout.num_workers]
+    if changes:
+        counts = [changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)]
+    counts += [event["workers"] for event in changes]
+    return {
+        "joined": sum(event["event"] == "worker_joined" for event in changes),
+        "left": sum(event["event"] == "worker_left" for event in changes),
+        "fewest": min(counts),
+        "most": max(counts),
+    }
+
+
+def places(attempt: Iterable[Event]) -> int:
+    """Places of the rollout pool that ever had a worker in the attempt, at least one."""
+    named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
+    return max(1, sum(pool_of(place) == "rollout" for place in named))

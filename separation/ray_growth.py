@@ -1,0 +1,34 @@
+"""A pool of Ray actors that grows while nodes have seats for it, and gives up those of nodes that are to end."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from separation.group import Departure, Worker
+from separation.ray_group import RayGroup
+from separation.ray_seats import POLL_SECONDS, Seats
+
+
+class RayGrowth:
+    """The `Growth` of a RayGroup."""
+
+    def __init__(self, pool: RayGroup, seats: Seats) -> None:
+        self._pool, self._seats = pool, seats
+
+    async def next(self) -> Worker:
+        return await self._pool.add(await self._seats.next())
+
+    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+        while True:
+            ending = await self._seats.departing()
+            sitting = [(worker, self._pool.place(worker.index).node) for worker in self._pool.workers]
+            found = [
+                Departure(worker, ending[node])
+                for worker, node in sitting
+                if node in ending and worker.name not in known
+            ]
+            if found:
+                return found
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def release(self, index: int) -> None:
+        await self._pool.remove(index)

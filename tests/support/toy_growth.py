@@ -1,0 +1,95 @@
+"""Nodes with one seat each, which come, are drained and end on demand, under a pool of toy workers in virtual time."""
+
+import asyncio
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from async_flowrl.config.elastic import bounds
+from async_flowrl.config.schema import RolloutConfig
+from separation.group import Departure, NoSeat, Worker
+from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
+
+SUCCESSOR_SECONDS = 10.0
+"""Virtual, that a lost worker's successor waits for a seat."""
+
+
+class ToyGrowth:
+    """The `Growth` of a ToyPool: every worker has a node of its own, and `free` nodes have nobody."""
+
+    def __init__(self, pool: ToyPool, rollout: RolloutConfig) -> None:
+        self.pool, (least, most) = pool, bounds(rollout)
+        pool.spec = replace(pool.spec, min_workers=least, max_workers=most)
+        self.free = 0
+        self._ending: dict[str, float] = {}
+        """Worker → when its drained node ends, on the loop's clock."""
+        self._nodeless: set[str] = set()
+        """Workers whose node is gone, or takes nobody any more."""
+        self._building: set[int] = set()
+        self._changed = asyncio.Event()
+
+    def arrive(self) -> None:
+        """A node comes."""
+        self.free += 1
+        self._notify()
+
+    def drain(self, worker: ToyWorker, seconds: float = math.inf) -> None:
+        """The worker's node takes nothing new, and ends in so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._ending[worker.name] = loop.time() + seconds
+        self._nodeless.add(worker.name)
+        if seconds < math.inf:
+            loop.call_later(seconds, worker.kill)
+        self._notify()
+
+    def end(self, worker: ToyWorker) -> None:
+        """The worker's node is gone at once."""
+        self._nodeless.add(worker.name)
+        worker.kill()
+
+    async def next(self) -> Worker:
+        while not self.free or len(self.pool.workers) + len(self._building) >= self.pool.spec.most:
+            await self._changed.wait()
+        self.free -= 1
+        taken = {worker.index for worker in self.pool.workers} | self._building
+        index = min(set(range(self.pool.spec.most)) - taken)
+        self._building.add(index)
+        try:
+            await asyncio.sleep(REBUILD_SECONDS)
+            fresh = self.pool.sit(index)
+        finally:
+            self._building.discard(index)
+        self.pool.workers.append(fresh)
+        self.pool.workers.sort(key=lambda worker: worker.index)
+        return fresh
+
+    async def successor(self, old: ToyWorker) -> None:
+        """A seat for a lost worker's successor: the same, or one that is free. Raises NoSeat."""
+        if old.name not in self._nodeless:
+            return
+        try:
+            async with asyncio.timeout(SUCCESSOR_SECONDS):
+                while not self.free:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoSeat("no node has had a seat") from None
+        self.free -= 1
+
+    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+        while True:
+            now = asyncio.get_running_loop().time()
+            here = [worker for worker in self.pool.workers if worker.name in self._ending.keys() - set(known)]
+            if here:
+                return [Departure(worker, max(0.0, self._ending[worker.name] - now)) for worker in here]
+            await self._changed.wait()
+
+    async def release(self, index: int) -> None:
+        for worker in [worker for worker in self.pool.workers if worker.index == index]:
+            worker.kill()
+            self.pool.workers.remove(worker)
+            self.free += worker.name not in self._nodeless
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,201 @@
+"""A rollout pool that grows and shrinks: whoever comes or goes, and when, the weights are those of a fixed pool."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.pool_size import PoolTooSmall
+from async_flowrl.tickets.table import State
+from checkpoint_engine import WeightsMismatch
+from tests.support.run_checks import check_bound, check_once, check_watermarks
+from tests.support.toy import Disturbance, ToyRun, toy_config, virtual
+from tests.support.toy_growth import ToyGrowth
+from tests.support.toy_models import ToyRollout
+from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault
+
+STEPS = 6
+Pools = Mapping[str, ToyPool]
+
+
+def elastic_config(k: int = 1, *, least: int = 1, most: int = 4, **changes: Any) -> Config:
+    bounds = {"rollout__min_workers": least, "rollout__max_workers": most}
+    return toy_config(k, steps=STEPS, **{"rollout__num_workers": 2, **bounds, **changes})
+
+
+def growth_of(pools: Pools) -> ToyGrowth:
+    growth = pools["rollout"].growth
+    assert isinstance(growth, ToyGrowth)
+    return growth
+
+
+def run_while(disturb: Disturbance, config: Config | None = None, timing: Timing | None = None) -> ToyRun:
+    """A run to which something happens; its weights are those of a pool of two that nothing happens to."""
+    config = config or elastic_config()
+    found = virtual(config, timing, no_fault, disturb=disturb)
+    k = config.max_staleness
+    assert found.digest == virtual(toy_config(k, steps=STEPS)).digest
+    check_bound(found, k)
+    check_once(found)
+    check_watermarks(found)
+    return found
+
+
+def of(ctx: Context, event: str, **match: Any) -> list[dict[str, Any]]:
+    assert isinstance(ctx.observer, ListObserver)
+    return ctx.observer.of(event, **match)
+
+
+async def until(true: Any) -> None:
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_workers_join_while_the_run_goes_on_and_serve_after_their_proof(k: int) -> None:
+    async def two_arrive(ctx: Context, pools: Pools) -> None:
+        for _ in range(3):  # one more than there may be
+            await asyncio.sleep(1.0)
+            growth_of(pools).arrive()
+
+    found = run_while(two_arrive, elastic_config(k), Timing(generate=2.0))
+    joined = found.observer.of("worker_joined")
+    assert [(event["worker"], event["workers"]) for event in joined] == [("rollout-2", 3), ("rollout-3", 4)]
+    for name in ("rollout-2", "rollout-3"):
+        made = [event["time"] for event in found.tickets("RUNNING") if event["worker"] == name]
+        proof = [event["time"] for event in joined if event["worker"] == name]
+        assert made and min(made) >= proof[0], "no ticket before it has joined"
+    assert len(found.groups["rollout"].workers) == 4
+
+
+def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
+    async def drain(ctx: Context, pools: Pools) -> None:
+        await until(lambda: any(t.worker == "rollout-0" and t.state is State.RUNNING for t in ctx.table.live()))
+        growth_of(pools).drain(pools["rollout"].workers[0])
+
+    found = run_while(drain)
+    (left,) = found.observer.of("worker_left")
+    assert (left["worker"], left["reason"], left["workers"]) == ("rollout-0", "its node is drained", 1)
+    assert not found.observer.of("fault") and found.table.retried == 0, "nothing is made twice"
+    last = max(event["time"] for event in found.tickets("SCORING") if event["worker"] == "rollout-0")
+    assert last <= left["time"] and found.groups["rollout"].workers[0].name == "rollout-1"
+
+
+def test_what_a_drained_worker_cannot_finish_in_time_is_handed_back() -> None:
+    async def drain(ctx: Context, pools: Pools) -> None:
+        await until(lambda: any(t.worker == "rollout-0" and t.state is State.RUNNING for t in ctx.table.live()))
+        growth_of(pools).drain(pools["rollout"].workers[0], seconds=0.5)
+
+    found = run_while(drain, timing=Timing(generate=5.0))
+    assert [event["worker"] for event in found.observer.of("worker_left")] == ["rollout-0"]
+    assert not found.observer.of("fault") and found.table.retried in (1, 2)
+
+
+def test_tickets_that_are_handed_back_are_not_suspected() -> None:
+    """Nine times in a row the worker with the first ticket leaves; its seventh attempt does not end the run."""
+
+    async def nine_leave(ctx: Context, pools: Pools) -> None:
+        for _ in range(9):
+            await until(lambda: any(t.ordinal == 0 and t.state is State.RUNNING for t in ctx.table.live()))
+            name = next(t.worker for t in ctx.table.live() if t.ordinal == 0)
+            growth_of(pools).arrive()
+            growth_of(pools).drain(next(w for w in pools["rollout"].workers if w.name == name), seconds=0.1)
+            await until(lambda n=name: of(ctx, "worker_left", worker=n))
+
+    found = run_while(nine_leave, timing=Timing(generate=8.0))
+    assert max(event["attempt"] for event in found.tickets("RUNNING") if event["ordinal"] == 0) == 10
+
+
+def test_a_lost_node_without_another_makes_the_pool_smaller_until_one_comes() -> None:
+    async def lose(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(2.0)
+        growth_of(pools).end(pools["rollout"].workers[1])
+        await until(lambda: of(ctx, "worker_left"))
+        growth_of(pools).arrive()
+
+    found = run_while(lose, timing=Timing(generate=4.0))
+    assert [event["workers"] for event in found.observer.of("worker_left")] == [1]
+    assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-1.1"]
+
+
+def test_too_few_workers_for_too_long_end_the_run_by_name() -> None:
+    async def drain_one(ctx: Context, pools: Pools) -> None:
+        growth_of(pools).drain(pools["rollout"].workers[0])
+
+    slow = Timing(generate=20.0)
+    with pytest.raises(PoolTooSmall, match=r"1 rollout worker for 60 s, and rollout.min_workers=2: go on with resume"):
+        virtual(elastic_config(least=2), slow, disturb=drain_one)
+
+
+def test_a_newcomer_that_cannot_load_is_turned_away_and_the_next_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = ToyRollout.load
+
+    def fails_once(self: ToyRollout) -> Any:
+        if self.name == "rollout-2":
+            raise ValueError("no such folder on this node")
+        return load(self)
+
+    async def arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        growth_of(pools).arrive()
+
+    monkeypatch.setattr(ToyRollout, "load", fails_once)
+    found = run_while(arrive, timing=Timing(generate=3.0))
+    (fault,) = found.observer.of("fault")
+    assert fault["worker"] == "rollout-2" and "no such folder on this node" in fault["message"]
+    assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-2.1"]
+
+
+def test_a_newcomer_with_other_modules_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove = ToyRollout.prove
+    observer = ListObserver()
+
+    def other(self: ToyRollout, version: int) -> Any:
+        proof = prove(self, version)
+        return {name: value + 1 for name, value in proof.items()} if self.name == "rollout-2" else proof
+
+    async def arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        growth_of(pools).arrive()
+
+    monkeypatch.setattr(ToyRollout, "prove", other)
+    with pytest.raises(WeightsMismatch, match="rollout-2"):
+        virtual(elastic_config(), Timing(generate=3.0), disturb=arrive, observer=observer)
+    assert not observer.of("ticket", worker="rollout-2", state="RUNNING")
+
+
+CLUSTER = "runtime.address=auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((CLUSTER, "rollout.min_workers=3", "rollout.max_workers=2"), "min_workers=3 must be at most rollout.max_wor"),
+        ((CLUSTER, "rollout.min_workers=3"), "must be at most rollout.max_workers=2"),
+        ((CLUSTER, "rollout.min_workers=3", "rollout.max_workers=4"), "must be at most rollout.num_workers=2"),
+        ((CLUSTER, "rollout.min_workers=1", "rollout.max_workers=1"), "must be at least rollout.num_workers=2"),
+        ((CLUSTER, "rollout.min_workers=0"), "rollout.min_workers must be"),
+        (("rollout.max_workers=4",), "without runtime.address the run has this machine alone"),
+        (("runtime.backend=local", "rollout.min_workers=1"), "runtime.backend=local has threads of one process"),
+        ((CLUSTER, "rollout.max_workers=4", "rollout.workers_per_node=2"), "leave one of them out"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(compose_config("one_step_off", ["rollout.num_workers=2", *overrides]))
+    assert sentence in str(refused.value)
+
+
+def test_a_colocated_pool_keeps_its_size() -> None:
+    with pytest.raises(ConfigError, match="keeps one beside each trainer rank"):
+        check(compose_config("sync", [CLUSTER, "placement=colocated", "rollout.max_workers=4"]))
+
+
+def test_bounds_around_the_planned_size_are_accepted() -> None:
+    words = ["rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=16"]
+    check(compose_config("one_step_off", [CLUSTER, *words]))
