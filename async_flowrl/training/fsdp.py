@@ -62,6 +62,8 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
     `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU.
     """
     trainer = config.trainer
+    if config.tune == "full":
+        return False  # each rank steps all of the weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":

@@ -48,6 +48,7 @@ class Optimizer:
             gradients.mul_(self._config.max_grad_norm / norm)
         self._adam.param_groups[0]["lr"] = learning_rate
         self._adam.step()
+        self._parameters.changed()
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
         over_eps = rms_over_eps(rms, self._config.eps)

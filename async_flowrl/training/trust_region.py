@@ -120,6 +120,7 @@ class TrustRegion:
     def _measure(self) -> ByStep:
         """Nats per image by denoising step, means over the probed images."""
         assert isinstance(self._inputs.algorithm, Diverges)
+        self._inputs.parameters.changed()  # a scaling wrote into the masters
         means = {}
         for probe in sorted(self._probes, key=lambda probe: probe.step):
             (after,) = self._passes.predict(probe.group, [probe.batch])
