@@ -13,7 +13,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import reward_pools
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import LORA, Config
 from async_flowrl.config.settings import settings
 
 
@@ -128,7 +128,7 @@ def _check_trainer(config: Config) -> None:
 
 def _check_tune(config: Config) -> None:
     """What trains an adapter alone, and what of tune=full there is not yet."""
-    if config.tune == "lora":
+    if config.tune == LORA:
         if config.full.freeze:
             raise ConfigError(
                 f"full.freeze={config.full.freeze} is for tune=full; tune=lora freezes the whole base model"

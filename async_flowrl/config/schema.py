@@ -9,6 +9,8 @@ from typing import Any
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.settings import MAX_SEED, NOTHING, ROUNDING, Rule, setting
 
+LORA, FULL = "lora", "full"
+"""What `tune` can be."""
 _FREE = {"rule": Rule(changes=NOTHING)}
 """Marks a section of which no field changes the weights."""
 
@@ -325,7 +327,8 @@ class SaveConfig:
     """Newest checkpoints kept; older ones are deleted."""
     best: str | None = None
     """Name of an evaluated curve: `reward`, a key of reward.terms or of evaluate.reward.terms. Every evaluated version
-    then gets a checkpoint, that of the best one is kept too, and its LoRA is exported to lora_best/."""
+    then gets a checkpoint, that of the best one is kept too, and its weights are written to lora_best/ (tune=full:
+    transformer_best/)."""
 
 
 @dataclass
@@ -363,7 +366,7 @@ class EvaluateConfig:
     """Guidance scale of the baseline, of the kind that the family is usually guided by; null = the family's usual."""
     on_hacking: str = setting("warn", choices=("warn", "stop", "ignore"))
     """When the trained reward rises while a held-out term gets worse beyond its noise: warn, stop (the run ends in
-    order, resumable, with lora_best/ where save.best is set), or ignore. See docs/reward_hacking.md."""
+    order, resumable, with the best version's weights where save.best is set), or ignore. See docs/reward_hacking.md."""
 
 
 @dataclass
@@ -514,7 +517,7 @@ class Config:
     console: str = setting("auto", choices=("auto", "panel", "lines", "quiet"), changes=NOTHING)
     """What stdout shows of the run: a live panel, one plain line per step, or quiet: nothing but warnings, errors and
     why a run ended early; auto = panel on a terminal, lines elsewhere."""
-    tune: str = setting("lora", choices=("lora", "full"))
+    tune: str = setting(LORA, choices=(LORA, FULL))
     """What is trained: lora (an adapter) or full (the transformer's own weights; see docs/do/full_weights.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -88,9 +88,7 @@ def plain_name(name: str) -> str:
 
 def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
     """LoRA layers by module name, sorted; the same names behind torch.compile and FSDP."""
-    layers = {
-        plain_name(name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)
-    }
+    layers = {plain_name(name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     return dict(sorted(layers.items()))
 
 

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.messages import did_you_mean
-from async_flowrl.config.schema import Config, LoraConfig
+from async_flowrl.config.schema import FULL, Config, LoraConfig
 from async_flowrl.policies import lora
 from async_flowrl.policies.base import Policy
 from checkpoint_engine import LoraModule, binding_probe, tensor_probe
-
-FULL = "full"
-"""The value of `tune` with which the transformer's own parameters are trained."""
 
 
 class Tuning(Protocol):
@@ -30,6 +27,10 @@ class Tuning(Protocol):
 
     def attach(self, policy: Policy, seed: int) -> None:
         """Makes the trained tensors ask for gradients and freezes all others. Before compiling and sharding."""
+        ...
+
+    def check(self, policy: Policy) -> None:
+        """Raises ValueError for names in the configuration that the network does not have."""
         ...
 
     def warm_start(self, policy: Policy) -> None:
@@ -69,6 +70,9 @@ class LoraTuning:
     def attach(self, policy: Policy, seed: int) -> None:
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
+    def check(self, policy: Policy) -> None:
+        lora.targeted_modules(policy.transformer, self._config, policy)
+
     def warm_start(self, policy: Policy) -> None:
         if self._config.path is not None:
             lora.load_warm_start(policy.transformer, self._config, policy)
@@ -100,6 +104,9 @@ class FullTuning:
         policy.transformer.requires_grad_(False)
         for parameter in self.parameters(policy.transformer).values():
             parameter.requires_grad_(True)
+
+    def check(self, policy: Policy) -> None:
+        self.parameters(policy.transformer)
 
     def warm_start(self, policy: Policy) -> None:
         """Nothing: the run starts at the weights of `model.path`."""

@@ -21,7 +21,6 @@ from async_flowrl.transfers import upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation
 
-
 ADAPTER = LoraTuning(LoraConfig())
 """Names and probes are the same whatever the adapter's rank."""
 

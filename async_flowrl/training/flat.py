@@ -15,8 +15,8 @@ class FlatParameters:
     """Named parameters' masters as views of `values`, their gradients as views of `gradients`; both [numel] float32.
 
     The parameter objects stay the same, their storage moves to `device`. A float32 one becomes the view itself. One of
-    another dtype is what the network computes with: it stays beside its master, follows it at `changed`, and each of its
-    gradients is added to the float32 ones as soon as the backward pass has it. Padding between tensors is always zero.
+    another dtype is what the network computes with: it stays beside its master, follows it at `changed`, and its
+    gradient is added to the float32 ones as soon as a backward pass has it. Padding between tensors is always zero.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 
@@ -62,7 +62,7 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
     `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU.
     """
     trainer = config.trainer
-    if config.tune == "full":
+    if config.tune == FULL:
         return False  # each rank steps all of the weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True

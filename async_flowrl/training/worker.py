@@ -15,13 +15,13 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
-from async_flowrl.policies.tuning import FULL, tuning_of
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
