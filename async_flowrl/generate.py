@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = given.lora or given.transformer
     trained = path.expanduser() if path is not None else None
     try:
-        if given.transformer is not None and not whole_file.is_whole(trained):
+        if trained is not None and given.transformer is not None and not whole_file.is_whole(trained):
             raise ValueError(f"--transformer {trained} is no transformer's folder with {whole_file.CONFIG} and weights")
         if given.images < 1:
             raise ValueError(f"--images must be at least 1, got {given.images}")

@@ -203,7 +203,7 @@ transformer = AutoModel.from_pretrained(
 pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, torch_dtype=torch.bfloat16)
 ```
 
-Where the pipeline's other parts lie beside it, `DiffusionPipeline.from_pretrained("THIS_FOLDER_OR_REPOSITORY")` does."""
+Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."""
     return f"""## Use
 
 ```python

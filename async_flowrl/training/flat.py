@@ -41,7 +41,7 @@ class FlatParameters:
                 parameter.grad = gradients[name]
             else:
                 parameter.data = parameter.data.to(device)
-                parameter.register_post_accumulate_grad_hook(_moved_to(gradients[name]))
+                parameter.register_post_accumulate_grad_hook(_moved_to(gradients[name]))  # type: ignore[no-untyped-call]
                 self._copies[name] = parameter
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
