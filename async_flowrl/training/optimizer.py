@@ -92,8 +92,12 @@ class Optimizer:
 
 
 def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
-    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree."""
-    length = float(torch.linalg.vector_norm(parameters.values.data - before, dtype=torch.float64))
+    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree.
+
+    Takes the gradient's memory, which a step has no more use for.
+    """
+    change = torch.sub(parameters.values.data, before, out=parameters.gradients)
+    length = float(torch.linalg.vector_norm(change, dtype=torch.float64))
     return length / (rate * math.sqrt(parameters.numel))
 
 
