@@ -48,7 +48,7 @@ from separation.numa import bind
 logger = logging.getLogger(__name__)
 
 MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of the adapter as it is computed is worth a warning."""
+"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 @runtime_checkable
@@ -208,7 +208,7 @@ class TrainerWorker:
         if share < MIN_CHANGED_SHARE and not self._warned_of_changes:
             self._warned_of_changes = True
             logger.warning(
-                "step %d changed only %.2g %% of the adapter's values as rollouts compute with them (%s): the float32 "
+                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
                 "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
                 "trainer.learning_rate, or model.dtype=float32",
                 stats.step,
