@@ -1,6 +1,7 @@
 """python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png: images before and after training.
 
-The images come from diffusers' own pipeline, not from the training loop's engine: a user of the LoRA gets the same.
+A run with tune=full left RUN/transformer instead, for --transformer. The images come from diffusers' own pipeline, not
+from the training loop's engine: a user of the trained weights gets the same.
 """
 
 import argparse
@@ -21,8 +22,7 @@ from async_flowrl.config.resolution import asked_resolution, configured, height_
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import fitted, within
-from async_flowrl.policies import lora_file
-from async_flowrl.policies.lora_apply import apply_lora, weights_file
+from async_flowrl.policies import lora_file, trained_file, whole_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
@@ -35,7 +35,7 @@ _MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
 
 @dataclass(frozen=True)
 class Settings:
-    """What to sample with, and how; from the run's config.yaml beside the LoRA, unless the command line says otherwise.
+    """What to sample with, and how: as the run's config.yaml beside the weights says, or else the command line.
 
     The pipeline adds no noise after the initial one, whatever `sampling` says of it.
     """
@@ -44,27 +44,28 @@ class Settings:
     sampling: Sampling
 
 
-def settings_of(lora: Path | None, model: str | None) -> Settings:
-    """What the run that trained `lora` used; without a run, what suits the model, which the file itself may name."""
-    if lora is not None:
-        weights_file(lora)
-    run = run_of(lora) if lora is not None else None
+def settings_of(trained: Path | None, model: str | None) -> Settings:
+    """What the run that left `trained` used; without a run, what suits the model, which a LoRA itself may name."""
+    if trained is not None:
+        trained_file.check(trained)
+    run = run_of(trained) if trained is not None else None
     if run is not None:
-        trained = from_config(read_config(run / "config.yaml"))
-        if model in (None, trained.model.path):
-            return trained
-        return replace(trained, model=replace(trained.model, path=str(model), revision=None))
-    base = model or (lora_file.base_of(lora) if lora is not None else None)
+        used = from_config(read_config(run / "config.yaml"))
+        if model in (None, used.model.path):
+            return used
+        return replace(used, model=replace(used.model, path=str(model), revision=None))
+    named = trained is not None and not whole_file.is_whole(trained)
+    base = model or (lora_file.base_of(trained) if trained is not None and named else None)
     if base is None:
         raise ValueError(
-            "--model is needed: there is no config.yaml of a run beside the LoRA, and its file names no base model"
+            "--model is needed: there is no config.yaml of a run beside the weights, and they name no base model"
         )
     return usual(base)
 
 
-def run_of(lora: Path) -> Path | None:
-    """The run directory that a LoRA lies in: of RUN/lora, of a file in it, or of a file in RUN."""
-    folders = list(lora.resolve().parents)[: 1 if lora.is_dir() else 2]
+def run_of(trained: Path) -> Path | None:
+    """The run directory that weights lie in: of RUN/lora, RUN/transformer, of a file in it, or of a file in RUN."""
+    folders = list(trained.resolve().parents)[: 1 if trained.is_dir() else 2]
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
@@ -149,17 +150,19 @@ def grid(
     return sheet
 
 
-def generate(settings: Settings, lora: Path | None, prompts: Sequence[str], *, seed: int, images: int) -> Image.Image:
-    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then (given a LoRA) with it.
+def generate(
+    settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
+) -> Image.Image:
+    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then with trained weights, if any.
 
     Raises ValueError for a size that the model cannot make, which its pipeline would replace by another.
     """
     shapes_of(resolve_model(settings.model), settings.sampling.resolution)
     pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(seed, seed + images)
-    columns = [("before" if lora else "", [sample(pipeline, settings, prompt, seeds) for prompt in prompts])]
-    if lora is not None:
-        apply_lora(pipeline, lora)
+    columns = [("before" if trained else "", [sample(pipeline, settings, prompt, seeds) for prompt in prompts])]
+    if trained is not None:
+        trained_file.apply(pipeline, trained)
         columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
     return grid(prompts, columns)
 
@@ -169,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m async_flowrl.generate", description="Images before and after training."
     )
     parser.add_argument("--model", help="tiny, a diffusers folder or a hub name (default: the run's own)")
-    parser.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
+    trained = parser.add_mutually_exclusive_group()
+    trained.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
+    trained.add_argument("--transformer", type=Path, help="RUN/transformer of a run with tune=full")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=int, default=0)
@@ -186,20 +191,23 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    lora = given.lora.expanduser() if given.lora is not None else None
+    path = given.lora or given.transformer
+    trained = path.expanduser() if path is not None else None
     try:
+        if trained is not None and given.transformer is not None and not whole_file.is_whole(trained):
+            raise ValueError(f"--transformer {trained} is no transformer's folder with {whole_file.CONFIG} and weights")
         if given.images < 1:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         if not 0 <= given.seed <= MAX_SEED - given.images:
             raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
-        settings = settings_of(lora, given.model)
+        settings = settings_of(trained, given.model)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         if given.resolution is not None:
             asked["resolution"] = asked_resolution(given.resolution)
         model = replace(settings.model, dtype=given.dtype or settings.model.dtype)
         settings = Settings(model, replace(settings.sampling, **asked))
-        sheet = generate(settings, lora, given.prompt, seed=given.seed, images=given.images)
+        sheet = generate(settings, trained, given.prompt, seed=given.seed, images=given.images)
     except ValueError as error:
         logger.error("%s", error)
         return 2

@@ -181,7 +181,7 @@ def digests(run: RunFiles) -> str:
 
 def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> None:
     """The last version, as it was sent, is the masters (or the sampling average) in the dtypes it is computed in."""
-    version, lora = checkpoint.trainer["version"], checkpoint.trainer["lora"]
+    version, lora = checkpoint.trainer["version"], checkpoint.trainer["lora"] or {}  # none with tune=full
     prefix = f"{version}/"
     kept = {key.removeprefix(prefix): t for key, t in checkpoint.tensors["retained"].items() if key.startswith(prefix)}
     masters = checkpoint.tensors.get("sampling", checkpoint.tensors["weights"])
@@ -189,7 +189,7 @@ def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> Non
         if not torch.equal(tensor, masters[tensor_name].to(tensor.dtype)):
             raise Broken(f"{name}: version {version} is not its masters rounded to {tensor.dtype}, at {tensor_name}")
     layout = Layout.of(kept)
-    draft = Draft("policy", version, layout, lora["alpha"], lora["rank"])
+    draft = Draft("policy", version, layout, lora.get("alpha"), lora.get("rank"))
     digest = draft.sealed(layout.digests(layout.packed(kept))).digest
     if {digest} != run.sent.get(("policy", version)):
         raise Broken(f"{name} holds other bytes as version {version} ({digest[:16]}) than were sent")

@@ -12,7 +12,14 @@ from checkpoint_engine.base import (
     ReceiverEndpoint,
     SenderEndpoint,
 )
-from checkpoint_engine.binding_proof import CANARY_VERSION, LoraModule, binding_probe, canary_tensors, check_binding
+from checkpoint_engine.binding_proof import (
+    CANARY_VERSION,
+    LoraModule,
+    binding_probe,
+    canary_tensors,
+    check_binding,
+    tensor_probe,
+)
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.digest import base_digest, weights_digest
 from checkpoint_engine.errors import (
@@ -55,6 +62,7 @@ __all__ = [
     "binding_probe",
     "canary_tensors",
     "check_binding",
+    "tensor_probe",
     "verdict",
     "weights_digest",
 ]

@@ -4,15 +4,21 @@ Digests prove that bytes arrived, not that each tensor reached its module: two e
 hashing, or a wrong alpha, keep every digest right. So both ends compute scaling * B (A x) for each of their *named
 modules*, with x seeded by the module's name, and compare. As B is zero at the start of training, an adapter with
 random B (the canary) is delivered and probed before the first version.
+
+Of tensors that a network computes with as they are (whole weights), each end digests its live bytes by the names that
+the network itself has for them. The canary serves them, too: version 0 is what both ends loaded, with many equal
+tensors, and would look right in a network that it never reached.
 """
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint_engine.digest import digest_span, tensor_bytes
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
 
@@ -40,6 +46,22 @@ def binding_probe(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
     return {name: _probe(name, modules[name]) for name in sorted(modules)}
 
 
+@torch.no_grad()
+def tensor_probe(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each tensor, by its name: float64 [5], its norm and the four 32-bit words of its digest.
+
+    One word that differs is a relative difference of one part in the norm, far above what `check_binding` allows.
+    """
+    return {name: _digested(tensors[name]) for name in sorted(tensors)}
+
+
+def _digested(tensor: Tensor) -> Tensor:
+    data = tensor_bytes(tensor)
+    words = np.frombuffer(digest_span(data, 0), dtype="<u4").astype(np.float64)
+    norm = torch.linalg.vector_norm(tensor.detach().cpu(), dtype=torch.float64)
+    return torch.cat([norm.reshape(1), torch.from_numpy(words)])
+
+
 def _probe(name: str, module: LoraModule) -> Tensor:
     a, b = module.a.detach().cpu().double(), module.b.detach().cpu().double()
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
@@ -51,14 +73,14 @@ def _probe(name: str, module: LoraModule) -> Tensor:
 
 
 def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor], *, who: str = "the receiver") -> None:
-    """Compares two results of `binding_probe`; raises WeightsMismatch naming the first module that differs.
+    """Compares two results of `binding_probe` or `tensor_probe`; raises WeightsMismatch naming what first differs.
 
     Modules whose output is zero at the trainer prove nothing and are refused too: probe with the canary.
     """
     for name in sorted(trainer.keys() | receiver.keys()):
         if name not in receiver or name not in trainer:
             where = who if name not in receiver else "the trainer"
-            raise WeightsMismatch(f"{name} is not adapted at {where}")
+            raise WeightsMismatch(f"{name} is not trained at {where}")
         mine, theirs = trainer[name], receiver[name]
         scale = float(mine[0])
         if not scale > 0.0:

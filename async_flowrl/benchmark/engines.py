@@ -65,12 +65,12 @@ def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
 
 def deliver(worker: RolloutWorker) -> None:
     """Version 0, an adapter that changes every layer: drawn from its tensors' names, so the same for every engine."""
-    layout, lora = worker.receiver.layout, worker.config.lora
+    layout, receiver = worker.receiver.layout, worker.receiver
     buffer = layout.empty()
     for name, view in layout.views(buffer).items():
         view.copy_(0.02 * torch.randn(view.shape, generator=generator(derive(worker.config.seed, name))))
     data = buffer.numpy()
-    header = Draft(POLICY, 0, layout, lora.alpha, lora.rank).sealed(layout.digests(data))
+    header = Draft(POLICY, 0, layout, receiver.alpha, receiver.rank).sealed(layout.digests(data))
     worker.receiver.receive(header, data)
     worker.prove(0)
 

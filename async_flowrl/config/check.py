@@ -14,7 +14,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import reward_pools
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import LORA, Config
 from async_flowrl.config.settings import settings
 
 
@@ -33,6 +33,7 @@ def check(config: Config) -> None:
     _check_placement(config)
     _check_devices(config)
     _check_trainer(config)
+    _check_tune(config)
     _check_reward_pools(config)
     _check_group_setup(config)
     _check_environment(config)
@@ -124,6 +125,34 @@ def _check_trainer(config: Config) -> None:
                 f"{pool}.gpus_per_worker={gpus:g}, but {what} computes on one GPU and would leave the others idle: use "
                 f"more {pool}.num_workers"
             )
+
+
+def _check_tune(config: Config) -> None:
+    """What trains an adapter alone, and what of tune=full there is not yet."""
+    if config.tune == LORA:
+        if config.full.freeze:
+            raise ConfigError(
+                f"full.freeze={config.full.freeze} is for tune=full; tune=lora freezes the whole base model"
+            )
+        return
+    trainer = config.trainer
+    if config.lora.path is not None:
+        raise ConfigError(
+            f"lora.path={config.lora.path} is for tune=lora: to start tune=full at a LoRA, write it into a model's "
+            "weights (async-flowrl export … --merged) and give that folder as model.path"
+        )
+    if trainer.shard in ("full", "hybrid"):
+        raise ConfigError(
+            "tune=full has every trainer rank hold all of the weights, so trainer.shard must be none or auto, got "
+            f"{trainer.shard}"
+        )
+    if trainer.cpu_offload:
+        raise ConfigError("trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false")
+    if config.rollout.engine != "diffusers":
+        raise ConfigError(
+            "tune=full delivers whole weights, which rollout.engine=diffusers alone puts into its network, got "
+            f"{config.rollout.engine}"
+        )
 
 
 def _check_reward_pools(config: Config) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.settings import MAX_SEED, NOTHING, ROUNDING, Rule, setting
 
+LORA, FULL = "lora", "full"
+"""What `tune` can be."""
 _FREE = {"rule": Rule(changes=NOTHING)}
 """Marks a section of which no field changes the weights."""
 
@@ -31,7 +33,7 @@ class TinyConfig:
 
 @dataclass
 class ModelConfig:
-    """The base model, frozen: the same for rollout and trainer."""
+    """The base model: the same for rollout and trainer."""
 
     path: str = "tiny"
     """`tiny` (built offline and kept in $ASYNC_FLOWRL_CACHE, or ~/.cache/async_flowrl), a local diffusers folder, or a
@@ -52,7 +54,7 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """The adapter that is trained; the base model stays as it is."""
+    """The adapter that is trained with tune=lora; the base model stays as it is. With tune=full it means nothing."""
 
     rank: int = setting(8, at_least=1)
     """Inner dimension of the adapter's two matrices: what it can express, and what a version weighs on the wire."""
@@ -62,6 +64,15 @@ class LoraConfig:
     """Module name suffixes of the layers that get an adapter; null takes the family's default list."""
     path: str | None = None
     """Warm start from a diffusers or PEFT LoRA; it is then also the KL reference. null starts at the base model."""
+
+
+@dataclass
+class FullConfig:
+    """What tune=full trains: every parameter of the transformer, with float32 masters."""
+
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameter names that stay as they are, * standing for anything: ['pos_embed.*','*.norm*']. [] =
+    nothing is frozen."""
 
 
 @dataclass
@@ -322,7 +333,8 @@ class SaveConfig:
     """Newest checkpoints kept; older ones are deleted."""
     best: str | None = None
     """Name of an evaluated curve: `reward`, a key of reward.terms or of evaluate.reward.terms. Every evaluated version
-    then gets a checkpoint, that of the best one is kept too, and its LoRA is exported to lora_best/."""
+    then gets a checkpoint, that of the best one is kept too, and its weights are written to lora_best/ (tune=full:
+    transformer_best/)."""
 
 
 @dataclass
@@ -360,7 +372,7 @@ class EvaluateConfig:
     """Guidance scale of the baseline, of the kind that the family is usually guided by; null = the family's usual."""
     on_hacking: str = setting("warn", choices=("warn", "stop", "ignore"))
     """When the trained reward rises while a held-out term gets worse beyond its noise: warn, stop (the run ends in
-    order, resumable, with lora_best/ where save.best is set), or ignore. See docs/reward_hacking.md."""
+    order, resumable, with the best version's weights where save.best is set), or ignore. See docs/reward_hacking.md."""
 
 
 @dataclass
@@ -511,8 +523,11 @@ class Config:
     console: str = setting("auto", choices=("auto", "panel", "lines", "quiet"), changes=NOTHING)
     """What stdout shows of the run: a live panel, one plain line per step, or quiet: nothing but warnings, errors and
     why a run ended early; auto = panel on a terminal, lines elsewhere."""
+    tune: str = setting(LORA, choices=(LORA, FULL))
+    """What is trained: lora (an adapter) or full (the transformer's own weights; see docs/do/full_weights.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    full: FullConfig = field(default_factory=FullConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from async_flowrl.controller.endpoints import EmaEndpoint
-from checkpoint_engine import Ack, Delivery, DeliveryOptions, ReceiverEndpoint
+from checkpoint_engine import Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
 from separation.group import WorkerGroup
 
 
@@ -17,9 +17,10 @@ class EmaWeights:
         *,
         options: DeliveryOptions,
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
+        sealed: Callable[[Header], None],
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
-        self._sender = EmaEndpoint(trainers)
+        self._sender = EmaEndpoint(trainers, sealed)
         self.delivery = Delivery(self._sender, replace=replace, options=options)
         self.delivery.on_ack(acknowledged)
         self._current: int | None = None

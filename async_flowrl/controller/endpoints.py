@@ -76,8 +76,8 @@ class TrainerEndpoint:
 class EmaEndpoint(TrainerEndpoint):
     """The first trainer rank as the sender of the EMA, whose versions are staged and sealed when they are new."""
 
-    def __init__(self, trainers: WorkerGroup) -> None:
-        super().__init__(trainers, "", lambda header: None, EMA)
+    def __init__(self, trainers: WorkerGroup, on_sealed: Callable[[Header], None]) -> None:
+        super().__init__(trainers, "", on_sealed, EMA)
 
     async def retain(self, version: int) -> None:
         """Stages and seals the average as it is now, and retains it until `release`."""

@@ -149,10 +149,13 @@ class PublishedWeights:
             return
         self.table.publish(header.version, header.digest)
         self._sealed[header.version].set()
+        self._sent(header)
+        self.work.notify()
+
+    def _sent(self, header: Header) -> None:
         self.observer.event(
             "version", stream=header.stream, version=header.version, state="sent", digest=header.digest, worker=None
         )
-        self.work.notify()
 
     def report(self) -> dict[str, Any]:
         stats = self.delivery.stats
@@ -191,7 +194,11 @@ class PublishedWeights:
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                self.trainers.workers, options=options, replace=self._give_up, acknowledged=self._acknowledged
+                self.trainers.workers,
+                options=options,
+                replace=self._give_up,
+                sealed=self._sent,
+                acknowledged=self._acknowledged,
             )
         self._started.set()
 

@@ -90,9 +90,9 @@ def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory
 
 def deliver(worker: RolloutWorker, versions: int) -> None:
     """Versions 0, 1, … with the weights that the worker was loaded with."""
-    weights = {name: tensor.detach().clone() for name, tensor in worker.engine.lora_parameters().items()}
-    lora = worker.config.lora
-    publisher = Publisher({name: t.cpu() for name, t in weights.items()}, alpha=lora.alpha, rank=lora.rank)
+    weights = {name: tensor.detach().clone() for name, tensor in worker.engine.live_tensors().items()}
+    receiver = worker.receiver
+    publisher = Publisher({name: t.cpu() for name, t in weights.items()}, alpha=receiver.alpha, rank=receiver.rank)
     for version in range(versions):
         publisher.stage(version)
         publisher.seal(version)

@@ -1,6 +1,6 @@
-"""python -m async_flowrl.evaluate RUN_OR_LORA: rewards of the base model and of a LoRA, in a fresh pipeline.
+"""python -m async_flowrl.evaluate RUN_OR_LORA: rewards before and after training, in a fresh pipeline.
 
-Nothing of the training loop takes part but the rewards: diffusers' own pipeline loads the LoRA and makes the images,
+Nothing of the training loop takes part but the rewards: diffusers' own pipeline loads the weights and makes the images,
 from the same initial noises before and after. With a run's own evaluation seed they are those of its evaluations.
 """
 

@@ -38,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.evaluate",
-        description="Scores before and after: of the base model and of a LoRA on it.",
+        description="Scores before and after: of the base model, and with a LoRA or trained weights.",
     )
-    parser.add_argument("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, or a LoRA of any format")
+    parser.add_argument(
+        "source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer"
+    )
     parser.add_argument("--lora", type=Path, help="with a run directory: another LoRA than its own")
     parser.add_argument("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
     parser.add_argument("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")

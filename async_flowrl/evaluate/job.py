@@ -1,4 +1,4 @@
-"""An evaluation job: LoRA, prompts, rewards and noises, from a run's configuration or from the command line."""
+"""An evaluation job: weights, prompts, rewards and noises, from a run's configuration or from the command line."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.resolution import asked_resolution
-from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
+from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
 from async_flowrl.generate import run_of, usual
-from async_flowrl.policies import lora_file
-from async_flowrl.policies.lora_apply import weights_file
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies import lora_file, trained_file, whole_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.rewards.served import requirements_of
@@ -30,7 +30,8 @@ class Job:
     """`terms` are scored one by one; `kinds` says of each where it comes from. `config` says how images are sampled."""
 
     config: Config
-    lora: Path | None
+    trained_weights: Path | None
+    """A LoRA, or a transformer's folder; None = the base model alone."""
     terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
@@ -60,9 +61,9 @@ class Job:
         return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
 
 
-def job_of_run(config: Config, lora: Path | None) -> Job:
+def job_of_run(config: Config, trained: Path | None) -> Job:
     """What the run's last evaluation measured: its prompts, noises, trained and held-out terms. Raises ValueError."""
-    return _job(config, lora, _run_terms(config), None, (config.evaluate.seed,))
+    return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
 
 
 def job_of(given: Namespace) -> Job:
@@ -72,26 +73,26 @@ def job_of(given: Namespace) -> Job:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if given.seed is not None and not 0 <= given.seed <= MAX_SEED:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {given.seed}")
-    config, lora = _origin(given)
+    config, trained = _origin(given)
     _sampling(config, given)
     terms = _run_terms(config)
     if given.reward:
         terms = _asked(given.reward, {name: term for name, (term, _) in terms.items()})
     elif not terms:
-        raise ValueError("--reward is needed: the LoRA is not of a run, whose rewards could be taken")
+        raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
     prompts = None if given.prompts is None else str(given.prompts.expanduser())
     if prompts is None and not config.data.train:
-        raise ValueError("--prompts is needed: the LoRA is not of a run, whose prompts could be taken")
+        raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
     if prompts is not None:
         config.evaluate.max_prompts = given.max_prompts or len(_file(config, prompts)[0])
     seed = config.evaluate.seed
-    job = _job(config, lora, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
+    job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
     return replace(job, one_size=given.resolution is not None)
 
 
 def _job(
     config: Config,
-    lora: Path | None,
+    trained: Path | None,
     terms: Mapping[str, tuple[RewardTerm, str]],
     file: str | None,
     seeds: tuple[int, ...],
@@ -105,29 +106,33 @@ def _job(
     prompts = tuple(found[place] for place in range(min(len(found), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)
     kinds = {name: kind for name, (_, kind) in terms.items()}
-    return Job(config, lora, whole.terms, kinds, prompts, chosen, seeds)
+    return Job(config, trained, whole.terms, kinds, prompts, chosen, seeds)
 
 
 def _origin(given: Namespace) -> tuple[Config, Path]:
-    """The run's configuration, or one that suits the model, and the LoRA. `data.train` is empty where no run is."""
+    """The run's configuration, or one that suits the model, and what was trained. `data.train` is empty where no run
+    is."""
     source: Path = given.source.expanduser()
-    is_run = (source / "config.yaml").is_file()
-    if given.lora is None and is_run and not (source / "lora").is_dir():
+    ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
+    trained: Path = source if ran is None else RunDirectory(source).trained(ran.tune)
+    if given.lora is not None:
+        trained = given.lora.expanduser()
+    elif ran is not None and not trained.is_dir():
         raise ValueError(
-            f"{source} holds no lora/: the run has not ended; export its newest checkpoint (python -m "
-            f"async_flowrl.export {source} OUT) and give --lora OUT"
+            f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint (python -m "
+            f"async_flowrl.export {source} OUT) and give "
+            f"{'--lora OUT' if ran.tune == LORA else 'OUT/transformer with --base'}"
         )
-    lora: Path = given.lora.expanduser() if given.lora is not None else source / "lora" if is_run else source
-    weights_file(lora)
-    run = source if is_run else run_of(lora)
+    trained_file.check(trained)
+    run = source if ran is not None else run_of(trained)
     if run is not None:
         config = read_config(run / "config.yaml")
         if given.base is not None and given.base != config.model.path:
             config.model = replace(config.model, path=given.base, revision=None)
-        return config, lora
-    base = given.base or lora_file.base_of(lora)
+        return config, trained
+    base = given.base or (None if whole_file.is_whole(trained) else lora_file.base_of(trained))
     if base is None:
-        raise ValueError(f"--base is needed: {lora} is not of a run, and does not say which model it is for")
+        raise ValueError(f"--base is needed: {trained} is not of a run, and does not say which model it is for")
     how = usual(base)
     config = Config(model=how.model, data=DataConfig(train=""))
     config.rollout.num_inference_steps, config.rollout.resolution = (
@@ -139,7 +144,7 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
         how.sampling.guidance_scale,
     )
     config.rollout.negative_prompt = how.sampling.negative_prompt
-    return config, lora
+    return config, trained
 
 
 def _sampling(config: Config, given: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Images of the base model and of the LoRA from the same noises, their scores, and what they say of the LoRA."""
+"""Images of the base model and with trained weights from the same noises, their scores, and what they say."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ from async_flowrl.evaluate.scoring import scored
 from async_flowrl.evaluate.serving import servers_of
 from async_flowrl.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.observability.statistics import Estimate, estimate
+from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
@@ -46,7 +46,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after, paired by prompt and noise; without a LoRA there is only `before`.
+    """One score before and after, paired by prompt and noise; without trained weights there is only `before`.
 
     `improved` is the share of images whose score is better than that of the base model's image of the same noise.
     """
@@ -75,9 +75,9 @@ class Comparison:
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
-    """Makes and scores the images of the base model, then, given a LoRA, those with it.
+    """Makes and scores the images of the base model, then, given trained weights, those with it.
 
-    Raises ValueError, one sentence, where the LoRA does not fit, where the model cannot make images of a size, and
+    Raises ValueError, one sentence, where they do not fit, where the model cannot make images of a size, and
     where a score has none of the prompts.
     """
     check_sizes(job)
@@ -103,8 +103,8 @@ async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -
     after = None
     async with servers_of(job, reward, device) as servers:
         before = await _scored(pipeline, job, reward, servers)
-        if job.lora is not None:
-            apply_lora(pipeline, job.lora)
+        if job.trained_weights is not None:
+            trained_file.apply(pipeline, job.trained_weights)
             after = await _scored(pipeline, job, reward, servers)
     return compared(job, before, after)
 
@@ -123,7 +123,7 @@ def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
 
 
 def _common(name: str, before: Scored, after: Scored | None) -> list[int]:
-    """The prompts that have the score before and, given a LoRA, after."""
+    """The prompts that have the score before and, given trained weights, after."""
     first = before.scores.get(name, {})
     return sorted(first if after is None else first.keys() & after.scores.get(name, {}).keys())
 

@@ -69,7 +69,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
     scored = min(row.before.prompts for row in found.rows.values())
     return {
         "base": job.config.model.path,
-        "lora": str(job.lora) if job.lora is not None else None,
+        "trained_weights": str(job.trained_weights) if job.trained_weights is not None else None,
         "prompts": [prompt.text for prompt in job.prompts],
         "chosen": job.chosen,
         "scored": scored,

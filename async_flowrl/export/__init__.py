@@ -1,4 +1,6 @@
-"""python -m async_flowrl.export SOURCE OUT: a folder to publish, with a LoRA for diffusers and PEFT and a model card.
+"""python -m async_flowrl.export SOURCE OUT: a folder to publish, with a model card.
+
+Of a LoRA it holds files for diffusers and PEFT; of a run with tune=full, the whole pipeline, or its transformer.
 
 A folder saved by PEFT's own `save_pretrained` does not do for diffusers: its names start with `base_model.model.`,
 diffusers matches none of them, warns, and generates with the untouched base model.

@@ -1,4 +1,4 @@
-"""The model card of an exported LoRA: README.md with the Hub's front matter, from the run's own records."""
+"""The model card of what is exported: README.md with the Hub's front matter, from the run's own records."""
 
 import hashlib
 import json
@@ -16,9 +16,10 @@ from async_flowrl.export.source import PEFT, Source
 from async_flowrl.observability.evaluations import Evaluation, between, first_comparable, read_evaluations
 from async_flowrl.observability.events import read_events
 from async_flowrl.policies import lora_file
+from async_flowrl.policies.stored import FOLDER as WHOLE
 
 README = "README.md"
-TAGS = ("lora", "diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
+TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
 RESULTS, RESULTS_GRID = "evaluation.json", "before_after.png"
 """What `python -m async_flowrl.evaluate … --out FOLDER` leaves in FOLDER."""
 
@@ -40,11 +41,11 @@ def write_card(out: Path, source: Source, extras: Extras) -> Path:
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
     front = ModelCardData(
         base_model=base,
-        base_model_relation="adapter" if base is not None else None,
+        base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",
         license=extras.licence or "unknown",
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=list(TAGS),
+        tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
     parts = [f"# {_title(source, out)}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, extras), _usage(source, base), _files(out, extras)]
@@ -59,16 +60,17 @@ def _title(source: Source, out: Path) -> str:
 
 
 def _origin(source: Source, base: str | None) -> str:
-    lora, made = source.lora, base or _unpublished(source)
-    rank = f"rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers"
+    made = base or _unpublished(source)
+    if source.whole is not None:
+        what = f"The transformer of {made}, all of its weights trained"
+    else:
+        lora = source.lora
+        what = f"A LoRA (rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers) for {made}, trained"
     if source.config is None:
-        return f"A LoRA ({rank}) for {made}. The file does not say how it was trained."
+        return f"{what.removesuffix(', trained')}. The file does not say how it was trained."
     step = f" after step {source.step}" if source.step is not None else ""
     part = ", the moving average of its weights" if source.part == "ema" else ""
-    return (
-        f"A LoRA ({rank}) for {made}, trained by reinforcement learning with async_flowrl. These are the weights"
-        f"{step}{part}."
-    )
+    return f"{what} by reinforcement learning with async_flowrl. These are the weights{step}{part}."
 
 
 def _unpublished(source: Source) -> str:
@@ -188,6 +190,20 @@ def draw_grid(out: Path, source: Source) -> None:
 
 def _usage(source: Source, base: str | None) -> str:
     name = base or "BASE_MODEL"
+    if source.whole is not None:
+        return f"""## Use
+
+```python
+import torch
+from diffusers import AutoModel, DiffusionPipeline
+
+transformer = AutoModel.from_pretrained(
+    "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", torch_dtype=torch.bfloat16
+)
+pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, torch_dtype=torch.bfloat16)
+```
+
+Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."""
     return f"""## Use
 
 ```python

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
-from async_flowrl.export.arguments import parser
+from async_flowrl.export.arguments import WHAT, parser
 from async_flowrl.export.card import Extras, draw_grid, read_results, write_card
 from async_flowrl.export.merged import MERGED, write_merged
-from async_flowrl.export.source import PEFT, family_of, read_source, write_lora
+from async_flowrl.export.source import PEFT, Source, family_of, read_source, write_lora
+from async_flowrl.export.whole import write_whole
 from async_flowrl.policies import lora_formats
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ def publish(given: argparse.Namespace) -> list[Path]:
     """
     out: Path = given.out.expanduser()
     source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
+    if source.whole is not None:
+        return _publish_whole(given, source, out)
     family = family_of(source) if given.form or given.merged else None
     for form in given.form or ():
         lora_formats.converter(form, str(family))(source.lora)
@@ -55,3 +58,15 @@ def publish(given: argparse.Namespace) -> list[Path]:
     draw_grid(out, source)
     extras = Extras(files, given.license, evaluation)
     return [*written, write_card(out, source, extras)]
+
+
+def _publish_whole(given: argparse.Namespace, source: Source, out: Path) -> list[Path]:
+    """The same of a run with tune=full: the folder is the pipeline itself, or holds its transformer alone."""
+    if given.form:
+        raise ValueError(f"--format {given.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
+    evaluation = given.evaluation.expanduser() if given.evaluation else None
+    if evaluation is not None:
+        read_results(evaluation)
+    written = write_whole(source, out, given.merged or WHAT[0])
+    draw_grid(out, source)
+    return [written, write_card(out, source, Extras({written.name: "the trained weights"}, given.license, evaluation))]

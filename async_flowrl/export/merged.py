@@ -22,7 +22,7 @@ from async_flowrl.policies.registry import resolve_model
 MERGED, TRANSFORMER = "merged", "transformer"
 """What is written: the whole pipeline, or its transformer alone (in a folder of that name, too)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
+IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     shutil.rmtree(work, ignore_errors=True)
     try:
         destination = work if what == "pipeline" else work / TRANSFORMER
-        shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*_IGNORED), copy_function=shutil.copyfile)
+        shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
         for module in modules_of(lora.tensors):
             place = places[f"{module}.weight"]
             _add(work / TRANSFORMER / place.file.name, place.offset, f"{module}.weight", _update(lora, module))

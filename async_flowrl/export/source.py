@@ -1,4 +1,4 @@
-"""The source of an export: the LoRA of a checkpoint, of a run, or of a file of any format, and what is known of it."""
+"""The source of an export: what a checkpoint or a run trained, or a LoRA of any format, and what is known of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,15 +24,28 @@ PEFT = "peft"
 
 @dataclass(frozen=True)
 class Source:
-    """A LoRA with its origin. `run` is None for a LoRA of somebody else's, `step` where no checkpoint was read."""
+    """A LoRA, or a transformer's trained tensors, with their origin. `run` is None for a LoRA of somebody else's,
+    `step` where no checkpoint was read."""
 
-    lora: LoraFile
+    weights: LoraFile | Mapping[str, Tensor]
     model: ModelConfig | None
     config: Config | None
     run: Path | None
     step: int | None
     part: str = "weights"
     """`weights` as trained, or `ema`, their average."""
+
+    @property
+    def lora(self) -> LoraFile:
+        """Raises ValueError where whole weights were trained."""
+        if not isinstance(self.weights, LoraFile):
+            raise ValueError("SOURCE is of a run with tune=full: there is no LoRA, only the whole transformer")
+        return self.weights
+
+    @property
+    def whole(self) -> Mapping[str, Tensor] | None:
+        """The trained tensors of a run with tune=full."""
+        return None if isinstance(self.weights, LoraFile) else self.weights
 
 
 def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
@@ -48,9 +61,9 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
     held = read_checkpoint(checkpoint)
     part = "ema" if average and "ema" in held.tensors else "weights"
-    tensors, alpha = dict(held.tensors[part]), float(held.trainer["lora"]["alpha"])
+    tensors, adapter = dict(held.tensors[part]), held.trainer["lora"]
     return Source(
-        LoraFile(tensors, lora_file.rank_of(tensors, str(checkpoint)), alpha),
+        LoraFile(tensors, lora_file.rank_of(tensors, str(checkpoint)), float(adapter["alpha"])) if adapter else tensors,
         _model(base, config),
         config,
         run if config is not None else None,
@@ -62,7 +75,7 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 def family_of(source: Source) -> str:
     """The model family of the base model. Raises ValueError where none is known, or where it cannot be found."""
     if source.model is None:
-        raise ValueError("--base is needed: SOURCE does not say which model the LoRA is for")
+        raise ValueError("--base is needed: SOURCE does not say which model it is for")
     return resolve_model(source.model).family
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, LORA, Config
 
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
 """What is written before a run has its first result."""
@@ -54,12 +54,19 @@ class RunDirectory:
         self.timeline = root / "timeline.json"
         self.images = root / "images"
         self.checkpoints = root / "checkpoints"
-        self.lora = root / "lora"
-        self.lora_best = root / "lora_best"
         self.report = root / "report.html"
         self.logs = root / "logs"
         self.summary = root / "summary.json"
         self._lock = -1
+
+    def trained(self, tune: str) -> Path:
+        """The folder of the weights that a run with this `tune` ends with."""
+        return self.root / {LORA: "lora", FULL: "transformer"}[tune]
+
+    def best(self, tune: str) -> Path:
+        """The same of the best evaluated version."""
+        trained = self.trained(tune)
+        return trained.with_name(f"{trained.name}_best")
 
     def used(self) -> bool:
         """Whether a run began here; what one leaves that could not start does not count."""

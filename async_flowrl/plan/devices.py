@@ -9,7 +9,7 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.reward_pools import is_reward_pool
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -197,7 +197,8 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     """Settings that need less memory, those that cost least first."""
     trainer, rollout = config.trainer, config.rollout
     found = []
-    if title != ROLLOUT:
+    full = config.tune == FULL
+    if title != ROLLOUT and not full:
         if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
             found.append(Change("trainer.shard", "full"))
         if trainer.shard != "none":
@@ -205,15 +206,15 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
         found += [Change("rollout.text_encoder", where) for where in left]
-    if title != ROLLOUT and not trainer.cpu_offload:
+    if title != ROLLOUT and not trainer.cpu_offload and not full:
         found.append(Change("trainer.cpu_offload", True))
     if config.model.dtype == "float32":
         found.append(Change("model.dtype", "bfloat16"))
-    if config.lora.rank > 1:
+    if config.lora.rank > 1 and not full:
         found.append(Change("lora.rank", config.lora.rank // 2))
     if config.max_staleness > 0:
         found.append(Change("max_staleness", 0))
-    if title == ROLLOUT and family in VLLM_FAMILIES:
+    if title == ROLLOUT and family in VLLM_FAMILIES and not full:
         found += [
             Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
             for gpus in (2, 4, 8)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import samples_from_average
+from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
@@ -98,7 +99,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
         model=model,
         trainer=trainer_footprint(config, model, device_bytes, activations),
         rollout=rollout_footprint(config, model, sampling_bytes),
-        host=_share(config, model) if config.trainer.cpu_offload else 0,
+        host=host_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes),
         adapter_bytes=model.version_bytes,
@@ -108,6 +109,14 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
 
 def _share(config: Config, model: MetaModel) -> int:
     return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
+
+
+def host_bytes(config: Config, model: MetaModel) -> int:
+    """Pinned: of an offloaded base, or with tune=full of the versions that are sent and may be sent again. (An
+    adapter's are small.)"""
+    if model.full:
+        return (config.live_versions + 2) * model.version_bytes
+    return _share(config, model) if config.trainer.cpu_offload else 0
 
 
 def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:
@@ -124,6 +133,8 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     masters = averaged + (streams - 1) + (config.lora.path is not None) + 1
     # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
     masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
+    if model.full:
+        return Footprint(_full_parts(config, model, activations, versions, masters))
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
@@ -140,13 +151,30 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     return Footprint(parts)
 
 
+def _full_parts(config: Config, model: MetaModel, activations: int, versions: int, masters: int) -> dict[str, int]:
+    """Of a rank that steps whole weights. Float32 ones are computed with as they are; others stand beside masters."""
+    vector, beside_masters = model.adapter_parameters * FLOAT32_BYTES, model.itemsize < FLOAT32_BYTES
+    if beside_masters:
+        masters -= 1  # what another version takes the place of follows from the masters
+    reference = build_algorithm(config).needs_reference
+    return {
+        "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
+        "masters and their gradient": 2 * vector,
+        "optimizer": 2 * vector,
+        "sum of the gradients": model.adapter_parameters * INT64_BYTES,
+        "versions of the weights": (versions + reference) * model.version_bytes + masters * vector,
+        "activations": activations,
+    }
+
+
 def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
     """Of a rollout worker; of one of its GPUs where vllm_omni spreads the network over several.
 
     Of vllm_omni everything but the network is counted as if each GPU held it whole, which is the most it can be.
     """
     text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
-    base = -(-model.base_bytes // rollout_ranks(config)) + model.buffer_bytes
+    frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
+    base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
     # An encoder that visits does so before there are activations, and one that is loaded has the network's place.
     visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
     streams = 2 if config.trainer.ema_decay is not None else 1
@@ -157,7 +185,7 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
             "base weights": base,
             "text encoders": text if where == "resident" else 0,
             "VAE": model.vae_parameters * model.itemsize,
-            "versions of the adapter": copies * model.version_bytes,
+            f"versions of the {'weights' if model.full else 'adapter'}": copies * model.version_bytes,
             "activations": max(activations, visiting) if activations else 0,
         }
     )

@@ -51,10 +51,9 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     """Tables of both kinds of process and one sentence on what fits. GiB are 2**30 bytes, MB and GB powers of ten."""
     model = plan.model
     whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {len(model.block_bytes)} blocks"
-    adapter = (
-        f"LoRA of {model.adapter_parameters / 1e6:.1f} M parameters, {plan.adapter_bytes / 1e6:.0f} MB per version"
-    )
-    sections = [f"{whole}, {adapter}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
+    what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
+    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
+    sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
     for process in processes(plan, config):
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
@@ -65,7 +64,9 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         sections += [format_table((title, "GiB"), rows), ""]
     if plan.host:
         sections += [
-            f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base",
+            f"the first trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent"
+            if model.full
+            else f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base",
             "",
         ]
     payload = f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store"

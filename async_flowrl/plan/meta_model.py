@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.architectures import KNOWN, Architecture
-from async_flowrl.policies.lora import attach_lora, lora_parameters
+from async_flowrl.policies.lora import attach_lora
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, load_family, resolve_model
 from async_flowrl.policies.stored import configuration
+from async_flowrl.policies.tuning import FullTuning, tuning_of
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """`policy` carries the adapter; byte counts are in the dtype the run computes with."""
+    """`policy` carries what is trained; byte counts are in the dtype the run computes with."""
 
     policy: PipelinePolicy
     base_parameters: int
@@ -29,13 +30,16 @@ class MetaModel:
     root_bytes: int
     """Of what is in no block."""
     adapter_parameters: int
+    """That are trained: of the adapter, or with tune=full of the transformer itself."""
     text_parameters: int
     vae_parameters: int
     buffer_bytes: int = 0
     """Of the transformer's tables; they are never sharded."""
     itemsize: int = 4
-    """Bytes of a number that the network computes with, and that a version of the adapter holds."""
+    """Bytes of a number that the network computes with, and that a version holds."""
     family: str = ""
+    full: bool = False
+    """The trained parameters are among the base's."""
 
     @property
     def base_bytes(self) -> int:
@@ -43,7 +47,7 @@ class MetaModel:
 
     @property
     def version_bytes(self) -> int:
-        """Of a version of the adapter, as it is kept and sent; masters are float32."""
+        """Of a version, as it is kept and sent; masters are float32."""
         return self.adapter_parameters * self.itemsize
 
 
@@ -65,18 +69,23 @@ def build_meta_model(config: Config) -> MetaModel:
     policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
     blocks = tuple(sum(_bytes(p) for p in block.parameters()) for block in policy.blocks)
     base = list(policy.transformer.parameters())
-    attach_lora(policy.transformer, config.lora, policy)
+    tuning = tuning_of(config)
+    if isinstance(tuning, FullTuning):
+        tuning.attach(policy, config.seed)
+    else:
+        attach_lora(policy.transformer, config.lora, policy)
     return MetaModel(
         policy=policy,
         base_parameters=sum(p.numel() for p in base),
         block_bytes=blocks,
         root_bytes=sum(_bytes(p) for p in base) - sum(blocks),
-        adapter_parameters=sum(p.numel() for p in lora_parameters(policy.transformer).values()),
+        adapter_parameters=sum(p.numel() for p in tuning.parameters(policy.transformer).values()),
         text_parameters=known.text_parameters,
         vae_parameters=sum(p.numel() for p in cast("nn.Module", policy._whole("decode").vae).parameters()),
         buffer_bytes=_buffer_bytes(policy.transformer, DTYPES[dtype]),
         itemsize=DTYPES[dtype].itemsize,
         family=known.family,
+        full=isinstance(tuning, FullTuning),
     )
 
 

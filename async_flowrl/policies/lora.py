@@ -81,11 +81,14 @@ def initialise(transformer: nn.Module, seed: int) -> None:
                 parameter.zero_()
 
 
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without what torch.compile, checkpointing and FSDP put into it."""
+    return _WRAPPERS.sub("", name)
+
+
 def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
     """LoRA layers by module name, sorted; the same names behind torch.compile and FSDP."""
-    layers = {
-        _WRAPPERS.sub("", name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)
-    }
+    layers = {plain_name(name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     return dict(sorted(layers.items()))
 
 

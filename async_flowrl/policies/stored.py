@@ -23,17 +23,17 @@ class StoredWeights(Mapping[str, Tensor]):
     read. Raises ValueError where there are none.
     """
 
-    def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None) -> None:
-        folder = (Path(path) if revision is None else download(path, revision, "transformer")) / FOLDER
-        index = folder / f"{FILE}.index.json"
+    def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None, folder: str = FOLDER) -> None:
+        place = (Path(path) if revision is None else download(path, revision, "transformer")) / folder
+        index = place / f"{FILE}.index.json"
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            self._files = {name: folder / file for name, file in files.items()}
-        elif (folder / FILE).is_file():
-            with safe_open(folder / FILE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), folder / FILE)
+            self._files = {name: place / file for name, file in files.items()}
+        elif (place / FILE).is_file():
+            with safe_open(place / FILE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), place / FILE)
         else:
-            raise ValueError(f"{folder} holds no {FILE}: only safetensors weights are loaded")
+            raise ValueError(f"{place} holds no {FILE}: only safetensors weights are loaded")
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> Tensor:

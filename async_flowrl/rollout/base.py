@@ -33,17 +33,18 @@ class RolloutEngine(Protocol):
         """Denoises the request's images in fixed chunks and decodes them."""
         ...
 
-    def lora_parameters(self) -> Mapping[str, Tensor]:
-        """The live adapter tensors by layout name, for the receiver to turn into views of its flat buffer."""
+    def live_tensors(self) -> Mapping[str, Tensor]:
+        """The trained tensors by layout name, for the receiver to turn into views of its flat buffer."""
         ...
 
     def adopt(self, active: Activation, export: Export) -> None:
-        """The receiver has just put `active` into `lora_parameters`; from here on the network must compute with it.
+        """The receiver has just put `active` into `live_tensors`; from here on the network must compute with it.
 
         An engine whose network doesn't compute with those tensors themselves takes the bytes from `export`.
         """
         ...
 
     def probe(self) -> Mapping[str, Tensor]:
-        """`checkpoint_engine.binding_probe` of the live layers by module name, with the version adopted last."""
+        """What the network computes with since the version adopted last, by the network's own names: see
+        `checkpoint_engine.binding_proof`."""
         ...

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora import lora_layers, lora_modules, lora_parameters
+from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.prompts import Prompts
 from async_flowrl.rollout.text_encoder import Offloaded, Resident
@@ -18,7 +19,10 @@ from async_flowrl.rollout.transfers import download
 from async_flowrl.seeds import generator
 from async_flowrl.transfers import upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
-from checkpoint_engine import Activation, LoraModule, binding_probe
+from checkpoint_engine import Activation
+
+ADAPTER = LoraTuning(LoraConfig())
+"""Names and probes are the same whatever the adapter's rank."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,14 @@ class DiffusersEngine:
         batch_size: int | None = None,
         device: str | torch.device = "cpu",
         text_encoder: str = "resident",
+        tuning: Tuning = ADAPTER,
     ) -> None:
-        """`text_encoder` is `rollout.text_encoder`; ValueError for offload where the policy has no text encoder."""
+        """`text_encoder` is `rollout.text_encoder`; ValueError for offload where the policy has no text encoder.
+
+        `tuning`: which of the network's tensors are trained; an adapter that it carries, where nothing else is said.
+        """
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
+        self._tuning = tuning
         self._meter = Meter(policy.transformer)
         offload = text_encoder == "offload"
         self._prompts = Prompts(policy, Offloaded(policy.text_encoders, self.device) if offload else Resident())
@@ -76,15 +85,14 @@ class DiffusersEngine:
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         return self._prompts.encode_negatives(texts)
 
-    def lora_parameters(self) -> Mapping[str, Tensor]:
-        return lora_parameters(self.policy.transformer)
+    def live_tensors(self) -> Mapping[str, Tensor]:
+        return self._tuning.parameters(self.policy.transformer)
 
     def adopt(self, active: Activation, export: Export) -> None:
         """Nothing to do: the receiver's live tensors are the network's own."""
 
     def probe(self) -> Mapping[str, Tensor]:
-        layers = lora_layers(lora_modules(self.policy.transformer))
-        return binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
+        return self._tuning.probe(self.policy.transformer)
 
     # no_grad, not inference_mode: the trainer replays with the same kernels, and views of the adapter stay ordinary.
     @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.kernels import compile_blocks
-from async_flowrl.policies.lora import add_lora, keep_compute_copies
 from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.together import TogetherEngine
@@ -14,7 +14,7 @@ PARTS = {"resident": "all", "offload": "offload"}
 
 
 def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[RolloutEngine, str]:
-    """The engine with its adapter attached, and the digest to be compared with the trainer's.
+    """The engine, ready for versions of what is trained, and the base's digest, to be compared with the trainer's.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -25,11 +25,12 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
         return engine, engine.base_digest
     policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
     digest = base_digest(dict(policy.transformer.named_parameters()))
-    add_lora(policy.transformer, config.lora, policy, config.seed)
-    keep_compute_copies(policy.transformer)
+    tuning = tuning_of(config)
+    tuning.attach(policy, config.seed)
+    tuning.keep_compute_copies(policy.transformer)
     policy.transformer.requires_grad_(False).eval()
     if config.rollout.compile:
         compile_blocks(policy)
     size, where = config.rollout.batch_size, config.rollout.text_encoder
     kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
-    return kind(policy, batch_size=size, device=device, text_encoder=where), digest
+    return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning), digest

@@ -21,6 +21,7 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.together import BatchEngine, merged_spans
@@ -64,12 +65,13 @@ class RolloutWorker:
         if self.config.runtime.numa_binding and not starts_cuda_elsewhere:
             logger.info("NUMA: this worker %s", bind())
         self.engine, digest = load_engine(self.config, self.model, device())
+        tuning = tuning_of(self.config)
         self.receiver = Receiver(
-            self.engine.lora_parameters(),
+            self.engine.live_tensors(),
             streams=(POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA),
             capacity=self.config.live_versions,
-            alpha=self.config.lora.alpha,
-            rank=self.config.lora.rank,
+            alpha=tuning.alpha,
+            rank=tuning.rank,
         )
         self.collective = ReceivingEnd(self.receiver)
         return {"base_digest": digest}

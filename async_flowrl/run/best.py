@@ -1,4 +1,4 @@
-"""The best evaluated version: its LoRA beside the newest one's."""
+"""The best evaluated version: its trained weights beside the newest ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +7,16 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.evaluation_summary import best_row
 from async_flowrl.observability.evaluations import Evaluation
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies.lora_file import save as save_lora
+from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.policies.trained_file import save
 from async_flowrl.training.checkpoint import read_checkpoint
 
 
-def export_best(config: Config, directory: RunDirectory, history: Sequence[Evaluation]) -> Path | None:
-    """Writes the LoRA that the best version was evaluated with to lora_best/; None where no version is kept as best.
+def export_best(
+    config: Config, model: ResolvedModel, directory: RunDirectory, history: Sequence[Evaluation]
+) -> Path | None:
+    """Writes what the best version was evaluated with to lora_best/ or transformer_best/; None where no version is kept
+    as best.
 
     Raises DamagedCheckpoint or OSError where its checkpoint is not there to read.
     """
@@ -26,4 +30,4 @@ def export_best(config: Config, directory: RunDirectory, history: Sequence[Evalu
     else:
         prefix = f"{version}/"
         evaluated = {n.removeprefix(prefix): t for n, t in tensors["retained"].items() if n.startswith(prefix)}
-    return save_lora(directory.lora_best, dict(evaluated), alpha=config.lora.alpha, base=config.model.path)
+    return save(directory.best(config.tune), dict(evaluated), config, model)

@@ -9,6 +9,7 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.resolution import written
+from async_flowrl.config.schema import FULL
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.mfu import mfu
 from async_flowrl.observability.result import result_sentences, training_sentence
@@ -70,15 +71,16 @@ def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None)
 
 def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> None:
     """What was reached and where it lies."""
-    say, directory = ending.say, ending.directory
+    say, directory, tune = ending.say, ending.directory, ending.prepared.config.tune
     say_result(ending, summary)
     if prediction:
         say("plan", prediction)
     if known := mfu(summary):
         say("MFU", known)
     if row := summary["evaluations"]["best"]:
-        say("best", f"{directory.lora_best} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
-    for label, path in (("LoRA", directory.lora), ("report", directory.report), ("images", directory.images)):
+        say("best", f"{directory.best(tune)} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
+    trained = ("weights" if tune == FULL else "LoRA", directory.trained(tune))
+    for label, path in (trained, ("report", directory.report), ("images", directory.images)):
         if path != directory.report or path.exists():
             say(label, path, whole=True)
     say("summary", directory.summary, whole=True)
@@ -108,15 +110,16 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
         return ending.goes_on
     if summary["failed"]:
         return (
-            f"async-flowrl evaluate {root} (LoRA and summary are whole: it scores them)\n"
+            f"async-flowrl evaluate {root} (trained weights and summary are whole: it scores them)\n"
             f"{'':{LABEL}} async-flowrl report {root} (writes the report anew)"
         )
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
-    lora = shlex.quote(shown(ending.directory.lora))
+    tune = ending.prepared.config.tune
+    trained = f"--{'transformer' if tune == FULL else 'lora'} {shlex.quote(shown(ending.directory.trained(tune)))}"
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
     return (
-        f"async-flowrl generate --lora {lora} --prompt {shlex.quote(prompts[0].text)}{size} --out {out}\n"
+        f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text)}{size} --out {out}\n"
         f"{'':{LABEL}} async-flowrl evaluate {root}"
     )
 

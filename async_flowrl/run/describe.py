@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import LORA, Config, RewardTerm
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
@@ -79,9 +79,10 @@ def run_of(config: Config) -> str:
 def model_of(prepared: Prepared) -> str:
     config, model = prepared.config, prepared.model
     start = "" if config.lora.path is None else f", from {config.lora.path}"
+    trained = f"LoRA of rank {config.lora.rank}{start}" if config.tune == LORA else "full weights"
     return (
         f"{config.model.path} ({model.family}, {model.dtype}, {prepared.sizes_in_words}), "
-        f"LoRA of rank {config.lora.rank}{start}, by {prepared.algorithm.name}"
+        f"{trained}, by {prepared.algorithm.name}"
     )
 
 

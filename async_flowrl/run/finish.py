@@ -1,4 +1,4 @@
-"""The end of a run: LoRA and summary first, then timeline and report, from the trainer and the run's own records."""
+"""The end of a run: weights and summary first, then timeline and report, from the trainer and the run's own records."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from async_flowrl.observability.pool_size import places
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
-from async_flowrl.policies.lora_file import save as save_lora
+from async_flowrl.policies.trained_file import save
 from async_flowrl.run.best import export_best
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
@@ -52,7 +52,7 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
     run.ledgers.events.flush()
 
     def write() -> dict[str, Any]:
-        save_lora(directory.lora, tensors, alpha=config.lora.alpha, base=config.model.path)
+        save(directory.trained(config.tune), tensors, config, run.prepared.model)
         history = list(read_events(directory.events))
         summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome)
@@ -66,9 +66,11 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
         summary |= evaluated
         summary["warnings"] += evaluated["hacking"]["alarms"]
         try:
-            export_best(config, directory, ledgers.evaluations.records)
+            export_best(config, run.prepared.model, directory, ledgers.evaluations.records)
         except (DamagedCheckpoint, OSError) as error:
-            ledgers.failures.append(f"lora_best: the best version's checkpoint cannot be read: {error}")
+            ledgers.failures.append(
+                f"{directory.best(config.tune).name}: the best version's checkpoint cannot be read: {error}"
+            )
         summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
         late = views(config, directory, report)

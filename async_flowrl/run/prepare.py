@@ -6,7 +6,7 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
-from async_flowrl.config.schema import Config, LoraConfig
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts
@@ -86,7 +86,7 @@ def prepare(config: Config) -> Prepared:
                 check_prompts_of(model, prompts)
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
-        check_lora_targets(model, config.lora)
+        check_trained(model, config)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
     requests = RequestBuilder(
@@ -143,13 +143,15 @@ def check_tickets_per_batch(config: Config) -> None:
         )
 
 
-def check_lora_targets(model: ResolvedModel, config: LoraConfig) -> None:
-    """Raises ValueError for `lora.targets` that name no layer of the network, which is built without weights."""
-    if config.targets is not None:
-        from async_flowrl.policies.lora import targeted_modules
+def check_trained(model: ResolvedModel, config: Config) -> None:
+    """Raises ValueError for `lora.targets` that name no layer of the network and for `full.freeze` that names no
+    parameter of it, or all; the network is built without weights."""
+    named = config.full.freeze if config.tune == FULL else config.lora.targets is not None
+    if named:
+        from async_flowrl.policies.tuning import tuning_of
 
         policy = load_policy(model, dtype=model.dtype, device="cpu", parts="structure")
-        targeted_modules(policy.transformer, config, policy)
+        tuning_of(config).check(policy)
 
 
 def with_limits(config: Config, prompts: int) -> Config:

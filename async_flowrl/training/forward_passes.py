@@ -2,7 +2,7 @@
 
     proximal    before the first step of a batch, for the groups of its later steps: the weights the batch began with
     behaviour   the retained weights of the version that sampled the group
-    reference   the adapter off (or at the warm start's values)
+    reference   the adapter off (or at the warm start's values), or the whole weights that the run started at
     current     the live weights; the only pass that is followed by a backward pass
 
 All run with the same shapes, grad mode and code path, so equal weights give equal bits.

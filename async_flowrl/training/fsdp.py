@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 
@@ -67,6 +67,8 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_byte
     `adapter_bytes`: of what every rank holds whole anyway, the adapter with its optimizer, sums and versions.
     """
     trainer = config.trainer
+    if config.tune == FULL:
+        return False  # each rank steps all of the weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":

@@ -48,6 +48,7 @@ class Optimizer:
             gradients.mul_(self._config.max_grad_norm / norm)
         self._adam.param_groups[0]["lr"] = learning_rate
         self._adam.step()
+        self._parameters.changed()
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
         over_eps = rms_over_eps(rms, self._config.eps)
@@ -91,8 +92,12 @@ class Optimizer:
 
 
 def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
-    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree."""
-    length = float(torch.linalg.vector_norm(parameters.values.data - before, dtype=torch.float64))
+    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree.
+
+    Takes the gradient's memory, which a step has no more use for.
+    """
+    change = torch.sub(parameters.values.data, before, out=parameters.gradients)
+    length = float(torch.linalg.vector_norm(change, dtype=torch.float64))
     return length / (rate * math.sqrt(parameters.numel))
 
 

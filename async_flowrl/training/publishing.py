@@ -8,12 +8,12 @@ from torch import Tensor
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora import compute_dtypes, lora_layers, lora_modules
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.seeds import derive
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import EMA, POLICY, ByteArray
-from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
+from checkpoint_engine import CANARY_VERSION, Header, Publisher, canary_tensors
 from checkpoint_engine.ends import SendingEnd
 
 
@@ -23,8 +23,8 @@ class DebugPublisher(Publisher):
     def __init__(
         self, config: Config, tensors: Mapping[str, Tensor], stream: str, *, dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        lora, retain = config.lora, config.live_versions
-        super().__init__(tensors, stream, dtypes=dtypes, alpha=lora.alpha, rank=lora.rank, retain=retain)
+        tuning, retain = tuning_of(config), config.live_versions
+        super().__init__(tensors, stream, dtypes=dtypes, alpha=tuning.alpha, rank=tuning.rank, retain=retain)
         self._config = config
         self._frozen = config.debug.freeze_publish and stream == POLICY
 
@@ -49,7 +49,8 @@ class PublishedStreams:
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
-        tensors, dtypes = parameters.named(parameters.values.data), compute_dtypes(policy.transformer)
+        self._tuning = tuning_of(config)
+        tensors, dtypes = parameters.named(parameters.values.data), self._tuning.dtypes(policy.transformer)
         self.policy = DebugPublisher(config, tensors, POLICY, dtypes=dtypes)
         self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA, dtypes=dtypes)
         self.collective = SendingEnd(self.policy, parameters.values.device)
@@ -66,15 +67,15 @@ class PublishedStreams:
             self._stage(self.ema, version, self._versions.ema)
 
     def canary(self) -> dict[str, Tensor]:
-        """Stages random A and B as version -1 and returns what this rank's modules compute with them.
+        """Stages random weights as version -1 and returns what this rank's network makes of them.
 
-        B is zero in version 0, so that version's own probe would prove nothing.
+        Version 0's own probe would prove nothing: B of a LoRA is zero in it, and whole weights are what was loaded.
         """
         tensors = canary_tensors(self.policy.layout, derive(self._config.seed, "canary"))
-        flat = self._parameters.pack(tensors, where="canary")
+        flat = self._parameters.pack(tensors, where="canary", dtype=self._versions.dtype)
         self._stage(self.policy, CANARY_VERSION, flat)
         with self._parameters.swapped(flat):
-            return binding_probe(self._modules())
+            return self._tuning.probe(self._policy.transformer)
 
     def clear(self) -> None:
         """Forgets what was published, so that a restored run can publish its versions again."""
@@ -83,7 +84,3 @@ class PublishedStreams:
 
     def _stage(self, publisher: Publisher, version: int, flat: Tensor) -> None:
         publisher.stage(version, self._parameters.named(flat), deadline=self._config.deadlines.publish)
-
-    def _modules(self) -> Mapping[str, LoraModule]:
-        layers = lora_layers(lora_modules(self._policy.transformer))
-        return {name: LoraModule(*parts) for name, parts in layers.items()}

@@ -114,12 +114,15 @@ class TrustRegion:
         if self._limit is None:
             return _named(found)
         raw = sum(found.values())
-        found, scale = shorten(self._inputs.parameters.values.data, before, found, self._measure, self._limit)
+        parameters = self._inputs.parameters
+        room = parameters.gradients  # which a step has no more use for
+        found, scale = shorten(parameters.values.data, before, found, self._measure, self._limit, room=room)
         return {**_named(found), "trust_region/raw_kl": raw, "trust_region/scale": scale}
 
     def _measure(self) -> ByStep:
         """Nats per image by denoising step, means over the probed images."""
         assert isinstance(self._inputs.algorithm, Diverges)
+        self._inputs.parameters.changed()  # a scaling wrote into the masters
         means = {}
         for probe in sorted(self._probes, key=lambda probe: probe.step):
             (after,) = self._passes.predict(probe.group, [probe.batch])
@@ -145,15 +148,21 @@ def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch
 
 
 def shorten(
-    values: Tensor, before: Tensor, found: ByStep, measure: Callable[[], ByStep], limit: float
+    values: Tensor,
+    before: Tensor,
+    found: ByStep,
+    measure: Callable[[], ByStep],
+    limit: float,
+    *,
+    room: Tensor | None = None,
 ) -> tuple[ByStep, float]:
     """Scales the step from `before` to `values`, in place, until its summed KL is at most `limit`.
 
     `found` is what `measure` says of the whole step. Returns what it says of the scaled one, and the share kept. Every
     number comes from measurements that are equal on all ranks, so all take the same step. A step that stays beyond the
-    limit after four scalings, or whose KL is not a number even then, is taken back.
+    limit after four scalings, or whose KL is not a number even then, is taken back. `room` takes the whole step.
     """
-    full, scale = values - before, 1.0
+    full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(SEARCHES):
         kl = sum(found.values())
         if kl <= limit:

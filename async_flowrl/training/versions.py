@@ -21,7 +21,8 @@ class Versions:
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
         """`dtypes`: by tensor name, what the networks compute in."""
         self._config, self._parameters, self._dtypes = config, parameters, dtypes
-        self._dtype = functools.reduce(torch.promote_types, dtypes.values())
+        self.dtype = functools.reduce(torch.promote_types, dtypes.values())
+        """In which versions are kept: the widest of those that are sent."""
         algorithm = config.algorithm
         averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
@@ -54,9 +55,9 @@ class Versions:
 
     def retain(self, version: int) -> None:
         source = self._parameters.values.data if self.sampling is None else self.sampling
-        before, now = self._retained.get(version - 1), source.to(self._dtype, copy=True)
+        before, now = self._retained.get(version - 1), source.to(self.dtype, copy=True)
         self._changed = None
-        if before is not None and self._dtype != torch.float32:
+        if before is not None and self.dtype != torch.float32:
             # Counted here, because with max_staleness=0 the version before is not kept any longer.
             self._changed = torch.count_nonzero(before.ne(now))
         self._retained[version] = now
@@ -93,7 +94,7 @@ class Versions:
             version, name = key.split("/", 1)
             by_version.setdefault(int(version), {})[name] = tensor
         self._retained = {
-            version: self._parameters.pack(tensors, where=f"retained version {version}").to(self._dtype)
+            version: self._parameters.pack(tensors, where=f"retained version {version}", dtype=self.dtype)
             for version, tensors in sorted(by_version.items())
         }
         self._changed = None

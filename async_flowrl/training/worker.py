@@ -15,13 +15,13 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
-from async_flowrl.policies.lora import add_lora, compute_dtypes, load_warm_start, lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.checkpoint import Checkpoint, digest_of, read_checkpoint, write_checkpoint
@@ -49,7 +49,7 @@ from separation.numa import bind
 logger = logging.getLogger(__name__)
 
 MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of the adapter as it is computed is worth a warning."""
+"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same adapter, bit for bit; of the base each holds all or a share."""
+    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share."""
 
     def __init__(
         self, config: Config, model: ResolvedModel, index: int, name: str, sizes: Sequence[Resolution] = ()
@@ -88,7 +88,7 @@ class TrainerWorker:
         self._warned_of_changes = False
 
     def load(self, ranks: int = 1) -> dict[str, Any]:
-        """Builds the model with its adapter, as a rank of the process group if this process joined one, else alone.
+        """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
 
         `ranks`: of how many it is one, where it takes the place of a rank that held all of the base and died.
         Returns the base's digest, how it is laid out, and parameter counts.
@@ -108,19 +108,20 @@ class TrainerWorker:
         count = sum(parameter.numel() for parameter in base.values())
         size = sum(parameter.nbytes for parameter in base.values())
         digest = digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
-        add_lora(policy.transformer, config.lora, policy, config.seed)
-        if config.lora.path is not None:
-            load_warm_start(policy.transformer, config.lora, policy)
-        adapter = lora_parameters(policy.transformer)
-        self.parameters = FlatParameters(adapter, self.device)
+        tuning = tuning_of(config)
+        tuning.attach(policy, config.seed)
+        tuning.warm_start(policy)
         checkpoint_blocks(policy, trainer.gradient_checkpointing)
         if trainer.compile:
             compile_blocks(policy)
-        layout = self._place(policy, set(adapter.values()), size)
+        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)
+        # Now: of several ranks, the base's parameters are other objects since they have memory.
+        trained = tuning.parameters(policy.transformer)
+        self.parameters = FlatParameters(trained, self.device)
         prefetch(policy, trainer.prefetch)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
-        self.versions = Versions(config, self.parameters, compute_dtypes(policy.transformer))
+        self.versions = Versions(config, self.parameters, tuning.dtypes(policy.transformer))
         if self.world.rank == 0:
             self.sender = PublishedStreams(config, policy, self.parameters, self.versions)
         self.update = Update(self._inputs())
@@ -130,7 +131,7 @@ class TrainerWorker:
             "ranks_per_replica": self.world.per_replica,
             "base_parameters": count,
             "trainable_parameters": self.parameters.numel,
-            "trainable_tensors": len(adapter),
+            "trainable_tensors": len(trained),
             "device": str(self.device),
         }
 
@@ -169,9 +170,15 @@ class TrainerWorker:
             device=self.device,
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
-            # A warm start is the policy to stay close to, not the bare base model.
-            reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
+            reference=self._reference(),
         )
+
+    def _reference(self) -> Tensor | None:
+        """The weights that a KL is taken to; None where it is the base model with the adapter off, or nothing."""
+        if self.config.lora.path is not None:
+            return self.parameters.snapshot()  # a warm start is the policy to stay close to, not the bare base model
+        # A version is never written to, so that this one stays what the run started at.
+        return self.versions.of(0) if self.config.tune == FULL and self.algorithm.needs_reference else None
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         """Begins an optimizer step, adds groups to it, finishes it: whatever `request` says, in one call.
@@ -218,7 +225,7 @@ class TrainerWorker:
         if share < MIN_CHANGED_SHARE and not self._warned_of_changes:
             self._warned_of_changes = True
             logger.warning(
-                "step %d changed only %.2g %% of the adapter's values as rollouts compute with them (%s): the float32 "
+                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
                 "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
                 "trainer.learning_rate, or model.dtype=float32",
                 stats.step,
@@ -273,12 +280,12 @@ class TrainerWorker:
         }
         if isinstance(self.algorithm, Stateful):
             parts["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.algorithm.state_dict().items()}
-        lora = self.config.lora
+        tuning = tuning_of(self.config)
         trainer = {
             "version": self.versions.newest,
             "optimizer_steps": self.optimizer.steps,
             "sum_exponent": self.update.exponent,
-            "lora": {"rank": lora.rank, "alpha": lora.alpha},
+            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
             "model": {"path": self.config.model.path, "revision": self.model.revision},
             "weights_digest": weights_digest(parts["weights"]),
         }

@@ -61,6 +61,15 @@ def activate_on_arrival(receiver: Any, header: Any, buffer: Any, slot: str = "ri
     receiver.activate(header.stream, header.version, slot=slot)
 
 
+def two_swapped(live_tensors: Any) -> Any:
+    def fault(engine: Any) -> dict[str, Any]:
+        tensors = dict(live_tensors(engine))
+        one, other = "transformer_blocks.0.attn.to_q.weight", "transformer_blocks.0.attn.to_k.weight"
+        return tensors | {one: tensors[other], other: tensors[one]}
+
+    return fault
+
+
 def make_tickets_again(table: Any, worker: str, *version: Any, **slot: bool) -> None:
     for ticket in table.live():
         if ticket.worker == worker and ticket.state is State.RUNNING:
@@ -112,6 +121,12 @@ WEIGHT_FAULTS = (
         "publishing waits for the delivery",
         {f"{WEIGHTS}.publish": after(lambda weights, version: weights.delivery.drain())},
         f"{LOOP}:test_one_slow_acknowledgement_stalls_one_worker_only",
+    ),
+    Mutant(
+        "two parameters of one shape take each other's weights",
+        {"async_flowrl.rollout.diffusers_engine:DiffusersEngine.live_tensors": two_swapped},
+        "tests.unit.training.test_full_weights:test_the_canary_is_found_under_the_networks_own_names",
+        raises=("WeightsMismatch",),
     ),
     Mutant("a worker makes its ticket again when weights arrive", {f"{WORKER}.generate": made_again}, ARRIVES),
     Mutant(

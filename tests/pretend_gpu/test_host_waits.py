@@ -39,7 +39,7 @@ def test_a_ticket_waits_four_times_at_most_whatever_its_steps(family: str) -> No
     config = settings(family)
     worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
     worker.load()
-    publisher = Publisher(worker.engine.lora_parameters(), alpha=config.lora.alpha, rank=config.lora.rank)
+    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
     publisher.stage(0)
     publisher.seal(0)
     worker.receiver.receive(*publisher.payload(0))

@@ -8,8 +8,8 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
 from async_flowrl.training.merged_stats import merged
@@ -64,13 +64,14 @@ class Sampler:
         self.config = config
         model = resolve_model(config.model)
         policy = load_policy(model, dtype=model.dtype, device="cpu", parts="all")
-        add_lora(policy.transformer, config.lora, policy, config.seed)
+        tuning = tuning_of(config)
+        tuning.attach(policy, config.seed)
         self.policy = policy
-        self.engine = DiffusersEngine(policy, batch_size=None, device=torch.device("cpu"))
+        self.engine = DiffusersEngine(policy, batch_size=None, device=torch.device("cpu"), tuning=tuning)
 
     def load(self, tensors: dict[str, np.ndarray]) -> None:
         with torch.no_grad():
-            for name, parameter in lora_parameters(self.policy.transformer).items():
+            for name, parameter in self.engine.live_tensors().items():
                 parameter.copy_(torch.from_numpy(tensors[name]))
 
     def group(self, step: int, group: int, *, tickets: int = 1, **meta: Any) -> Handed:

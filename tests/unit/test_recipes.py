@@ -20,7 +20,7 @@ RECIPES = {
     "sd35_ocr": "stabilityai/stable-diffusion-3.5-medium",
     "flux_pickscore": "black-forest-labs/FLUX.1-dev",
 }
-VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr", "sd35_pickscore": "sd35_ocr"}
+VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr", "sd35_pickscore": "sd35_ocr", "sd35_medium_full": "sd35_ocr"}
 """Further recipes, with the one that has the same model."""
 LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
 LINES = {

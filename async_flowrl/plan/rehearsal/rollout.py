@@ -78,13 +78,13 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
 
     Returns the newest version, and the intake of one that is arriving: its memory is taken while that is kept.
     """
-    layout, lora = worker.receiver.layout, config.lora
+    layout, receiver = worker.receiver.layout, worker.receiver
     data = np.zeros(layout.nbytes, np.uint8)
     digests = layout.digests(data)
     streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
     for version in range(config.live_versions + 1):
         for stream in streams:
-            header = Draft(stream, version, layout, lora.alpha, lora.rank).sealed(digests)
+            header = Draft(stream, version, layout, receiver.alpha, receiver.rank).sealed(digests)
             worker.receiver.receive(header, data, RING)
     worker.receiver.receive(header, data, EVALUATION)
     return config.live_versions, worker.receiver.expect(header)

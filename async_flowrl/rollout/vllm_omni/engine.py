@@ -53,7 +53,7 @@ class VllmOmniEngine:
         encoded = self._client.call("rollout_encode", dict, list(texts))
         return [encoded[index] for index in range(len(texts))]
 
-    def lora_parameters(self) -> Mapping[str, Tensor]:
+    def live_tensors(self) -> Mapping[str, Tensor]:
         return self._parameters
 
     def adopt(self, active: Activation, export: Export) -> None:

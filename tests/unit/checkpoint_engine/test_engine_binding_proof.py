@@ -78,9 +78,9 @@ def test_b_zero_proves_nothing_and_is_refused() -> None:
 
 def test_missing_modules_are_named() -> None:
     probe = binding_probe(modules_of(lora()))
-    with pytest.raises(WeightsMismatch, match=r"block.1 is not adapted at the receiver"):
+    with pytest.raises(WeightsMismatch, match=r"block.1 is not trained at the receiver"):
         check(probe, {n: p for n, p in probe.items() if n != "block.1"})
-    with pytest.raises(WeightsMismatch, match=r"block.1 is not adapted at the trainer"):
+    with pytest.raises(WeightsMismatch, match=r"block.1 is not trained at the trainer"):
         check({n: p for n, p in probe.items() if n != "block.1"}, probe)
 
 

@@ -31,7 +31,7 @@ class Counted:
         self.worker.load()
         assert isinstance(self.worker.engine, DiffusersEngine)
         self.policy = self.worker.engine.policy
-        self.weights = {name: t.detach().clone() for name, t in self.worker.engine.lora_parameters().items()}
+        self.weights = {name: t.detach().clone() for name, t in self.worker.engine.live_tensors().items()}
         randomise(self.weights)
         self.publisher = Publisher(self.weights, alpha=config.lora.alpha, rank=config.lora.rank, retain=STEPS + 1)
         for version in range(STEPS + 1):

@@ -19,6 +19,8 @@ def jobs() -> dict[str, Job]:
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
     bounded = rig.tiny_config(micro_batch_size=2, shard="full")
     bounded.algorithm.max_kl_per_update = 1e-3
+    full = rig.tiny_config(micro_batch_size=2, learning_rate=1e-3)
+    full.tune, full.model.dtype = "full", "bfloat16"
     stale = [batches[0], [(replace(meta, version=0, age=1), tickets) for meta, tickets in batches[1]]]
     return {
         "plain": (config, batches),
@@ -27,6 +29,7 @@ def jobs() -> dict[str, Job]:
         "bounded": (bounded, batches),
         "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0, shard="full"), batches),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
+        "full weights": (full, batches),
         "floats": (config, batches),
         "overflow": (every, stale),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
@@ -49,6 +52,14 @@ def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outc
     assert one["digest"] == other["digest"] == alone["digest"]
     assert one["metrics"] == alone["metrics"] and one["groups"] == alone["groups"]
     assert one["kept"] == alone["kept"] == [{0: (24, 24)}] * 3
+
+
+def test_two_ranks_train_full_weights_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
+    one, other = two["full weights"]
+    assert one["info"]["layout"] == "whole on each of 2" and one["sharded"] == 0
+    assert one["info"]["trainable_parameters"] == one["info"]["base_parameters"]
+    assert one["parts"] == other["parts"] == [2, 2, 2]
+    assert one["digest"] == other["digest"] == run_alone(jobs["full weights"])["digest"]
 
 
 def test_adding_floats_would_give_other_bits(two: dict[str, list[Outcome]]) -> None:

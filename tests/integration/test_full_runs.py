@@ -1,0 +1,131 @@
+"""Runs with tune=full: the promises of an adapter's, and a model that diffusers loads."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from async_flowrl.config.compose import read_config
+from async_flowrl.evaluate import evaluate, job_of_run
+from async_flowrl.export.__main__ import main as export
+from async_flowrl.generate import from_config, generate, open_pipeline, sample
+from async_flowrl.generate import main as generate_command
+from async_flowrl.policies import trained_file
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.verify import verify
+from tests.integration.runs import Run, start, train, wait_until
+
+FULL = (
+    "tune=full",
+    "model.tiny.heads=2",
+    "model.tiny.layers=2",
+    "trainer.learning_rate=1e-3",
+    "trainer.ema_decay=0.9",
+    "trainer.ema_every=1",
+    "save.every=1",
+)
+PROMPTS = ("red red red red", "blue blue blue blue")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps, undisturbed."""
+    return train(tmp_path_factory.mktemp("full") / "run", "one_step_off", *FULL, "total_steps=3")
+
+
+def base_of(run: Run) -> StoredWeights:
+    return StoredWeights(resolve_model(read_config(run.root / "config.yaml").model).path, dtype=torch.float32)
+
+
+def whole(run: Run) -> dict[str, torch.Tensor]:
+    return dict(load_file(run.root / "transformer" / "diffusion_pytorch_model.safetensors"))
+
+
+def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
+    base, written = base_of(plain), whole(plain)
+    assert written.keys() == base.keys()
+    same = {name for name in base if torch.equal(base[name], written[name])}
+    assert all(name.startswith("transformer_blocks.1.") for name in same), "dead branches of the last block alone"
+    assert len(same) < len(base) / 4
+    parameters = sum(tensor.nbytes for tensor in written.values())
+    sync = plain.summary["sync"]
+    assert sync["bytes"] >= 4 * parameters and sync["publishes"] == 4, "versions 0 to 3, each all of it"
+    assert len(set(plain.digests)) == 4
+    assert plain.column("staleness/max") == [0, 1, 1]
+    assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6
+    assert [row for row in verify(plain.root) if not row[1]] == []
+
+
+def test_a_resumed_run_is_the_undisturbed_one(plain: Run, tmp_path: Path) -> None:
+    train(tmp_path, "one_step_off", *FULL, "total_steps=2")
+    again = train(tmp_path, "one_step_off", *FULL, "total_steps=3", "resume=auto")
+    assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]
+    ours, theirs = whole(again), whole(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
+
+
+def test_stream_and_colocated_are_sync(tmp_path: Path) -> None:
+    short = (*FULL, "total_steps=2", "model.dtype=bfloat16", "rollout.num_workers=1")
+    sync = train(tmp_path / "sync", "sync", *short)
+    stream = train(tmp_path / "stream", "stream", *short)
+    colocated = train(tmp_path / "colocated", "sync", *short, "placement=colocated")
+    assert sync.digests == stream.digests == colocated.digests
+    assert sync.sample_log == stream.sample_log == colocated.sample_log
+    assert len(set(sync.digests)) == 3
+    assert {tensor.dtype for tensor in whole(sync).values()} == {torch.bfloat16}
+
+
+def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path) -> None:
+    """`evaluate` scores them as the run's last evaluation did, and `from_pretrained` of the export makes them."""
+    from diffusers import AutoModel, DiffusionPipeline
+
+    config = read_config(plain.root / "config.yaml")
+    found = evaluate(job_of_run(config, plain.root / "transformer")).rows["reward"]
+    assert found.after is not None and found.difference is not None
+    assert found.after.mean == pytest.approx(plain.metrics[-1]["evaluation/reward/mean"], abs=1e-4)
+    settings = from_config(config)
+    pipeline = open_pipeline(settings, "cpu")
+    before = sample(pipeline, settings, PROMPTS[0], [0, 1])
+    trained_file.apply(pipeline, plain.root / "transformer")
+    after = sample(pipeline, settings, PROMPTS[0], [0, 1])
+    assert not np.array_equal(before, after)
+    assert export([str(plain.root), str(tmp_path / "published")]) == 0
+    loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
+    loaded.set_progress_bar_config(disable=True)
+    assert np.array_equal(sample(loaded, settings, PROMPTS[0], [0, 1]), after)
+    transformer = AutoModel.from_pretrained(str(plain.root / "transformer")).state_dict()
+    assert all(torch.equal(transformer[name], tensor) for name, tensor in whole(plain).items())
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert "all of its weights trained by reinforcement learning" in card and "LoRA" not in card
+
+
+def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--prompt", PROMPTS[0], "--images", "1", "--out", str(tmp_path / "grid.png")]
+    assert generate_command(["--transformer", str(plain.root / "transformer"), *given]) == 0
+    assert Image.open(tmp_path / "grid.png").width > 256, "before and after"
+    assert generate_command(["--transformer", str(plain.root / "images"), *given]) == 2
+    assert export([str(plain.root), str(tmp_path / "out"), "--format", "kohya"]) == 2
+    assert not (tmp_path / "out").exists()
+    settings = from_config(read_config(plain.root / "config.yaml"))
+    assert generate(settings, None, PROMPTS[:1], seed=0, images=1).width < 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_killed_driver(tmp_path: Path, mode: str) -> None:
+    deeper = ["max_staleness=3"] if mode == "fully_async" else []
+    settings = (*FULL, "total_steps=4", "runtime.backend=local", *deeper)
+    plain = train(tmp_path / "plain", mode, *settings)
+    process = start(tmp_path / "killed", mode, *settings)
+    wait_until(process, (tmp_path / "killed" / "checkpoints" / "step_2").exists, "its second checkpoint")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    again = train(tmp_path / "killed", mode, *settings, "resume=auto")
+    assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]

@@ -1,0 +1,157 @@
+"""tune=full on one rank: what is trained, in which precision, what is sent, and whether it reached the network."""
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.tuning import trained_names
+from async_flowrl.training.flat import FlatParameters
+from async_flowrl.training.worker import TrainerWorker
+from checkpoint_engine import CANARY_VERSION, Receiver, check_binding, weights_digest
+from tests.support import trainer_rig as rig
+
+BF16 = torch.bfloat16
+
+
+def full_config(dtype: str = "float32", **trainer: Any) -> Config:
+    config = rig.tiny_config(**{"learning_rate": 1e-3, **trainer})
+    config.tune, config.model.dtype = "full", dtype
+    config.model.tiny.heads, config.model.tiny.layers = 2, 2
+    return config
+
+
+class Site:
+    """A rollout engine with the receiving end of the weights."""
+
+    def __init__(self, config: Config) -> None:
+        self.sampler = rig.Sampler(config)
+        self.sampler.policy.transformer.requires_grad_(False)
+        self.engine = self.sampler.engine
+        self.receiver = Receiver(self.engine.live_tensors(), capacity=config.live_versions)
+
+    def receive(self, worker: TrainerWorker, version: int) -> None:
+        worker.sender.policy.seal(version)
+        header, data = worker.sender.policy.payload(version)
+        self.receiver.receive(header, data.copy())
+        self.receiver.activate("policy", version)
+
+    def network(self) -> dict[str, Tensor]:
+        """By the network's own names."""
+        return {name: parameter.data for name, parameter in self.sampler.policy.transformer.named_parameters()}
+
+
+def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, Site, dict[str, np.ndarray], Any]:
+    """A rank and a site after one step from version 0, the weights before it, and its statistics."""
+    config = full_config(dtype, **options)
+    worker, site = rig.trainer(config), Site(config)
+    before = worker.tensors()
+    stats = rig.update(worker, 0, [site.sampler.group(0, 0)])
+    return worker, site, before, stats
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dtype: str) -> None:
+    worker, site, before, stats = trained(dtype)
+    names = dict(worker.policy.transformer.named_parameters())
+    after = worker.tensors()
+    assert after.keys() == names.keys() and all(array.dtype == np.float32 for array in after.values())
+    same = {name for name in names if np.array_equal(before[name], after[name])}
+    dead = {name for name in names if re.fullmatch(str(worker.policy.lora_exclude), name.rpartition(".")[0])}
+    dead.add("transformer_blocks.1.attn.norm_added_q.weight")  # of the last block's text stream, as those are
+    assert same == dead, "what no output depends on, and nothing else"
+    assert stats.metrics["behaviour_gap"] < 1e-6, "rollout and trainer compute the same"
+    worker.sender.stage(1)
+    site.receive(worker, 1)
+    network = site.network()
+    assert worker.sender.policy.payload(1)[0].nbytes >= sum(t.nbytes for t in network.values())
+    for name, tensor in network.items():
+        assert torch.equal(tensor, torch.from_numpy(after[name]).to(getattr(torch, dtype))), name
+    if dtype == "bfloat16":
+        assert worker.policy.transformer.get_parameter(name).dtype == BF16
+
+
+def test_the_canary_is_found_under_the_networks_own_names() -> None:
+    """Version 0 would not tell: both ends have loaded it, and many of its tensors are alike."""
+    config = full_config()
+    worker, site = rig.trainer(config), Site(config)
+    start = {name: tensor.clone() for name, tensor in site.network().items()}
+    expected = worker.sender.canary()
+    site.receive(worker, CANARY_VERSION)
+    check_binding(expected, site.engine.probe())
+    assert expected.keys() == start.keys()
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in site.network().items())
+    assert worker.weights_digest() == weights_digest(start), "the trainer has its own weights back"
+
+
+def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    config = full_config("bfloat16", ema_decay=0.9, ema_every=1)
+    config.algorithm.kl_coef = 0.05
+    one, sampler = rig.trainer(config), rig.Sampler(config)
+    groups = [[sampler.group(step, 0)] for step in (0, 1)]
+    rig.update(one, 0, groups[0])
+    one.snapshot()
+    other = rig.trainer(config)
+    assert other.restore(one.save(str(tmp_path), {})) == 1
+    first, second = (rig.update(worker, 1, groups[1]).metrics for worker in (one, other))
+    assert one.weights_digest() == other.weights_digest()
+    assert rig.equal(one.tensors(average=True), other.tensors(average=True))
+    assert first["kl"] == second["kl"] > 0.0, "the reference is the model that the run started at"
+
+
+def test_gradients_of_bfloat16_parameters_are_added_in_float32() -> None:
+    layer = nn.Linear(8, 4, bias=False).to(BF16)
+    start = layer.weight.detach().clone()
+    flat = FlatParameters({"weight": layer.weight}, torch.device("cpu"))
+    batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)).to(BF16) for seed in range(40)]
+    for batch in batches:
+        layer(batch).sum().backward()
+    each = [batch.float().sum(0).to(BF16).float().expand(4, 8) for batch in batches]
+    expected = functools.reduce(torch.add, each)
+    assert torch.equal(flat.named(flat.gradients)["weight"], expected)
+    assert not torch.equal(expected, functools.reduce(torch.add, [one.to(BF16) for one in each]).float())
+    assert layer.weight.grad is None, "only the float32 sum is kept"
+    flat.values.data.add_(1e-4)  # too small to show in bfloat16 where a weight is large
+    flat.changed()
+    assert torch.equal(layer.weight.data, (start.float() + 1e-4).to(BF16))
+    masters = flat.snapshot()
+    with flat.swapped(torch.zeros_like(masters, dtype=BF16)):
+        assert not layer.weight.any() and torch.equal(flat.values.data, masters)
+    assert torch.equal(layer.weight.data, (start.float() + 1e-4).to(BF16))
+
+
+def test_frozen_parameters_stay_and_are_not_sent() -> None:
+    config = full_config()
+    config.full.freeze = ["*norm*", "transformer_blocks.0.*"]
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    start = {name: parameter.detach().clone() for name, parameter in worker.policy.transformer.named_parameters()}
+    rig.update(worker, 0, [sampler.group(0, 0)])
+    names = worker.tensors().keys()
+    frozen = {name for name in start if "norm" in name or name.startswith("transformer_blocks.0.")}
+    assert names == start.keys() - frozen and frozen
+    for name in frozen:
+        assert torch.equal(start[name], worker.policy.transformer.get_parameter(name))
+    assert {entry.name for entry in worker.sender.policy.layout.entries} == names
+
+
+NAMES: Mapping[str, None] = dict.fromkeys(["norm.weight", "proj.bias", "proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "refusal"),
+    [
+        (["nrm.*"], r"full.freeze: 'nrm.\*' matches no parameter of the model, e.g. norm.weight; did you mean norm"),
+        (["*"], r"full.freeze=\['\*'\] freezes all 3 parameters: nothing is left to train"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(freeze: list[str], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        trained_names(NAMES, freeze)
+    assert trained_names(NAMES, ["*.weight"]) == ["proj.bias"]
