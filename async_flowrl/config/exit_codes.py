@@ -1,12 +1,15 @@
-"""Process exit codes."""
+"""Exit codes of the command-line programs."""
 
 OK = 0
 ERROR = 1
+"""The program failed."""
 CONFIG = 2
+"""The configuration, an argument or an input file was refused, or the hardware cannot run it."""
 INCOMPLETE = 3
-"""Training is done, LoRA and summary are written, but an evaluation, a picture, a monitor or the report failed."""
+"""Training finished, LoRA and summary are written, but an evaluation, picture, monitor or the report failed."""
 HACKING = 4
-"""Stopped by evaluate.on_hacking=stop, in order: LoRA, lora_best and summary are written, and resume=auto goes on."""
+"""evaluate.on_hacking=stop ended the run. LoRA, lora_best and summary are written; resume=auto continues the run."""
 RESUMABLE = 75
-"""EX_TEMPFAIL: stopped by SIGTERM or time_limit with a checkpoint; start again with resume=auto."""
+"""SIGTERM or time_limit ended the run after a checkpoint; resume=auto continues it. The number is EX_TEMPFAIL."""
 INTERRUPTED = 130
+"""The run was interrupted (Ctrl-C). The number is 128 + SIGINT."""

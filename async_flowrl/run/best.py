@@ -1,4 +1,4 @@
-"""The best evaluated version: its LoRA beside the newest one's."""
+"""Export of the LoRA of the best evaluated version to lora_best/, beside the newest version's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +12,10 @@ from async_flowrl.training.checkpoint import read_checkpoint
 
 
 def export_best(config: Config, directory: RunDirectory, history: Sequence[Evaluation]) -> Path | None:
-    """Writes the LoRA that the best version was evaluated with to lora_best/; None where no version is kept as best.
+    """Writes the LoRA with which the best version was evaluated and returns its path; None if no version is best.
 
-    Raises DamagedCheckpoint or OSError where its checkpoint is not there to read.
+    With `trainer.ema_decay` that LoRA is the moving average. Raises DamagedCheckpoint or OSError if the checkpoint of
+    the version cannot be read.
     """
     row = best_row(config, history)
     if row is None:
