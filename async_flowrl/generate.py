@@ -1,7 +1,9 @@
-"""python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png: images before and after training.
+"""Command that makes a grid of images with and without a LoRA, to see what training changed.
 
-A run with tune=full left RUN/transformer instead, for --transformer. The images come from diffusers' own pipeline, not
-from the training loop's engine: a user of the trained weights gets the same.
+python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png      (or: async-flowrl generate ...)
+
+It samples with the stock diffusers pipeline, not with the rollout engine, so a user of the weights gets the same
+images. A run with tune=full leaves RUN/transformer instead of a LoRA, for --transformer.
 """
 
 import argparse
@@ -30,14 +32,15 @@ from async_flowrl.types import ByteArray, Sampling
 logger = logging.getLogger(__name__)
 
 _MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
-"""Pixels: the smallest side of an image in the grid, the space between images, the height of a line of text."""
+"""In pixels: smallest side of an image in the grid, space between images, height of a line of text."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to sample with, and how: as the run's config.yaml beside the weights says, or else the command line.
+    """The base model and the settings of the sampler.
 
-    The pipeline adds no noise after the initial one, whatever `sampling` says of it.
+    `sampling.sde_type` and `sampling.noise_level` have no effect: the stock pipeline is deterministic after the initial
+    noise.
     """
 
     model: ModelConfig
@@ -45,7 +48,12 @@ class Settings:
 
 
 def settings_of(trained: Path | None, model: str | None) -> Settings:
-    """What the run that left `trained` used; without a run, what suits the model, which a LoRA itself may name."""
+    """Settings for trained weights (None: only the base model).
+
+    If `trained` lies in a run directory, they are those of the run's evaluations (config.yaml), with the base model
+    replaced by `model` if that is given. Otherwise they are the usual settings of `model`, or of the base model that
+    a LoRA file names. Raises ValueError if no model is known or `trained` holds no weights.
+    """
     if trained is not None:
         trained_file.check(trained)
     run = run_of(trained) if trained is not None else None
@@ -64,13 +72,16 @@ def settings_of(trained: Path | None, model: str | None) -> Settings:
 
 
 def run_of(trained: Path) -> Path | None:
-    """The run directory that weights lie in: of RUN/lora, RUN/transformer, of a file in it, or of a file in RUN."""
+    """The run directory of weights at RUN/lora, RUN/transformer, a file in one, or RUN/FILE, known by its config.yaml.
+
+    None if there is none.
+    """
     folders = list(trained.resolve().parents)[: 1 if trained.is_dir() else 2]
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def usual(model: str) -> Settings:
-    """How images of a model are usually made."""
+    """Settings for a model outside a run: its family's usual guidance, 512 × 512 pixels, 28 steps (`tiny`: 32, 6)."""
     if model == "tiny":
         return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
     config = ModelConfig(path=model)
@@ -79,14 +90,14 @@ def usual(model: str) -> Settings:
 
 
 def from_config(config: Config) -> Settings:
-    """How the run evaluates; of several sizes the first, and never one that only prompts bring."""
+    """Settings of the run's evaluations, at the first of the configured sizes."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
     how = sampling(config, configured(config.rollout)[0])
     return Settings(config.model, replace(how, num_inference_steps=steps))
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
-    """diffusers' pipeline for the model, on `device`, silent."""
+    """The stock diffusers pipeline of the model on `device`, without progress bars."""
     resolved = resolve_model(settings.model)
     pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
     pipeline.set_progress_bar_config(disable=True)
@@ -94,18 +105,21 @@ def open_pipeline(settings: Settings, device: str) -> Any:
 
 
 def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int]) -> ByteArray:
-    """Images uint8 [n, H, W, 3], one per seed as the pipeline's `generator` takes them."""
+    """Images uint8 [n, H, W, 3] of one prompt, one per seed; the initial noise is drawn on the CPU."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     return run_pipeline(pipeline, settings, prompt, num_images_per_prompt=len(seeds), generator=generators)
 
 
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
-    """Images uint8 [n, H, W, 3] without noise after the initial one."""
+    """Calls the stock pipeline with the size, steps and guidance of `settings`; returns images uint8 [n, H, W, 3].
+
+    `options` are further arguments of the pipeline and take precedence.
+    """
     model, how = settings.model, settings.sampling
     if model.max_sequence_length is not None:
         options["max_sequence_length"] = model.max_sequence_length
     if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
-        options["use_resolution_binning"] = False  # else SANA, asked for 32 pixels, makes 1024 and shrinks them
+        options["use_resolution_binning"] = False  # SANA would otherwise make 1024 pixels and shrink them to the size
     options = {**family_of(pipeline, model.family).guidance_arguments(how), **options}
     height, width = height_width(how.resolution)
     images = pipeline(prompt, height=height, width=width, num_inference_steps=how.num_inference_steps, **options).images
@@ -119,9 +133,11 @@ def grid(
     captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
     max_side: int | None = None,
 ) -> Image.Image:
-    """One row per prompt; per column a title and, per prompt, images uint8 [n, H, W, 3]. Small images are enlarged.
+    """Draws one picture with one row per prompt.
 
-    `captions` are lines by column, prompt and image, and stand below it. Images larger than `max_side` are reduced.
+    `columns` holds (title, images uint8 [n, H, W, 3] per prompt); n is the same everywhere. `captions[column][prompt]
+    [image]` are the lines of text below an image. All images are drawn with the same longer side in pixels: the longest
+    one of the images, enlarged by a whole factor to 128 or more, and reduced to `max_side` if that is smaller.
     """
     n = len(columns[0][1][0])
     side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
@@ -153,9 +169,10 @@ def grid(
 def generate(
     settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
-    """The grid of all prompts with seeds seed .. seed + images - 1: the base model, then with trained weights, if any.
+    """Samples all prompts with the seeds seed .. seed + images - 1 and returns the grid (see `grid`).
 
-    Raises ValueError for a size that the model cannot make, which its pipeline would replace by another.
+    Its columns are the base model and, if `lora` is given, the base model with the LoRA. Runs on the first GPU if there
+    is one. Raises ValueError for an image size that the model cannot make (its pipeline would choose another one).
     """
     shapes_of(resolve_model(settings.model), settings.sampling.resolution)
     pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,9 @@
-"""python -m async_flowrl.main [--config-name one_step_off] [key=value ...]: compose, train, exit code."""
+"""Entry point of training: python -m async_flowrl.main [--config-name one_step_off] [key=value ...].
+
+`async-flowrl train` runs this module, too. It composes the configuration with Hydra, checks it, and starts one run or,
+with --multirun, a sweep of runs. It also gives the run those tools (planner, doctor, report) that the run's own code
+must not import: each wrapper function below imports its tool only when it is called.
+"""
 
 import argparse
 import importlib.util
@@ -39,11 +44,11 @@ if TYPE_CHECKING:
 
 
 class GuardError(RuntimeError):
-    """Another package shadows one of ours."""
+    """Another installed package has the same import name as one of this project's packages."""
 
 
 def main() -> int:
-    """Trains what the command line describes; returns the exit code. Refusals are one sentence on stderr."""
+    """Trains what sys.argv describes; returns the exit code. A wrong configuration: one sentence on stderr, code 2."""
     arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
         guard_imports()
@@ -62,9 +67,10 @@ def main() -> int:
 
 
 def train(config: Config, hydra_record: Mapping[str, str]) -> int:
-    """One run; when it has ended, the planner says what the run's first half predicts of its second.
+    """Trains one run and returns its exit code.
 
-    Raises ConfigError for what can be told without torch; the run itself says the rest.
+    `hydra_record` maps file names to the texts of the run's `.hydra/` folder. Raises ConfigError if a check that needs
+    no torch fails; later failures are reported by the run itself through its exit code.
     """
     from async_flowrl.run.early import refuse_early
 
@@ -76,35 +82,41 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:
-    """The planner is loaded here where a run has earlier steps, and is no part of it."""
+    """One sentence about the expected step time, from earlier attempts in the run directory, or why it is unknown."""
     from async_flowrl.plan import foretell
 
     return foretell.step_time(config, run_directory)
 
 
 def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
-    """The planner is loaded here where a run has found GPUs, and is no part of it."""
+    """Text about the memory that processes will need; `memory` is pool → bytes of its devices."""
     from async_flowrl.plan import foretell
 
     return foretell.device_memory(config, memory)
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """The planner is loaded here where a run has found GPUs, and is no part of it."""
+    """Warnings, one sentence each, if the configuration fits `memory` (pool → bytes of its devices) badly.
+
+    Raises ConfigError if the configuration cannot fit.
+    """
     from async_flowrl.plan import devices
 
     return devices.check_devices(config, memory)
 
 
 def preflight(prepared: "Prepared") -> list[str]:
-    """The doctor is loaded here where a run asks for it, and is no part of it."""
+    """Warnings of the doctor about the machines before a run starts. Raises ConfigError if one of its checks failed."""
     from async_flowrl.doctor import preflight as look
 
     return look.preflight(prepared)
 
 
 def predict(run_directory: Path) -> str | None:
-    """The planner is loaded here, after the run, and is no part of it."""
+    """Predicts the second half of a finished run from its first half and adds the comparison to summary.json.
+
+    Returns one sentence about it, None if the run was too short. An existing report.html is then written again.
+    """
     from async_flowrl.plan.prediction import add_prediction
 
     sentence = add_prediction(run_directory)
@@ -114,16 +126,16 @@ def predict(run_directory: Path) -> str | None:
 
 
 def report(run_directory: Path) -> Path:
-    """The report is written by a tool of its own, which is loaded here when a run has ended."""
+    """Writes report.html into the run directory; returns its path."""
     from async_flowrl.report.write import write_report
 
     return write_report(run_directory)
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:
-    """One report over the runs of a sweep that wrote theirs, in the folder that holds them all.
+    """Writes one report.html about all runs of a sweep that have a report, in the deepest folder that holds them all.
 
-    `jobs` counts those that were refused or failed, too.
+    `jobs` is the number of all jobs of the sweep, refused and failed ones included. A single job gets no such report.
     """
     from async_flowrl.report.write import write_page
 
@@ -135,14 +147,17 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence."""
+    """Argument parser that raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `async-flowrl train --help` shows how it is written")
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
-    """What the arguments say, and whether Hydra itself is asked for something (`--multirun`, `--cfg job`, `--help`)."""
+    """Parsed arguments, and True if Hydra itself must handle them (`--multirun`, `--cfg job`, `--help`, `hydra.…=`).
+
+    Raises ConfigError for arguments that cannot be parsed.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=DEFAULT)
     parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
@@ -154,10 +169,11 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
 
 
 def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
-    """Hydra's own commands and settings.
+    """Lets Hydra run the command line, e.g. a sweep; returns the exit code. Raises ConfigError if Hydra refuses it.
 
-    With `--multirun` each job has a folder of its own below `hydra.sweep.dir`; one that fails does not end the sweep,
-    but its exit code is the sweep's. A job that is interrupted or stopped ends the sweep.
+    With `--multirun` every job has its own folder below `hydra.sweep.dir`. After a job that failed, the sweep goes on
+    and returns the worst exit code of all jobs. A job that was interrupted or stopped with a checkpoint ends the sweep:
+    SystemExit with that job's code.
     """
     check_words(given.config_name, given.overrides, given.config_dir)
     codes, folders = [exit_codes.OK], list[Path]()
@@ -173,9 +189,9 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
             say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)
         if codes[-1] in (exit_codes.INTERRUPTED, exit_codes.RESUMABLE):
-            raise SystemExit(codes[-1])  # whoever stopped this job meant the whole sweep
+            raise SystemExit(codes[-1])  # Ctrl-C or SIGTERM is meant for the whole sweep, not for one job
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's refusals come back as exceptions, which `explain` puts into words
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can turn them into a sentence
     flags = [argument for argument in arguments if argument not in given.overrides]
     sys.argv[1:] = [*flags, *with_replaced_terms(given.config_name, given.overrides, given.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
@@ -189,7 +205,10 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
 
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
-    """Hydra's record of a job by file name: the composed configuration, Hydra's settings, the overrides as typed."""
+    """Files of the job's `.hydra/` folder, name → text: composed configuration, Hydra's settings, typed overrides.
+
+    `values` is the composed configuration, `hydras` is Hydra's own part of it.
+    """
     own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
     own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {
@@ -200,13 +219,13 @@ def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str,
 
 
 def home_expanded(argument: str) -> str:
-    """`key=~/path` with the home folder in it: shells leave it alone there, and Hydra's grammar refuses a bare `~`."""
+    """Replaces `~` by the home folder in `key=~/path`: shells do not do it there, and Hydra's grammar refuses `~`."""
     key, equals, value = argument.partition("=")
     return f"{key}={Path(value).expanduser()}" if equals and value.startswith("~") else argument
 
 
 def guard_imports() -> None:
-    """PyPI's `checkpoint-engine` (Moonshot) installs the same import name; refuse to run on the wrong one."""
+    """Raises GuardError if `checkpoint_engine` is PyPI's package of that name (by Moonshot), not this project's."""
     ours = importlib.util.find_spec("separation")
     theirs = importlib.util.find_spec("checkpoint_engine")
     where = [Path(spec.origin).resolve().parent.parent if spec and spec.origin else None for spec in (ours, theirs)]

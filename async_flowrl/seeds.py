@@ -1,4 +1,7 @@
-"""Every random draw of a run comes from a named seed: `derive(run_seed, "noise", step, group, image)`."""
+"""Seeds of a run: every random draw has its own seed, derived from a configured seed and from names.
+
+Example: `generator(derive(config.seed, "noise", step, group, image))`. Draws thus do not depend on order or timing.
+"""
 
 import hashlib
 import threading
@@ -13,13 +16,13 @@ _global_rng = threading.Lock()
 
 
 def derive(seed: int, *names: int | str) -> int:
-    """A 63-bit seed that depends on the run's seed and on the names, and on nothing else."""
+    """Seed in 0 .. 2**63 - 1 from the run's `seed` and `names`; equal arguments give equal seeds on every machine."""
     text = "/".join([str(seed), *(f"{type(name).__name__}:{name}" for name in names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int) -> "torch.Generator":
-    """A CPU generator: draws are the same whatever device the model runs on."""
+    """New torch generator on the CPU with this seed, so that draws do not depend on the model's device."""
     import torch
 
     return torch.Generator("cpu").manual_seed(seed)
@@ -27,9 +30,10 @@ def generator(seed: int) -> "torch.Generator":
 
 @contextmanager
 def untouched_rng(seed: int = 0) -> Iterator[None]:
-    """Library code that draws from the global CPU generator draws from `seed` inside; its state is restored outside.
+    """Context manager: seeds torch's global CPU generator with `seed` inside and restores its old state at the end.
 
-    `torch.manual_seed` would also reseed CUDA. One thread at a time.
+    It is for library code that takes no generator. Generators of CUDA are not touched (`torch.manual_seed` would reseed
+    them). A second thread waits until the first one has left.
     """
     import torch
 

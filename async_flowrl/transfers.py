@@ -1,6 +1,7 @@
-"""Copies from host to device that the host does not wait for.
+"""Asynchronous copies of tensors from host to device.
 
-A pinned buffer may be let go as soon as its copy is queued: torch's allocator hands it out again only after that copy.
+The caller may drop a pinned (page-locked) buffer while its copy is still queued: torch's allocator for pinned memory
+reuses a buffer only after that copy is done.
 """
 
 import torch
@@ -8,7 +9,11 @@ from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, through pinned memory where that is CUDA; on the host the tensor itself."""
+    """Copies a host tensor to `device`.
+
+    For a CUDA device the copy goes through pinned memory and is only queued on the current stream; the host does not
+    wait. For the CPU the same tensor is returned.
+    """
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)

@@ -1,6 +1,9 @@
-"""Messages between the controller, the rollout pool, the reward pool and the trainer. All frozen, all picklable.
+"""Messages between the controller, the rollout workers, the reward workers and the trainer.
 
-Arrays that pass through the object store are numpy, never torch; images are uint8 [n, H, W, 3].
+The controller sends a RolloutRequest (one ticket) to a rollout worker. The worker returns a small RolloutReport to the
+controller and puts two payloads into Ray's object store: the images, uint8 [n, H, W, 3] (read by reward workers), and
+for training tickets a Trajectory (read by the trainer). Reward workers send the controller the Scores of each group.
+All messages are frozen and picklable; their arrays are numpy, never torch. Words such as ticket: docs/glossary.md.
 """
 
 from collections.abc import Mapping
@@ -13,44 +16,48 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 Conditioning = dict[str, npt.NDArray[Any]]
-"""What a model family needs of one prompt, without a batch dimension, e.g. {"prompt_embeds": [L, D] float32}."""
+"""Encoded prompt, the network's text input: name → array without batch dimension, e.g. {"prompt_embeds": [L, D]}."""
 
 TokenIds = tuple[int, ...]
 Resolution = int | tuple[int, int]
-"""Pixels of an image: the side of a square one, otherwise height and width, which then differ."""
+"""Image size in pixels: one integer for a square image, (height, width) only where the two differ."""
 
 Wording = str | TokenIds
-"""What a text encoder reads: text, or the ids that its tokenizer makes of it inside the model's prompt template."""
+"""Input of a text encoder: a text, or the token ids of that text inside the model's prompt template."""
 
 TRAIN, EVALUATION = "train", "evaluation"
+"""Values of RolloutRequest.kind: images to train on, and images that are only scored."""
 POLICY, EMA = "policy", "ema"
-"""The named streams of the checkpoint engine: the trained weights and their moving average."""
+"""The two sets of weights that the trainer publishes: the trained weights, and their exponential moving average."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the prompt file; `target` is what the reward wants (an OCR target, say).
-
-    Where there are token ids, text encoders read those, and everything else (rewards, pictures) the text.
-    """
+    """One row of a prompt file. None means that the row does not set the field."""
 
     index: int
+    """Place in the sequence of training prompts, or of evaluated prompts, from 0."""
     text: str
+    """The prompt for people, rewards and pictures; text encoders read it only if `token_ids` is None."""
     negative: str | None = None
+    """Negative prompt of classifier-free guidance."""
     system: str | None = None
+    """System prompt, for text encoders with a chat template."""
     target: str | None = None
+    """The result that a reward checks for, e.g. the words that should be readable in the image."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns of the row, passed on to rewards."""
     token_ids: TokenIds | None = None
     negative_token_ids: TokenIds | None = None
     resolution: Resolution | None = None
-    """Of its images, where it brings a size of its own."""
+    """Size of this prompt's images in pixels; None means a size from the configuration."""
 
     @property
     def wording(self) -> Wording:
         return self.text if self.token_ids is None else self.token_ids
 
     def negative_wording(self, default: str) -> Wording:
-        """What guidance leads away from; `default` where the prompt has nothing of its own."""
+        """The negative prompt: this prompt's token ids, else its text, else `default` (rollout.negative_prompt)."""
         if self.negative_token_ids is not None:
             return self.negative_token_ids
         return default if self.negative is None else self.negative
@@ -58,54 +65,70 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an image is sampled. `sde_type` is `sde`, `dance_sde`, `cps` or `ode`."""
+    """Settings of the sampler, the same for all images of a ticket."""
 
     resolution: Resolution
+    """The size that is used: the prompt's own, otherwise one from the configuration."""
     num_inference_steps: int
+    """T, the number of denoising steps."""
     true_cfg_scale: float
+    """Scale of classifier-free guidance with a second network pass for the negative prompt; 1 or less means off."""
     guidance_scale: float
+    """Network input of guidance-distilled models (FLUX); 0 for models without this input."""
     negative_prompt: str
+    """Negative prompt of all prompts that have none of their own."""
     sde_type: str
+    """How noise enters a denoising step: `sde`, `dance_sde`, `cps`, or `ode` for no noise (see algorithms/sde.py)."""
     noise_level: float
+    """Factor on the noise of a denoising step."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One ticket as a rollout worker sees it: `n = len(images)` images of one prompt with one policy version.
-
-    `noise_steps` are the denoising steps that get noise, `train_steps` those whose transitions are recorded
-    (a subset); both are indices into the schedule and the same for all images of a group.
-    """
+    """One ticket as the controller sends it to a rollout worker: n images of one prompt, made by one policy version."""
 
     kind: str
+    """TRAIN or EVALUATION."""
     ordinal: int
+    """Number of the ticket among all tickets of its kind."""
     step: int
+    """Training step that the images belong to."""
     group: int
+    """Number of the group in its step, or of the prompt in its evaluation, from 0."""
     version: int
+    """Version of the weights that must make the images."""
     prompt: Prompt
     images: tuple[int, ...]
+    """Numbers of these n images inside their group, from 0: one ticket may hold only a part of a group."""
     initial_seeds: tuple[int, ...]
+    """One seed per image, for its initial latents."""
     noise_seeds: tuple[int, ...]
+    """One seed per image, for the noise that denoising steps add."""
     noise_steps: tuple[int, ...]
+    """Denoising steps (0 to T - 1) that add noise, ascending and the same for the whole group; may be empty."""
     train_steps: tuple[int, ...]
+    """Denoising steps to train on. They are among `noise_steps`, except for algorithms that train on final images:
+    these add no noise, and the trainer later noises the final latents to the levels sigmas[i] of these steps i."""
     sampling: Sampling
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The recorded part of a ticket's denoising.
-
-    latents [n, P, *latent] float32 at schedule positions `points` (P of them: the sorted union of i and i+1 for every
-    trained step i); log_probs [n, W] float32, mean over latent elements, for the W steps in `train_steps`;
-    sigmas [T+1] float32; `conditioning` of the (one) prompt.
-    """
+    """The recorded part of a training ticket's denoising: n images, T denoising steps, W = len(train_steps)."""
 
     latents: FloatArray
+    """[n, P, *latent shape] float32: the latents at the P = len(points) noise levels sigmas[p] for p in `points`."""
     points: tuple[int, ...]
+    """Sorted union of i and i + 1 for every trained step i; only T if the algorithm trains on final images."""
     train_steps: tuple[int, ...]
+    """As in the request."""
     log_probs: FloatArray
+    """[n, W] float32 under the weights that made the images: the log-density of each trained transition divided by the
+    number of latent elements (for cps see sde.log_prob). [n, 0] if the algorithm trains on final images."""
     sigmas: FloatArray
+    """[T + 1] float32: the noise levels of the schedule, strictly falling from 1 to 0."""
     conditioning: Conditioning
+    """The encoded prompt, shared by the n images; the negative prompt is not in it."""
 
     @property
     def nbytes(self) -> int:
@@ -114,53 +137,57 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Span:
-    """A named stretch of a worker's time; start and end are `time.time()` seconds. For reports, never for decisions."""
+    """A named part of a worker's time, for reports only; `start` and `end` are unix seconds (`time.time()`)."""
 
     name: str
     start: float
     end: float
     flops: float | None = None
-    """Floating-point operations of the network inside it, where they are known."""
+    """Floating-point operations of the network in this span; None if they were not counted."""
     bytes: int | None = None
-    """Of a training ticket's images and trajectory, said by the span that ends with them."""
+    """Size of a training ticket's payloads (images and trajectory), on the span that completes them; None elsewhere."""
 
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What of a finished ticket passes through the controller. Version and digest are those at its start."""
+    """A rollout worker's answer to the controller about one finished ticket; the images travel separately."""
 
     ordinal: int
     version: int
+    """The version that the request names."""
     digest: str
+    """Digest of the weights that made the images; the controller compares it with the published digest."""
     images: int
+    """Number of images."""
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a term of the reward gave a group no score."""
+    """The reason why one term of the reward could not score a group."""
 
     reason: str
     final: bool = False
-    """Whether it was tried as often as `reward.retries` allows; otherwise it may be tried again."""
+    """True: the controller must not try again (all retries are used, or the term's server is lost). False: it may."""
     traceback: str = ""
-    """The text of the exception's, in the worker."""
+    """Traceback of the exception in the reward worker; empty if it was not raised there."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of one group in image order: the weighted sum and each part, float64.
-
-    Terms that could not be scored are in `failed` and not in `by_term`; `total` is the sum of the others.
-    """
+    """Rewards of one group; every tuple has one value per image, in image order."""
 
     total: tuple[float, ...]
+    """Sum of weight × score over the terms in `by_term`, with the weights of the configuration."""
     by_term: Mapping[str, tuple[float, ...]]
+    """Term → scores as the reward gave them, unweighted. A term that failed is in `failed` instead."""
     spans: tuple[Span, ...] = ()
     extras: Mapping[str, Mapping[str, tuple[float | str, ...]]] = field(default_factory=dict)
-    """By term, what it said of every image beside its score, by name and in image order."""
+    """Term → name → a further text or number about each image, which the reward returned beside its score."""
     failed: Mapping[str, Failure] = field(default_factory=dict)
+    """Term → why it has no score. The controller trains on the other terms, unless the term is required."""
     retries: Mapping[str, int] = field(default_factory=dict)
-    """By term, calls that were made again."""
+    """Term → number of repeated calls."""
     served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """By term whose servers the run has started: URL → whether it answered anything, or let attempts time out only."""
+    """Term → URL of a server that the run started → True if it answered since the last report of this worker, False if
+    attempts only timed out."""

@@ -1,4 +1,7 @@
-"""Vocabulary of a delivery: what travels, the protocols of its two ends, its options and its counts."""
+"""Types of a delivery: its messages, the protocols of its sender and receivers, its options and its counts.
+
+A *stream* is a sequence of versions of the same tensors. To *seal* a version is to fix its bytes by their digests.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,14 +11,17 @@ from checkpoint_engine.fanout import MAX_FAN_OUT, NODE_FAN_OUT
 from checkpoint_engine.layout import Layout
 
 RING = "ring"
-"""Slot kind: the newest `capacity` versions of each stream."""
+"""Kind of slot in a receiver: the ring holds the newest `capacity` versions of each stream."""
 EVALUATION = "evaluation"
-"""Slot kind: one version beside the ring, which only the next evaluation version replaces."""
+"""Kind of slot in a receiver: it holds one version beside the ring, which only the next evaluation version replaces."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a payload is, while its bytes are not digested yet. Picklable, some tens of kilobytes."""
+    """Description of a version whose bytes have no digests yet. Picklable, some tens of kilobytes.
+
+    `alpha` and `rank` are those of LoRA tensors, None for others; they must be equal at both ends.
+    """
 
     stream: str
     version: int
@@ -28,29 +34,29 @@ class Draft:
         return self.layout.nbytes
 
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
-        """The header of bytes with these digests."""
+        """Returns the header of a version whose tensors have these digests, in layout order."""
         parts = (self.stream, self.version, self.layout, self.alpha, self.rank, digests)
         return Header(*parts, digest=_identity(*parts))
 
 
 @dataclass(frozen=True)
 class Header(Draft):
-    """What a payload is and what its bytes must be."""
+    """Description of a sealed version, by which a receiver verifies the bytes that arrive."""
 
     digests: tuple[bytes, ...]
     """16 bytes per tensor, in layout order."""
     digest: str
-    """SHA-256 (hex) over everything above: with `version` it is the identity of these weights."""
+    """SHA-256 (hex) over all other fields; it identifies these weights."""
 
     def is_consistent(self) -> bool:
-        """Whether the total digest belongs to the other fields."""
+        """Returns True if `digest` matches the other fields."""
         parts = (self.stream, self.version, self.layout, self.alpha, self.rank, self.digests)
         return len(self.digests) == len(self.layout.entries) and self.digest == _identity(*parts)
 
 
 @dataclass(frozen=True)
 class Ack:
-    """A receiver's word that it verified and retains a version."""
+    """Acknowledgement of a receiver that it has verified and retains a version."""
 
     stream: str
     version: int
@@ -60,7 +66,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Activation:
-    """What the live tensors hold."""
+    """The version that is in a receiver's live tensors, i.e. in the tensors that the network computes with."""
 
     stream: str
     version: int
@@ -68,38 +74,47 @@ class Activation:
 
 
 class SenderEndpoint(Protocol):
-    """The publishing side as a controller sees it: a `Publisher` in this process, a thread or another machine."""
+    """The sender as a Delivery calls it; behind it is a `Publisher` in this process, a thread or another machine."""
 
     async def stage(self, version: int) -> None:
-        """Copies the tensors; returns when they may change again."""
+        """Copies the tensors aside as `version`; returns when they may change again."""
 
-    async def seal(self, version: int) -> Header: ...
+    async def seal(self, version: int) -> Header:
+        """Digests a staged version and returns its header. Raises VersionGone if it is not staged or retained."""
+        ...
 
     async def payload(self, version: int) -> Any:
-        """The version's bytes, or whatever stands for them and receivers can be given. Raises VersionGone."""
+        """Returns a version's bytes or a reference to them. Raises VersionGone if the version is not retained."""
 
     async def hold(self, version: int) -> None:
-        """Retains a version, however many newer ones come, until `release`."""
+        """Retains a version, regardless of newer ones, until `release` is called for it."""
 
     async def release(self, version: int) -> None: ...
 
 
 class ReceiverEndpoint(Protocol):
-    """One receiver as a controller sees it."""
+    """One receiver as a Delivery calls it; behind it is a `Receiver`. `name` is unique among the receivers."""
 
     name: str
     node: str
-    """Receivers on one node can hand payloads to each other."""
+    """Name of the machine. Receivers with the same node can pass payloads on to each other."""
 
-    async def receive(self, header: Header, payload: Any, slot: str) -> Ack: ...
+    async def receive(self, header: Header, payload: Any, slot: str) -> Ack:
+        """Verifies and retains a version. Raises TransferCorrupted or WeightsMismatch, as `Receiver.receive` does."""
+        ...
 
     async def relay(self, header: Header, slot: str) -> Any:
-        """A payload made of the version that this receiver retains, for its neighbours."""
+        """Returns a payload of a version that this receiver retains, to be sent to other receivers."""
 
 
 @dataclass(frozen=True)
 class DeliveryOptions:
-    """`deadline` in seconds, for each single call to an end; `retain` versions can be asked for by joiners."""
+    """Options of a Delivery.
+
+    `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of the sender or a
+    receiver may take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out`: see
+    fanout.py.
+    """
 
     retries: int = 3
     deadline: float = 30.0
@@ -110,16 +125,20 @@ class DeliveryOptions:
 
 @dataclass
 class DeliveryStats:
-    """Counts since the start; seconds by the loop's clock. `seconds` runs from staged to acknowledged by all."""
+    """Sums over all deliveries since the start; seconds are by the event loop's clock."""
 
     publishes: int = 0
     bytes: int = 0
+    """Size of the published versions; a version counts once, not per receiver."""
     seconds: float = 0.0
+    """Seconds from staged to acknowledged by all receivers."""
     stall_seconds: float = 0.0
+    """Seconds of waiting for the sender to stage."""
     acknowledged: int = 0
     retries: int = 0
     corrupt: int = 0
     fallbacks: int = 0
+    """Versions that the collective transport did not bring to its members, and payloads that were not passed on."""
     replaced: int = 0
 
 

@@ -1,13 +1,13 @@
-"""Binding proof: the weights that arrived are in the modules they belong to, with the right scale.
+"""The binding proof checks that delivered LoRA weights are in the right modules, with the right scale.
 
-Digests prove that bytes arrived, not that each tensor reached its module: two equal-shaped tensors swapped before
-hashing, or a wrong alpha, keep every digest right. So both ends compute scaling * B (A x) for each of their *named
-modules*, with x seeded by the module's name, and compare. As B is zero at the start of training, an adapter with
-random B (the canary) is delivered and probed before the first version.
+Digests prove that the bytes arrived, but not that each tensor reached its module: they do not notice two tensors of
+equal shape that were swapped before hashing, or a wrong alpha. Therefore both ends compute scaling * B (A x) for each
+named module, with x seeded by the module's name, and the results are compared. B is zero at the start of training, so
+that its result proves nothing; an adapter with random B (the canary) is delivered and compared first.
 
-Of tensors that a network computes with as they are (whole weights), each end digests its live bytes by the names that
-the network itself has for them. The canary serves them, too: version 0 is what both ends loaded, with many equal
-tensors, and would look right in a network that it never reached.
+With whole weights (tune=full), each end digests its live bytes by the names that the network itself has for its
+tensors. The canary is delivered for them, too: both ends have loaded version 0, so it would look right in a network that
+it never reached.
 """
 
 import hashlib
@@ -23,14 +23,15 @@ from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
 
 CANARY_VERSION = -1
+"""Version number of the canary."""
 PROJECTIONS = 4
 MAX_RELATIVE_DIFFERENCE = 1e-9
-"""Of two probes; they are float64, so that only the order of summation can differ."""
+"""Largest allowed relative difference of two probes. They are float64 and differ only by the order of summation."""
 
 
 @dataclass(frozen=True)
 class LoraModule:
-    """One adapted linear layer: a [rank, in], b [out, rank], y += scaling * b (a x)."""
+    """One linear layer with LoRA: `a` [rank, in] and `b` [out, rank] add scaling * b (a x) to its output."""
 
     a: Tensor
     b: Tensor
@@ -39,9 +40,9 @@ class LoraModule:
 
 @torch.no_grad()
 def binding_probe(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
-    """For each module, by its name: float64 [5], the norm of scaling * B (A x) and four projections of it.
+    """Returns module name → float64 [5]: the norm of y = scaling * B (A x), and four random projections of y.
 
-    Raises WeightsMismatch for a module whose A and B don't fit each other.
+    Raises WeightsMismatch if a module's A and B have different ranks.
     """
     return {name: _probe(name, modules[name]) for name in sorted(modules)}
 
@@ -73,9 +74,10 @@ def _probe(name: str, module: LoraModule) -> Tensor:
 
 
 def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor], *, who: str = "the receiver") -> None:
-    """Compares two results of `binding_probe` or `tensor_probe`; raises WeightsMismatch naming what first differs.
+    """Compares two results of `binding_probe` or `tensor_probe`; raises WeightsMismatch, naming what first differs.
 
-    Modules whose output is zero at the trainer prove nothing and are refused too: probe with the canary.
+    A module whose output is zero at the trainer is refused, too, because it proves nothing. `who` names the receiver in
+    the message.
     """
     for name in sorted(trainer.keys() | receiver.keys()):
         if name not in receiver or name not in trainer:
@@ -94,7 +96,7 @@ def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor],
 
 
 def canary_tensors(layout: Layout, seed: int) -> dict[str, Tensor]:
-    """Random tensors of a layout, each drawn from (seed, name), for the delivery that precedes version 0."""
+    """Returns the canary: random normal tensors of a layout, each drawn from (seed, name)."""
     return {
         entry.name: torch.randn(entry.shape, generator=_generator(entry.name, str(seed))).to(dtype_of(entry))
         for entry in layout.entries

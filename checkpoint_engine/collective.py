@@ -1,9 +1,10 @@
-"""Broadcasts over a process group of their own: gloo or nccl through torch.distributed, beside any default group.
+"""The members' side of collective transports: broadcasts of versions over a process group of gloo or NCCL.
 
-One group per membership epoch, on a store prefix that carries the run's secret. Before the sender enters one every
-member says that it is ready; each has a finite deadline; on the first failure all members abort, which frees those
-that still wait, and a receiver that lacks the version gets it another way. Collectives of one process run in one
-thread, in the order in which the controller starts them.
+The group is separate from torch's default group. There is one group per epoch, i.e. per set of members; its members
+meet at a TCP store, under a key prefix that contains the run's secret. Before each broadcast every member confirms that
+it is ready. Every wait has a time limit. On the first failure all members abort, which frees those that still wait, and
+receivers without the version get it in another way. Collectives of one process run in one thread, in the order in which
+the controller starts them; collective_delivery.py is the controller's side.
 """
 
 import atexit
@@ -27,10 +28,10 @@ from checkpoint_engine.side_stream import SideStream, concrete, on
 
 
 class Member:
-    """Membership of one process in the group, epoch after epoch. `abort` may come from another thread at any time."""
+    """Membership of one process in the group of each epoch. Any thread may call `abort` at any time."""
 
     def __init__(self, link: Callable[[], Link], device: torch.device | str = "cpu") -> None:
-        """`device` is where the link's buffers live; `cuda` alone is the calling thread's current GPU."""
+        """`link` makes an epoch's Link, whose buffers are on `device`; `cuda` is the calling thread's current GPU."""
         self._make, self._device = link, concrete(device)
         self._side = SideStream.of(self._device)
         self._link: Link | None = None
@@ -40,9 +41,10 @@ class Member:
         self._aborted = threading.Event()
 
     def open(self, epoch: Epoch, rank: int) -> None:
-        """Meets the other members at the store that the sender serves. Raises TransferFailed.
+        """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted.
 
-        The meeting is a thread's: torch can't be interrupted in it and exceeds its time-out where peers are missing.
+        A separate thread does the work, because torch cannot be interrupted and exceeds its time-out if peers are
+        missing.
         """
 
         def failed(why: str) -> TransferFailed:
@@ -68,7 +70,7 @@ class Member:
             raise failed("aborted")
 
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
-        """By a connection of this epoch's own: one that still waits for a peer of an earlier epoch serves nobody."""
+        """Opens the link on a new store connection, as that of an earlier epoch may still wait for a missing peer."""
         link = None
         try:
             link = self._make()
@@ -86,19 +88,21 @@ class Member:
             meeting.set_result((link, [store, prefixed]))
 
     def _connect(self, link: Link, epoch: Epoch) -> None:
-        """A first broadcast, of one byte: NCCL (since 2.22) connects its ranks in it, which may take as long as the
-        rest of the set-up and so belongs under its limit, not under that of a delivery."""
+        """Broadcasts one byte, in which NCCL (since 2.22) connects its ranks.
+
+        This may take as long as the rest of the set-up, so it is done within the set-up's limit, not a delivery's.
+        """
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         limit = Limit.of(threading.Event(), epoch.setup.total_seconds())
         link.broadcast(byte, limit, lambda end: None, lambda: torch.zeros_like(byte))
 
     def ready(self, epoch: int) -> None:
-        """Confirms that this member is in the epoch. Raises TransferFailed."""
+        """Raises TransferFailed if this member is not in the epoch."""
         if self._epoch is None or self._epoch.number != epoch:
             raise TransferFailed(f"not a member of epoch {epoch}")
 
     def send(self, sealing: Sealing) -> None:
-        """Broadcasts a version and, behind it, its digests, which are taken beside that. Raises TransferFailed."""
+        """Broadcasts a version and digests it meanwhile; its digests follow as a trailer. Raises TransferFailed."""
 
         def digests() -> Tensor:
             return torch.frombuffer(bytearray(trailer(sealing.digested())), dtype=torch.uint8).to(self._device)
@@ -107,9 +111,9 @@ class Member:
             self._broadcast(sealing.on(self._device), sealing.feed, digests)
 
     def take(self, intake: Intake) -> Ack:
-        """Receives a version into its slot and digests it as it comes. Raises TransferFailed and `Intake.accept`'s.
+        """Receives a version into its slot and digests it meanwhile. Raises TransferFailed, and as `Intake.accept`.
 
-        The slot is on the link's device, or on a GPU where the link's is the host.
+        The slot is on the link's device, or it is on a GPU and the link uses host memory.
         """
         with on(intake.side):
             digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
@@ -135,30 +139,30 @@ class Member:
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
 
     def _room(self, nbytes: int) -> Tensor:
-        """A buffer in host memory, for bytes that go to a GPU from there."""
+        """Returns a reused buffer in host memory, from which bytes are copied to a GPU."""
         if self._buffer is None or self._buffer.shape[0] != nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer
 
     def abort(self) -> None:
-        """Leaves the epoch; a collective under way ends with TransferFailed, here and at the other members."""
+        """Leaves the epoch. A collective under way raises TransferFailed here, and at the other members."""
         self._aborted.set()
         link, self._link, self._epoch = self._link, None, None
-        self._stores, self._buffer = [], None  # a collective that was cut off may still write there
+        self._stores, self._buffer = [], None  # an aborted collective may still write to this buffer
         if link is not None:
-            # Tearing a group down waits for its threads, which may wait for a peer until the deadline.
+            # In a thread: the abort waits for the group's threads, which may wait for a peer until the deadline.
             _beside("abort-group", link.abort)
 
 
 class CollectiveSender:
-    """The sending process's part: serves the store, and sends what a publisher retains."""
+    """The sending process's side: serves the store and broadcasts a publisher's versions; see GroupSender."""
 
     def __init__(self, publisher: Publisher, member: Member, *, host: str = "127.0.0.1") -> None:
         self._publisher, self._member, self._host = publisher, member, host
         self._server: TCPStore | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where the members meet: host and port of a store that lives as long as this object."""
+        """Returns host and port of the store where members meet; the store lives as long as this object."""
         if self._server is None:
             limit = timedelta(seconds=300)
             self._server = TCPStore(self._host, 0, None, True, limit, wait_for_workers=False)
@@ -175,7 +179,7 @@ class CollectiveSender:
         self._member.ready(epoch)
 
     def send(self, draft: Draft) -> None:
-        """Broadcasts a version and seals it, if it is not sealed yet. Raises TransferFailed, VersionGone."""
+        """Broadcasts a version and seals it if it is not sealed. Raises TransferFailed or VersionGone."""
         sealing = self._publisher.begin(draft.version)
         try:
             self._member.send(sealing)
@@ -191,7 +195,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A receiving process's part: takes a broadcast and hands it to the receiver, which verifies it."""
+    """A receiving process's side: takes broadcasts for a Receiver, which verifies them; see GroupReceiver."""
 
     def __init__(self, receiver: Receiver, member: Member) -> None:
         self._receiver, self._member = receiver, member
@@ -200,12 +204,12 @@ class CollectiveReceiver:
         self._member.open(epoch, rank)
 
     def ready(self, epoch: int, draft: Draft) -> None:
-        """Raises TransferFailed for another epoch, WeightsMismatch for a version that doesn't fit."""
+        """Raises TransferFailed if this is not the present epoch, WeightsMismatch if the version does not fit."""
         self._member.ready(epoch)
         self._receiver.check(draft)
 
     def accept(self, draft: Draft, slot: str = RING) -> Ack:
-        """Takes a broadcast into a slot. Raises TransferFailed, and whatever `Receiver.receive` raises."""
+        """Receives a broadcast into a slot. Raises TransferFailed, TransferCorrupted or WeightsMismatch."""
         return self._member.take(self._receiver.expect(draft, slot))
 
     def abort(self) -> None:
@@ -217,11 +221,11 @@ class CollectiveReceiver:
 
 _BESIDE: set[threading.Thread] = set()
 MAX_EXIT_SECONDS = 5.0
-"""A process that ends waits so long for the threads that open and abort groups."""
+"""Longest time that a process waits at its exit for the threads that open and abort groups."""
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """Does work of torch's, which can't be interrupted, in a thread of its own."""
+    """Runs `work`, a call of torch that cannot be interrupted, in a daemon thread."""
 
     def run() -> None:
         try:
@@ -236,14 +240,14 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 
 @atexit.register
 def _wait_beside() -> None:
-    """The interpreter ends a thread that comes back from C++ after it has gone, and the process with it (SIGABRT)."""
+    """Waits for the threads: one that returns from C++ after the interpreter has ended aborts the process (SIGABRT)."""
     limit = time.monotonic() + MAX_EXIT_SECONDS
     for thread in list(_BESIDE):
         thread.join(max(0.0, limit - time.monotonic()))
 
 
 def _discard(meeting: "Future[tuple[Link, list[Store]]]") -> None:
-    """A group that opened after it was given up."""
+    """Aborts a group that opened after `open` had given it up."""
     if meeting.exception() is None:
         meeting.result()[0].abort()
 

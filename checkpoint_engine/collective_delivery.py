@@ -1,4 +1,7 @@
-"""Controller's part of a collective delivery: epochs, handshakes, deadlines, abort and fall-back."""
+"""CollectiveBroadcast is the controller's side of collective transports: it forms groups and broadcasts versions.
+
+Delivery (delivery.py) calls it. An epoch is one group of the sender and a fixed set of receivers, its members.
+"""
 
 import asyncio
 import logging
@@ -16,33 +19,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FAILURES_IN_A_ROW = 3
-"""After so many that no death explains the collective is not tried again."""
+"""After this many consecutive failures that no member's death explains, the collective transport is not used again."""
 SETUP_SECONDS_PER_MEMBER = 0.1
-"""A group of many takes longer to set up."""
+"""Seconds per member that are added to the time limit of the set-up."""
 ABORT_AGAIN_SECONDS = 0.2
-"""Between two aborts of a group that is being made."""
+"""Pause between two aborts of a group that is being formed."""
 MAX_MEMBERS = 64
-"""Receivers of one group; of more, one of each node is in it."""
+"""Largest number of receivers that are all in the group; if there are more, one of each node is in it."""
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
 class GroupSender(Protocol):
-    """The sending process as the controller sees it (`CollectiveSender`, awaited)."""
+    """Asynchronous calls of the sending process; behind them is a CollectiveSender (collective.py)."""
 
     async def address(self) -> tuple[str, int]: ...
     async def open_group(self, epoch: Epoch, rank: int) -> None: ...
     async def draft(self, version: int) -> Draft: ...
     async def ready(self, epoch: int, draft: Draft) -> None: ...
     async def send(self, draft: Draft) -> None:
-        """Sends the version and seals it meanwhile."""
+        """Broadcasts the version and seals it meanwhile."""
 
     async def abort_group(self) -> None:
-        """Must get through while `send` is under way."""
+        """Aborts the group; it must be possible while `send` is under way."""
 
 
 @runtime_checkable
 class GroupReceiver(Protocol):
-    """What a receiver endpoint also has when it can join groups (`CollectiveReceiver`, awaited)."""
+    """Methods of a ReceiverEndpoint that can join groups; behind them is a CollectiveReceiver (collective.py)."""
 
     name: str
     node: str
@@ -54,7 +57,7 @@ class GroupReceiver(Protocol):
 
 
 class CollectiveBroadcast:
-    """Broadcasts of a `Delivery`. Several deliveries may share it: their collectives run one after another."""
+    """Broadcasts versions to groups of receivers. Deliveries may share one; its broadcasts run one after another."""
 
     def __init__(
         self,
@@ -66,10 +69,11 @@ class CollectiveBroadcast:
         sender_seconds: float = 30.0,
         max_members: int = MAX_MEMBERS,
     ) -> None:
-        """How long a group may take to be made, and a member to answer; a broadcast as long, and more by its bytes.
+        """`setup_seconds` is the time limit for forming a group, `ready_seconds` for an answer of a member.
 
-        `sender_seconds` is how long the sender may be busy with something else before it is asked to be ready. Of more
-        than `max_members` receivers, the first of each node is in the group.
+        A broadcast may take `ready_seconds` plus its bytes / MIN_BYTES_PER_SECOND. `sender_seconds` limits the wait for
+        a sender that is busy with something else. If there are more than `max_members` receivers, the first of each
+        node is in the group.
         """
         self.name = name
         self.failures = 0
@@ -85,11 +89,11 @@ class CollectiveBroadcast:
     async def __call__(
         self, version: int, receivers: Sequence[ReceiverEndpoint], busy: Sequence[ReceiverEndpoint] = ()
     ) -> dict[str, Ack | BaseException]:
-        """Sends a staged version, which is sealed meanwhile; one result per name of a receiver that took part.
+        """Broadcasts a staged version, which is sealed meanwhile; returns an Ack or error for every member's name.
 
-        Receivers without an Ack are left to the caller: those that have come since the group was made, those whose
-        node has another member, and everybody while a member is `busy` with an earlier version. Never hangs, and never
-        raises what a transport raises.
+        The caller must send the version to all receivers without an Ack: those that came after the group was formed,
+        those whose node has another member, and all of them while a member is `busy` with an earlier version. Every
+        wait has a limit, and errors of transports are returned, not raised.
         """
         if self._is_off or not _able(receivers):
             return {}
@@ -101,7 +105,7 @@ class CollectiveBroadcast:
                 draft = await self._within(self._sender_seconds, self._sender.draft(version))
                 await self._meet(members)
                 results = await self._exchange(draft, members, await self._enter(draft, members))
-            except Exception as error:  # whatever it was, the caller delivers another way, and finds out
+            except Exception as error:  # any error: the caller delivers in another way
                 await self._give_up(f"version {version} goes without {self.name}", members, [error])
                 return {member.name: error for member in members}
             lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
@@ -112,9 +116,9 @@ class CollectiveBroadcast:
             return results
 
     async def regroup(self, receivers: Sequence[ReceiverEndpoint]) -> None:
-        """Takes those into the group who have come since it was made: when nothing is under way, beside all work.
+        """Forms a new group with the receivers that came after the present one was formed, if there are any.
 
-        A group is over a fixed set of processes, so this makes a new one of everybody.
+        Delivery calls it in the background after a version was delivered.
         """
         async with self._order:
             members = self._chosen(_able(receivers))
@@ -122,14 +126,14 @@ class CollectiveBroadcast:
                 return
             try:
                 await self._meet(members)
-            except Exception as error:  # whatever it was, the next version's group is made without who caused it
+            except Exception as error:  # any error: the next version forms a group again
                 await self._give_up(f"{len(members)} receivers form no group of {self.name}", members, [error])
 
     async def close(self) -> None:
         await self._abort([])
 
     def has_leaders(self, receivers: int) -> bool:
-        """Whether a group of so many has one member per node, which serves its neighbours."""
+        """Returns True if a group for `receivers` receivers has one member per node, which serves the others there."""
         return receivers > self._max_members
 
     @property
@@ -137,13 +141,13 @@ class CollectiveBroadcast:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
 
     def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
-        """Who takes part: the group as it is, a new one where a member has left, nobody while a member is busy."""
+        """Returns the members: those of the present group; a new group if a member has left; none while one is busy."""
         if not self._members or not set(self._members) <= {*idle, *busy}:
             return tuple(self._chosen(idle))
         return self._members if set(self._members) <= set(idle) else ()
 
     def _chosen(self, receivers: Sequence[GroupReceiver]) -> list[GroupReceiver]:
-        """All, or of more than `max_members` one per node: a present member where the node has one."""
+        """Returns all receivers, or, of more than `max_members`, one per node, preferably a present member."""
         if not self.has_leaders(len(receivers)):
             return list(receivers)
         here = [receiver for receiver in self._members if receiver in receivers]
@@ -151,7 +155,7 @@ class CollectiveBroadcast:
         return [by_name[name] for name in leaders({name: receiver.node for name, receiver in by_name.items()})]
 
     async def _meet(self, members: Sequence[GroupReceiver]) -> None:
-        """Opens a new epoch, unless the present one has these members."""
+        """Opens a new epoch, unless the present epoch has these members."""
         if set(members) == set(self._members):
             return
         self._members = ()
@@ -174,9 +178,9 @@ class CollectiveBroadcast:
         self._members = tuple(members)
 
     async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[GroupReceiver]) -> None:
-        """Frees the lanes of members that wait for one that does not come.
+        """Aborts the opening of an epoch, so that members do not wait for a missing one.
 
-        An abort may overtake the call that it is to end, so it is repeated.
+        The abort is repeated, because it may arrive before the call that it must end.
         """
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._ready_seconds
@@ -185,9 +189,9 @@ class CollectiveBroadcast:
             await asyncio.wait(waiting, timeout=ABORT_AGAIN_SECONDS)
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
-        """Returns when everyone has said that it is ready, each member about to take what the sender sends then.
+        """Waits until the sender and all members are ready; returns member → task that receives the broadcast.
 
-        A member is told to take it right behind the question, without waiting for the answer: one round trip less.
+        The task is started right after the question whether the member is ready, which saves one round trip.
         """
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
@@ -196,7 +200,7 @@ class CollectiveBroadcast:
         try:
             async with asyncio.timeout(self._ready_seconds):
                 await asyncio.gather(*asked)
-        except BaseException:  # the abort that follows reaches the members that wait in their processes
+        except BaseException:  # the caller then aborts the group, which frees members that wait
             await _ended([*asked, *accepting.values()])
             raise
         return accepting
@@ -204,7 +208,7 @@ class CollectiveBroadcast:
     async def _exchange(
         self, draft: Draft, members: Sequence[GroupReceiver], accepting: "dict[str, asyncio.Task[Ack]]"
     ) -> dict[str, Ack | BaseException]:
-        """The sender enters the collective too; the first transport failure aborts the others."""
+        """Starts the sender's broadcast and waits for all; the first failure of the transport aborts the others."""
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._sender.send(draft))
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
@@ -228,7 +232,7 @@ class CollectiveBroadcast:
         return results
 
     async def _give_up(self, what: str, members: Sequence[GroupReceiver], errors: Sequence[BaseException]) -> None:
-        """Ends the group. A failure that a member's death explains says nothing about the transport."""
+        """Ends the group. Failures that a member's death explains do not count against the transport."""
         self.failures += 1
         self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
         self._members = ()
@@ -241,7 +245,7 @@ class CollectiveBroadcast:
             return await call
 
     async def _abort(self, members: Sequence[GroupReceiver]) -> None:
-        """Aborts reach whoever still lives; a member that is dead has nothing to abort."""
+        """Aborts the group at the sender and all members; members that cannot be reached are only logged."""
         calls = [self._sender.abort_group(), *(member.abort_group() for member in members)]
         limited = (asyncio.wait_for(call, self._ready_seconds) for call in calls)
         for error in await asyncio.gather(*limited, return_exceptions=True):
@@ -250,19 +254,19 @@ class CollectiveBroadcast:
 
 
 def _able(receivers: Sequence[ReceiverEndpoint]) -> list[GroupReceiver]:
-    """Those that can join groups."""
+    """Returns the receivers that can join groups."""
     return [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
 
 
 async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:
-    """All have ended, those under way by being cancelled."""
+    """Cancels the tasks that are under way and waits until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:
-    """Whether one ended without the bytes: what found them wrong has them all."""
+    """Returns True if a task failed before all bytes arrived; errors of verification come after that."""
     return any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done)
 
 

@@ -1,11 +1,11 @@
-"""Controller's side: every version reaches every receiver, or the receiver is replaced, or the run stops.
+"""Delivery runs in the controlling process and brings every version of one stream to every receiver.
 
     publish(v) ─ stage ─► returns      seal ─► one queue per receiver ─► receive ─► on_ack(name, ack)
                                                      │ corrupted, late: again, at most `retries` times
                                                      │ gone, or still failing: leave, then replace(name, error)
                                                      └ mismatch, or anything unknown: failed() raises, the run stops
 
-Runs on an asyncio loop and takes time only from it.
+async_flowrl/controller/weights.py uses it. It runs in one asyncio loop and takes all time from that loop.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Delivery:
-    """Delivers one stream. Make it and use it inside one running loop."""
+    """Delivers one stream; it must be made and used inside one running loop."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Delivery:
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; the new one then comes by `join`."""
+        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`."""
         self.stats = DeliveryStats()
         self._sender, self._replace, self._broadcast = sender, replace, broadcast
         self._options = options or DeliveryOptions()
@@ -59,15 +59,15 @@ class Delivery:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that are served."""
+        """Names of the current receivers."""
         return tuple(self._queues)
 
     def on_ack(self, listener: Callable[[str, Ack], None]) -> None:
-        """Calls `listener(receiver name, ack)` in the loop for every acknowledgement, resent ones included."""
+        """Registers `listener(receiver name, ack)`, which is called in the loop for every acknowledgement."""
         self._listeners.append(listener)
 
     async def publish(self, version: int) -> None:
-        """Returns when the version is staged and the tensors may change; delivery goes on in the background."""
+        """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
         self._check()
         start = self._now()
         await self._call(self._sender.stage(version))
@@ -76,9 +76,9 @@ class Delivery:
         self._spawn(self._deliver(version), f"deliver-{version}")
 
     async def place(self, version: int) -> None:
-        """Sends a sealed version to every receiver's evaluation slot, in the background; joiners get it too.
+        """Sends a sealed version to every receiver's evaluation slot, in the background; later receivers get it, too.
 
-        Raises VersionGone for a version that is neither among the newest `retain` sealed ones nor named by `keep`.
+        Raises VersionGone if the version is neither among the newest `retain` sealed ones nor retained by `keep`.
         """
         self._check()
         async with self._sealing:
@@ -91,7 +91,7 @@ class Delivery:
         self._spawn(self._settle_evaluated(jobs, before), f"evaluate-{version}")
 
     async def keep(self, version: int) -> None:
-        """Retains a sealed version for a later `place`, however many newer ones come. Raises VersionGone."""
+        """Retains a sealed version for a later `place`, regardless of newer ones. Raises VersionGone if it is gone."""
         async with self._sealing:
             if version not in self._headers:
                 raise VersionGone(f"version {version} can't be kept, only {sorted(self._headers)} are retained")
@@ -99,10 +99,10 @@ class Delivery:
             self._retained[version] = self._headers[version]
 
     async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> bool:
-        """Adds a receiver; True when it has `versions`, every newer one sealed so far, and the evaluation version.
+        """Adds a receiver and sends it `versions`, all newer sealed versions, and the evaluation version.
 
-        Versions staged but not sealed yet reach it with everybody else. False when the receiver left or failed
-        before: its own replacement is under way then. Raises VersionGone for a version that is not retained.
+        Returns True when it has them, False if it left or failed before. Versions that are staged but not sealed reach
+        it later. Raises VersionGone if a version is not retained, ValueError if the name has joined already.
         """
         self._check()
         if receiver.name in self._queues:
@@ -112,7 +112,7 @@ class Delivery:
         if lost:
             raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
         async with self._sealing:
-            # A version evicted while this waited was replaced by newer ones: what needed it is done.
+            # Versions evicted while this waited are left out: newer ones have replaced them.
             wanted = sorted(v for v in self._headers if asked and v >= min(asked))
             queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
             jobs = []
@@ -123,25 +123,25 @@ class Delivery:
         return await self._settle(jobs)
 
     async def leave(self, name: str) -> None:
-        """Stops serving a receiver. Leaving twice is fine."""
+        """Stops serving a receiver; does nothing if it has left already."""
         queue = self._queues.pop(name, None)
         if queue is not None:
             queue.task.cancel()
             queue.abandon()
 
     async def failed(self) -> None:
-        """Waits for ever, unless a delivery fails in a way that must stop the run: raises that error."""
+        """Waits until a delivery fails with an error that must stop the run, and raises that error."""
         await asyncio.shield(self._failure)
 
     async def drain(self) -> None:
-        """Returns when nothing is under way any more, replacements included; raises what stopped a delivery."""
+        """Waits until all deliveries and replacements are done; raises an error that must stop the run."""
         while self._tasks and not self._failure.done():
             pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         self._check()
 
     async def close(self) -> None:
-        """Ends everything under way and waits for it."""
+        """Cancels all deliveries and waits until they have ended."""
         tasks = [*self._tasks, *(queue.task for queue in self._queues.values())]
         for name in list(self._queues):
             await self.leave(name)
@@ -168,7 +168,7 @@ class Delivery:
             await self._broadcast.regroup([queue.endpoint for queue in self._queues.values() if queue.idle])
 
     async def _send_to_all(self, version: int) -> dict[str, Ack | BaseException]:
-        """Tries the collective transport, which seals the version on its way, with the idle receivers."""
+        """Broadcasts to idle receivers, if there is a collective transport; returns receiver → Ack or error."""
         if self._broadcast is None:
             return {}
         idle = [queue.endpoint for queue in self._queues.values() if queue.idle]
@@ -189,9 +189,9 @@ class Delivery:
     def _acknowledge(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
     ) -> "dict[str, tuple[ReceiverEndpoint, Job]]":
-        """Books what the collective brought; returns the leaders that it reached, by node, where it has leaders.
+        """Records the acknowledgements of a broadcast; returns the leaders that it reached, by node.
 
-        Whoever it did not reach is a fall-back, unless others' group was made without it.
+        A leader is the only member of its node in the group, and passes versions on there; small groups have none.
         """
         holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
@@ -212,7 +212,7 @@ class Delivery:
         queues: Sequence[ReceiverQueue],
         holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]" = MappingProxyType({}),
     ) -> list[Job]:
-        """Puts a version into the queues. `holders` (by node) have it already and pass it on to their neighbours."""
+        """Puts a version into the queues. `holders` (by node) have it already and pass it on within their nodes."""
         if not queues:
             return []
         payload = await self._call(self._sender.payload(header.version))
@@ -239,7 +239,7 @@ class Delivery:
         return list(jobs.values())
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
-        """Waits for all jobs; True when every one was acknowledged. Raises what stopped the run meanwhile."""
+        """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""
         for job in jobs:
             await asyncio.wait([job.done, self._failure], return_when=asyncio.FIRST_COMPLETED)
             self._check()

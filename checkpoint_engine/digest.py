@@ -1,8 +1,9 @@
-"""Digests of tensor bytes: XXH3-128, some tens of GB/s on one core, the same on every machine.
+"""Digests of tensors: XXH3-128 of the bytes of one tensor, and SHA-256 over such digests or over small weights.
 
-Digesting is the only work a delivery adds per byte at both ends, so it has to be cheap beside a broadcast over
-loopback (a few GB/s): cryptographic hashes are not. XXH3-128 takes in positions and the length, and the seed is the
-tensor's offset in its layout. This detects accidents, not forgery: whoever can write the header can forge it.
+Digesting is the only work that a delivery adds per byte at both ends, so it must be much faster than a broadcast over
+loopback (a few GB/s). XXH3-128 does some tens of GB/s on one core, cryptographic hashes do not. The digest
+depends on the positions and the number of the bytes; its seed is the tensor's offset in its layout. It detects
+accidents, but not forgery: it is not cryptographic, and the header with the digests is not signed.
 """
 
 import hashlib
@@ -20,18 +21,18 @@ DIGEST_BYTES = 16
 
 
 def digest_span(data: ByteArray, offset: int) -> bytes:
-    """Digest [16 bytes] of contiguous bytes [n] that sit at byte `offset` of their layout."""
+    """Returns the digest (16 bytes) of contiguous bytes [n] that begin at byte `offset` of their layout."""
     return xxhash.xxh3_128_digest(data.data, seed=offset)
 
 
 def tensor_bytes(tensor: Tensor) -> ByteArray:
-    """The tensor's elements as host bytes [nbytes]; a view where the tensor is contiguous in host memory."""
+    """Returns the tensor's elements as bytes [nbytes] in host memory; a view if the tensor is contiguous there."""
     flat: ByteArray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 
 
 def combine(parts: Iterable[bytes | str]) -> str:
-    """SHA-256 (hex) over parts, each framed by its length."""
+    """Returns the SHA-256 (hex) over the parts, each preceded by its length (8 bytes, little-endian)."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -41,7 +42,7 @@ def combine(parts: Iterable[bytes | str]) -> str:
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over the tensors as float32, in layout order (sorted by name), names and shapes left out."""
+    """Returns the SHA-256 (hex) over the tensors as float32, sorted by name; names and shapes are left out."""
     state = hashlib.sha256()
     for name in sorted(tensors):
         state.update(tensor_bytes(tensors[name].detach().float()).data)
@@ -49,9 +50,9 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def base_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Digest (hex) of named tensors as they are: name, dtype, shape and bytes, one tensor on the host at a time.
+    """Returns a digest (hex) over names, dtypes, shapes and bytes of tensors, to compare base weights of two processes.
 
-    For comparing the frozen base weights of two processes once; many times faster than SHA-256 over all bytes.
+    One tensor at a time is copied to the host. It is many times faster than SHA-256 over all bytes.
     """
     parts: list[bytes | str] = []
     for name in sorted(tensors):

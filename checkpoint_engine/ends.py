@@ -1,4 +1,7 @@
-"""The collective transports as the two kinds of workers host them: one end each, opened on the first epoch."""
+"""The ends of collective transports in workers: SendingEnd in trainer rank 0, ReceivingEnd in rollout workers.
+
+Each makes its member of the process group when the first epoch (set of members, see collective.py) is made.
+"""
 
 import torch
 
@@ -10,7 +13,7 @@ from checkpoint_engine.transports import check_receiver, make_member
 
 
 class SendingEnd:
-    """The first trainer rank's end. Everything but `abort` runs on the publish lane."""
+    """The end of trainer rank 0. All methods except `abort` run on the lane (worker thread) for publishing."""
 
     def __init__(self, publisher: Publisher, device: torch.device) -> None:
         self._publisher, self._device = publisher, device
@@ -33,14 +36,14 @@ class SendingEnd:
 
 
 class ReceivingEnd:
-    """A rollout worker's end. Everything but `abort` runs on the sync lane."""
+    """The end of a rollout worker. All methods except `abort` run on the lane (worker thread) for deliveries."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._retains = receiver
         self._receiver: CollectiveReceiver | None = None
 
     def open(self, transport: str, epoch: Epoch, rank: int) -> None:
-        """Raises TransferFailed, and ValueError for a transport that can't reach these weights."""
+        """Joins a group. Raises TransferFailed, and ValueError if the transport cannot reach the weights' device."""
         if self._receiver is None:
             check_receiver(transport, self._retains.device)
             self._receiver = CollectiveReceiver(self._retains, make_member(transport, self._retains.device))

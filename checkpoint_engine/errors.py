@@ -1,30 +1,30 @@
-"""Errors of a delivery, and what each asks for: send again, replace the receiver, or stop the run."""
+"""Errors of a delivery, and the verdict on each: send again, replace the receiver, or stop the run."""
 
 from enum import Enum
 
 
 class EngineError(RuntimeError):
-    """Base of every error this package raises about a delivery."""
+    """Base class of the errors of a delivery."""
 
 
 class TransferCorrupted(EngineError):
-    """The bytes that arrived are not the bytes that left (digest, truncation). Sending them again may help."""
+    """Raised if bytes arrive damaged (wrong digest or length). Sending them again may help."""
 
 
 class TransferFailed(EngineError):
-    """A transport gave up: deadline passed, peer gone, or aborted. Sending again, or another way, may help."""
+    """Raised if a transport gives up: a deadline passed, a peer is gone, or it was aborted. Sending again may help."""
 
 
 class WeightsMismatch(EngineError):
-    """Name, shape, dtype, rank, alpha, version or binding is wrong: no resend can help, the run must stop."""
+    """Raised if a name, shape, dtype, rank, alpha, version or binding is wrong. The run must stop: no resend helps."""
 
 
 class VersionGone(EngineError):
-    """A version that was asked for is not retained any more."""
+    """Raised if a requested version is not retained (any more)."""
 
 
 class Verdict(Enum):
-    """What an error asks for."""
+    """The reaction to an error: send again, replace the receiver, or stop the run."""
 
     RESEND = "resend"
     REPLACE = "replace"
@@ -36,9 +36,9 @@ _REPLACE = {"WorkerDied", "ConnectionError", "ConnectionResetError", "Connection
 
 
 def verdict(error: BaseException) -> Verdict:
-    """Judges an error by its class name, or by its `kind` where it stands for one raised in another process.
+    """Returns the reaction to an error, by the names of its classes or by its `kind` (see `error_names`).
 
-    Whatever is not known to be cured by a resend or a replacement stops the run.
+    Errors that are not known to be cured by a resend or a replacement stop the run.
     """
     names = error_names(error)
     if names & _RESEND:
@@ -47,6 +47,6 @@ def verdict(error: BaseException) -> Verdict:
 
 
 def error_names(error: BaseException) -> set[str]:
-    """The names an error goes by: its remote `kind`, or its classes."""
+    """Returns the names of the error's classes, or only its `kind`: the class name of an error in another process."""
     kind = getattr(error, "kind", None)
     return {kind} if isinstance(kind, str) else {cls.__name__ for cls in type(error).__mro__}

@@ -1,4 +1,4 @@
-"""Host buffers for payloads, used again: a fresh page costs several times as much as the copy into it."""
+"""Reused host buffers for payloads: a page's first use costs several times as much as the copy into it."""
 
 import contextlib
 import weakref
@@ -12,34 +12,34 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
 
 MAX_SPARE_BUFFERS = 2
-"""Buffers that stay allocated while nobody uses them."""
+"""Largest number of unused buffers that stay allocated."""
 
 
 @dataclass(frozen=True)
 class HostBuffer:
-    """One buffer, in use until nothing refers to `data` or a view of it any more."""
+    """One buffer. It is in use as long as something refers to `data` or to an array or tensor made of `data`."""
 
     data: ByteArray
     """uint8 [nbytes]"""
     views: list[Tensor]
-    """The layout's tensors in it; they don't keep it in use."""
+    """The layout's tensors in the buffer; references to them do not keep it in use."""
 
 
 class HostBuffers:
-    """Buffers of one layout. Any thread may take one; each returns by itself, in whatever thread it is let go of."""
+    """Buffers of one layout, for any thread. A buffer becomes spare when the last reference to it is dropped."""
 
     def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
-        """`pinned` memory is for copies from a GPU."""
+        """`pinned`: buffers are page-locked, for copies from a GPU."""
         self._layout, self._pinned = layout, pinned
         self._spare: deque[HostBuffer] = deque()
 
     def reserve(self, count: int) -> None:
-        """Makes sure of spare buffers whose pages have been touched."""
+        """Allocates and touches buffers until `count` are spare."""
         while len(self._spare) < count:
             self._spare.append(self._allocate())
 
     def take(self) -> HostBuffer:
-        """A spare buffer, or a new one; its bytes are whatever was in it."""
+        """Returns a spare buffer with its old contents, or a new one."""
         try:
             buffer = self._spare.pop()
         except IndexError:
@@ -47,7 +47,7 @@ class HostBuffers:
         while len(self._spare) > MAX_SPARE_BUFFERS:
             with contextlib.suppress(IndexError):
                 self._spare.popleft()
-        # A view whose base is no array: it lives exactly as long as somebody has it, or an array or tensor made of it.
+        # Made from a memoryview, so that arrays and tensors made of `data` refer to it, not to the buffer's own array.
         data: ByteArray = np.frombuffer(buffer.data.data, np.uint8)
         weakref.finalize(data, self._spare.append, buffer).atexit = False  # deque.append takes no lock
         return HostBuffer(data, buffer.views)

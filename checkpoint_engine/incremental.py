@@ -1,4 +1,4 @@
-"""Digests taken beside a transfer: of a version that leaves, and of one that arrives."""
+"""Digests computed during a transfer: Sealing for a version that is sent, Intake for one that is received."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ TOTAL_DIGEST_BYTES = 32
 
 
 class Sealing:
-    """A version that one thread is digesting: beside a transfer, piece by piece, or at once.
+    """The sealing of one version by one thread: it digests the bytes piece by piece during a broadcast, or at once.
 
-    Whoever begins one must call `finish`, whatever happens, when nothing reads any more where it was staged: others
-    that want the version wait for it. `copy` is where the bytes come from while they are on their way from a GPU,
-    `proven` is called when they are there and may raise. `done` is told of the end, once.
+    The caller must call `finish` in every case, once nothing reads the staging slot any more, because other threads
+    that want the version wait for it. `copy` brings the bytes from a GPU to `data`, if they are not there yet. `proven`
+    is called when all bytes are there, and may raise. `done` is called once, at the end; the header is None on failure.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class Sealing:
         self.header: Header | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """The version's bytes uint8 [nbytes] on a device: where they are staged, or a copy.
+        """Returns the version's bytes uint8 [nbytes] on a device: the staging slot itself, or a copy.
 
-        In host memory only those that `feed` has seen have come.
+        In host memory, only the bytes that were given to `feed` are valid.
         """
         if self._copy is not None and self._copy.source.device == device:
             return self._copy.source
         return torch.from_numpy(self.data).to(device)
 
     def feed(self, end: int) -> None:
-        """Digests the bytes up to `end`; waits for those that are still on their way from a GPU."""
+        """Digests the bytes up to `end`; waits for bytes that are still being copied from a GPU."""
         if self.header is None and end > self._digests.end:
             if self._copy is not None:
                 self._copy.wait(end)
             self._digests.feed(self.data[self._digests.end : end])
 
     def digested(self) -> Header:
-        """Digests what is left. Raises what `proven` raises, every time."""
+        """Digests the remaining bytes and returns the header. Raises the error of `proven`, in every call."""
         if self._error is not None:
             raise self._error
         if self.header is None:
@@ -65,7 +65,7 @@ class Sealing:
         return self.header
 
     def finish(self) -> Header:
-        """`digested`; from here on the version is retained, and what it was staged in is free."""
+        """Returns `digested`, and calls `done`, which retains the version and frees its staging slot."""
         try:
             return self.digested()
         finally:
@@ -83,10 +83,12 @@ class Sealing:
 
 
 class Intake:
-    """A version on its way into a receiver's slot; what is digested is what lies there, or in pinned memory before it.
+    """The receipt of one version into a slot of a receiver.
 
-    A transport that writes into `storage` itself may do so after it was aborted: such a slot is used again only if
-    the version in it was accepted. On a GPU everything that is done to the slot is done on the stream `side`.
+    The digested bytes are those in the slot or, on their way to or from a GPU, those in pinned memory.
+
+    A transport that writes into `storage` itself may still write after it was aborted, so such a slot is reused only if
+    its version was accepted. On a GPU, all work on the slot is done on the CUDA stream `side`.
     """
 
     def __init__(
@@ -115,13 +117,13 @@ class Intake:
                 self.digests.feed(self._blocks.upload(block, target))
 
     def arrived(self, end: int) -> None:
-        """Digests what a transport has put into `storage`, up to byte `end`."""
+        """Digests the bytes up to `end` that a transport has written into `storage`."""
         new = self.storage[self.digests.end : end]
         for block in [new.numpy()] if self._blocks is None else self._blocks.download(new):
             self.digests.feed(block)
 
     def accept(self, header: Header) -> Ack:
-        """Retains the version if it is what the header says. Raises TransferCorrupted or WeightsMismatch."""
+        """Retains the version if it matches the header. Raises TransferCorrupted or WeightsMismatch."""
         if self._blocks is not None:
             self._blocks.settle()
         ack = self._accept(header, self)
@@ -129,7 +131,7 @@ class Intake:
         return ack
 
     def accept_with(self, trailer: ByteArray) -> Ack:
-        """`accept` where the digests follow the bytes (see `trailer`)."""
+        """Accepts a version whose digests arrived behind its bytes (see `trailer`)."""
         data, count = trailer.tobytes(), len(self.draft.layout.entries)
         header = self.draft.sealed(tuple(data[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in range(count)))
         if header.digest != data[count * DIGEST_BYTES :].hex():
@@ -140,10 +142,10 @@ class Intake:
 
 
 def trailer(header: Header) -> bytes:
-    """The bytes behind a version that is sealed while it leaves: its digests, then the digest of the whole."""
+    """Returns the bytes that follow a broadcast version: the digests of its tensors, then the total digest."""
     return b"".join(header.digests) + bytes.fromhex(header.digest)
 
 
 def trailer_bytes(layout: Layout) -> int:
-    """The trailer's length."""
+    """Returns the length of the trailer."""
     return len(layout.entries) * DIGEST_BYTES + TOTAL_DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""Fixed layout of many named tensors in one flat buffer."""
+"""Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from checkpoint_engine.errors import WeightsMismatch
 
 ALIGNMENT_BYTES = 256
 BLOCK_BYTES = 4 << 20
-"""Digested at once: fits a cache, and is worth taking the interpreter's lock back for."""
+"""Bytes that are digested at a time: they fit the CPU cache, and are enough to release Python's global lock for."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: `offset` and `nbytes` in bytes, dtype by its short name (float32)."""
+    """Place of one tensor in the buffer: `offset` and `nbytes` in bytes; `dtype` is a short name such as float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,15 +35,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors sorted by name, each at an offset padded to 256 bytes, in a buffer of `nbytes` bytes."""
+    """Tensors sorted by name, each at an offset that is a multiple of 256 bytes, in one buffer."""
 
     entries: tuple[Entry, ...]
     nbytes: int
-    """Buffer size, padding included."""
+    """Size of the buffer in bytes, with padding."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> "Layout":
-        """The layout of named tensors, in `dtypes` by name or in their own. Raises ValueError where there are none."""
+        """Returns the layout of named tensors, in their own dtypes or in `dtypes`. Raises ValueError for no tensors."""
         if not tensors:
             raise ValueError("a layout needs at least one tensor, got none")
         entries, offset = [], 0
@@ -61,18 +61,18 @@ class Layout:
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
 
     def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
-        """An uninitialised buffer, uint8 [nbytes]."""
+        """Returns an uninitialised buffer uint8 [nbytes]; `pinned` is page-locked host memory."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors as views of a buffer uint8 [nbytes], by name."""
+        """Returns name → tensor, all views of a buffer uint8 [nbytes]."""
         return {
             entry.name: buffer[entry.offset : entry.end].view(dtype_of(entry)).view(entry.shape)
             for entry in self.entries
         }
 
     def packed(self, tensors: Mapping[str, Tensor]) -> ByteArray:
-        """Named tensors of this layout as a host buffer uint8 [nbytes], zero between them."""
+        """Copies tensors of this layout into a host buffer uint8 [nbytes], with zeros as padding."""
         buffer = self.empty().zero_()
         for name, view in self.views(buffer).items():
             view.copy_(tensors[name])
@@ -80,14 +80,14 @@ class Layout:
         return data
 
     def digests(self, data: ByteArray) -> tuple[bytes, ...]:
-        """One position-dependent digest [16 bytes] per tensor of a host buffer uint8 [nbytes]."""
+        """Returns one digest (16 bytes, see digest.py) per tensor of a host buffer uint8 [nbytes], in layout order."""
         running = RunningDigests(self)
         for block in blocks(data):
             running.feed(block)
         return running.finish()
 
     def difference(self, other: "Layout") -> str | None:
-        """What first differs in `other`, as a clause that names the tensor; None where the layouts are equal."""
+        """Returns the first difference of `other`, as a clause that names the tensor; None if the layouts are equal."""
         if self.hash == other.hash:
             return None
         mine = {entry.name: entry for entry in self.entries}
@@ -107,7 +107,7 @@ class Layout:
 
 
 class RunningDigests:
-    """The digests of a buffer that fills from its front, computed while it does."""
+    """Digests of a buffer's tensors, computed while the buffer is filled from its beginning."""
 
     def __init__(self, layout: Layout) -> None:
         self._entries, self._end = layout.entries, 0
@@ -116,11 +116,11 @@ class RunningDigests:
 
     @property
     def end(self) -> int:
-        """How many bytes of the buffer have been fed."""
+        """Number of bytes that have been fed."""
         return self._end
 
     def feed(self, data: ByteArray) -> None:
-        """The bytes [n] that follow those fed before."""
+        """Digests the bytes [n] that follow those fed before."""
         start, self._end = self._end, self._end + data.shape[0]
         while len(self._finished) < len(self._entries):
             entry = self._entries[len(self._finished)]
@@ -135,20 +135,20 @@ class RunningDigests:
             self._state = None
 
     def finish(self) -> tuple[bytes, ...]:
-        """The digests [16 bytes] of all tensors. Raises ValueError before the last one's last byte was fed."""
+        """Returns the digests of all tensors. Raises ValueError if not all bytes have been fed."""
         if len(self._finished) < len(self._entries):
             raise ValueError(f"{self._entries[len(self._finished)].name} is not complete after {self._end} bytes")
         return tuple(self._finished)
 
 
 def blocks(data: ByteArray) -> Iterator[ByteArray]:
-    """A buffer in pieces [n] that stay in a cache between two looks at them."""
+    """Yields a buffer in pieces of at most BLOCK_BYTES, which fit the CPU cache."""
     for start in range(0, data.shape[0], BLOCK_BYTES):
         yield data[start : start + BLOCK_BYTES]
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
-    """The torch dtype of an entry."""
+    """Returns the torch dtype of an entry. Raises WeightsMismatch if torch does not know it."""
     kind = getattr(torch, entry.dtype, None)
     if not isinstance(kind, torch.dtype):
         raise WeightsMismatch(f"{entry.name} has dtype {entry.dtype!r}, which torch does not know")
@@ -156,7 +156,7 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 
 def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
-    """A host buffer as uint8 [n], without a copy. Raises ValueError for anything but contiguous uint8."""
+    """Returns a host buffer as array uint8 [n], without a copy. Raises ValueError if it is not contiguous uint8 [n]."""
     array = buffer.numpy() if isinstance(buffer, Tensor) else buffer
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(f"a payload is contiguous uint8 [n], got {array.dtype} {list(array.shape)}")

@@ -1,4 +1,7 @@
-"""Process group of one epoch, which moves bytes between its members: torch's, beside any default group."""
+"""Links move the bytes of broadcasts between the members of one epoch; TorchLink uses a torch process group.
+
+An epoch is a fixed set of members (see collective.py). The group is separate from torch's default group.
+"""
 
 import contextlib
 import os
@@ -19,31 +22,32 @@ from torch._C._distributed_c10d import Store
 from checkpoint_engine.errors import TransferFailed
 
 BUCKET_BYTES = 8 << 20
+"""Smallest size of the pieces (buckets) in which a payload is broadcast."""
 TARGET_BUCKETS = 12
-"""Buckets per broadcast, about: more cost round trips, fewer leave less to do beside each other."""
+"""Approximate number of buckets per broadcast: more cost round trips, fewer leave less work that can overlap."""
 MAX_BUCKET_GROWTH = 4
-"""Buckets grow with the payload, to so many times BUCKET_BYTES."""
+"""Buckets grow with the payload up to this multiple of BUCKET_BYTES."""
 MAX_BUCKETS_UNDER_WAY = 6
-"""Enough to keep a link busy while a bucket is digested."""
+"""Number of buckets that are sent at a time, enough to keep the network busy while a bucket is digested."""
 MIN_GLOO_CONNECTIONS = 2
-"""Between two members. Gloo serves each by a thread of its own, and one thread can't keep both of its ends busy."""
+"""Connections between two members. Gloo serves each by one thread, which alone cannot keep both ends busy."""
 POLL_SECONDS = 5e-4
 ABORT_LATENCY = timedelta(milliseconds=20)
-"""Of a thread that waits for gloo."""
+"""Longest time until a thread that waits for gloo notices an abort."""
 MIN_BYTES_PER_SECOND = 50e6
-"""The slowest link that is waited for."""
+"""Time limits of transfers assume at least this speed."""
 GROUP_TIMEOUT = timedelta(days=1)
-"""Of an NCCL group: torch's watchdog, which ends the process, must never come before our own limits."""
+"""Time-out of an NCCL group, so long that torch's watchdog never acts before the limits of this module."""
 SENDER = 0
 """Rank of the sender in every epoch."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One membership: who meets where.
+    """The description of one group, by which its `world` members meet at the TCP store `host`:`port`.
 
-    A collective may take `seconds`, and more by its bytes over MIN_BYTES_PER_SECOND; the set-up may take
-    `setup_seconds`, or as long where that is None.
+    A collective may take `seconds` plus its bytes / MIN_BYTES_PER_SECOND. The set-up may take `setup_seconds`; None
+    means `seconds`.
     """
 
     number: int
@@ -56,21 +60,22 @@ class Epoch:
 
     @property
     def setup(self) -> timedelta:
-        """How long the set-up may take."""
+        """The time limit of the set-up."""
         return timedelta(seconds=self.seconds if self.setup_seconds is None else self.setup_seconds)
 
     def limit(self, nbytes: int) -> float:
-        """Seconds that a collective of so many bytes may take."""
+        """Returns the seconds that a collective of `nbytes` bytes may take."""
         return self.seconds + nbytes / MIN_BYTES_PER_SECOND
 
     @property
     def prefix(self) -> str:
+        """Prefix of the epoch's keys in the store."""
         return f"{self.secret}/{self.number}"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The end of a wait: an abort, or a time of time.monotonic."""
+    """The limit of a wait: an abort, or the time `end` of time.monotonic()."""
 
     aborted: threading.Event
     seconds: float
@@ -81,38 +86,38 @@ class Limit:
         return cls(aborted, seconds, time.monotonic() + seconds)
 
     def check(self) -> None:
-        """Raises TransferFailed when the wait is over."""
+        """Raises TransferFailed if the wait was aborted or its time is over."""
         if self.aborted.is_set():
             raise TransferFailed("aborted")
         if time.monotonic() > self.end:
             raise TransferFailed(f"no answer within {self.seconds:g} s")
 
     def pause(self) -> None:
-        """A moment's wait, ended by an abort; then `check`."""
+        """Waits POLL_SECONDS, or until an abort, then calls `check`."""
         self.aborted.wait(POLL_SECONDS)
         self.check()
 
 
 class Link(Protocol):
-    """What moves bytes between the members of one epoch."""
+    """Transport of bytes between the members of one epoch."""
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
 
     def broadcast(
         self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
-        """Fills the buffer uint8 [n] of every member with the sender's, bucket by bucket. Raises TransferFailed.
+        """Copies the sender's buffer uint8 [n] to every member's, bucket by bucket. Raises TransferFailed.
 
-        `seen(end)` is called beside the transfer of other buckets: when the bytes up to `end` have come or left, or, of
-        host memory, are about to leave, so that they leave from the cache. `behind()` gives a buffer uint8 [m] that
-        follows in the same way.
+        `seen(end)` is called, while other buckets are transferred, when the bytes up to `end` have arrived or left;
+        for a sender's buffer in host memory, just before they leave, so that they are in the CPU cache. `behind()`
+        returns a buffer uint8 [m] that is broadcast after the first.
         """
 
     def abort(self) -> None: ...
 
 
 class TorchLink:
-    """A torch process group that is not, and does not touch, the default group."""
+    """A Link by a torch process group of the backend gloo or nccl, separate from the default group."""
 
     def __init__(self, backend: str) -> None:
         if backend == "nccl" and not dist.is_nccl_available():
@@ -123,7 +128,7 @@ class TorchLink:
         self.group: Any = None
         self._sends = False
         self._in_use: list[Tensor] = []
-        """What a collective that was cut off may still read or write: kept until the group is gone."""
+        """Buffers that an aborted collective may still read or write, kept until the group has been destroyed."""
         self._broadcasting = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
@@ -158,13 +163,13 @@ class TorchLink:
                 while under_way:
                     self._settle(*under_way.popleft(), limit, seen)
             finally:
-                del group  # or the traceback of a failure would keep it
+                del group  # a traceback would keep the group alive
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
             self._in_use = []
 
     def _settle(self, work: Any, end: int | None, limit: Limit, seen: Callable[[int], None]) -> None:
-        """Waits for a bucket; `seen` is told that it ends at byte `end` of the buffer, unless that is None."""
+        """Waits for one bucket, then calls `seen(end)`, unless `end` is None."""
         while not work.is_completed():
             if self.backend == "gloo":
                 _wait(work)
@@ -178,7 +183,7 @@ class TorchLink:
             seen(end)
 
     def abort(self) -> None:
-        """Ends a broadcast under way. The group is torn down here, which may wait for a peer until the deadline."""
+        """Aborts a broadcast under way and destroys the group, which may wait for a peer until the deadline."""
         group, self.group = self.group, None
         if group is not None:
             group.abort()
@@ -188,14 +193,14 @@ class TorchLink:
 
 
 def bucket_bytes(nbytes: int) -> int:
-    """Bytes of a bucket for a payload of `nbytes`, the same at every member."""
+    """Returns the size of a bucket for a payload of `nbytes` bytes, the same at every member."""
     return BUCKET_BYTES * max(1, min(MAX_BUCKET_GROWTH, -(-nbytes // (TARGET_BUCKETS * BUCKET_BYTES))))
 
 
 def gloo_group(store: Store, rank: int, epoch: Epoch) -> Any:
-    """A group on the interfaces of GLOO_SOCKET_IFNAME, else on the address by which this member reaches the sender.
+    """Returns a gloo group on the interfaces GLOO_SOCKET_IFNAME, else on the address that leads to the sender.
 
-    Torch's default is the address that the machine's own name stands for, which may be loopback.
+    Torch's default, the address of the machine's host name, may be loopback.
     """
     made: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -211,7 +216,7 @@ def gloo_group(store: Store, rank: int, epoch: Epoch) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host, as the routing table has it; nothing is sent. Raises OSError."""
+    """Returns this machine's address on the route to a host, by the routing table. Raises OSError if there is none."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -219,9 +224,9 @@ def address_towards(host: str, port: int) -> str:
 
 
 def nccl_group(store: Store, rank: int, world: int) -> Any:
-    """A group on the calling thread's current GPU, connected: it waits for its peers here, not in the first collective.
+    """Returns an NCCL group on the calling thread's current GPU that is already connected to its peers.
 
-    NCCL does that without a limit and deaf to aborts, so it must happen where somebody watches the clock.
+    Connecting has no time limit and cannot be aborted, so it must be done in a thread that `Member.open` watches.
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
@@ -233,12 +238,12 @@ def nccl_group(store: Store, rank: int, world: int) -> Any:
 
 _ENVIRONMENT = threading.Lock()
 ABORT_ONLY = "2"
-"""By default torch's watchdog ends the process when a peer fails; so it aborts the communicator only."""
+"""With this value, torch's watchdog only aborts the communicator if a peer fails; by default it ends the process."""
 
 
 @contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable that a constructor reads, for as long as it runs."""
+    """Sets an environment variable while the body runs."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -251,6 +256,6 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def _wait(work: Any) -> None:
-    """Waits without the interpreter's lock and is woken at completion, success or not: the next wait tells."""
+    """Waits at most ABORT_LATENCY for the work. Errors are ignored here, because the caller's own wait raises them."""
     with contextlib.suppress(RuntimeError):
         work.wait(ABORT_LATENCY)

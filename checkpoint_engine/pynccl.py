@@ -1,7 +1,7 @@
-"""Broadcasts over NCCL through cupy, without torch.distributed's groups. Unverified: it has not run on a GPU yet.
+"""PyncclLink broadcasts over NCCL through cupy, without a torch process group. It has not run on a GPU yet.
 
-`pip install async-flowrl[nccl]` brings cupy, which uses the libnccl.so.2 that torch has loaded. The communicator's
-unique id travels through the epoch's store.
+`pip install async-flowrl[nccl]` installs cupy, which uses the libnccl.so.2 that torch has loaded. The members exchange
+the communicator's unique id through the store of the epoch (process_group.py).
 """
 
 import threading
@@ -21,7 +21,7 @@ UNIQUE_ID_KEY = "nccl-unique-id"
 
 
 def load_nccl() -> Any:
-    """cupy's NCCL binding. Raises ValueError in one sentence where there is none, or an older one than 14."""
+    """Returns cupy's NCCL binding. Raises ValueError, one sentence, if there is none or cupy is older than 14."""
     try:
         import cupy
         from cupy.cuda import nccl
@@ -41,7 +41,7 @@ def load_nccl() -> Any:
 
 
 class PyncclLink:
-    """A `Link` on one NcclCommunicator and one CUDA stream of its own."""
+    """A Link (process_group.py) with one NCCL communicator and one CUDA stream of its own."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._nccl = load_nccl()
@@ -51,9 +51,9 @@ class PyncclLink:
         self._asking = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        """The sender makes the unique id; every other member waits for it in the store, until the store's time-out.
+        """Joins the group: the sender writes the unique id to the store, and the others wait for it there.
 
-        NCCL waits for the members without a limit. Raises TransferFailed.
+        That wait ends at the store's time-out; the wait of NCCL for all members has no limit. Raises TransferFailed.
         """
         with torch.cuda.device(self._device), _named("joining"):
             if rank == SENDER:
@@ -65,7 +65,7 @@ class PyncclLink:
     def broadcast(
         self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
-        """Fills the buffer uint8 [n] on the device of every member with the sender's. Raises TransferFailed."""
+        """Copies the sender's buffer uint8 [n] to every member's device; see `Link`. Raises TransferFailed."""
         self._fill(buffer, limit, seen)
         self._fill(behind(), limit, lambda end: None)
 
@@ -75,7 +75,7 @@ class PyncclLink:
             raise TransferFailed("the group is not open")
         under_way: list[tuple[Any, int]] = []
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        # NCCL gets a bare address: after an abort nothing else would keep the memory from being given to others.
+        # NCCL gets only an address; without this, torch could reuse the memory after an abort while NCCL writes to it.
         buffer.record_stream(stream)
         with torch.cuda.device(self._device):
             for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
@@ -95,9 +95,9 @@ class PyncclLink:
         self._check(communicator)
 
     def _check(self, communicator: Any) -> None:
-        """Raises TransferFailed where NCCL has noticed that a peer is gone; the kernel would wait for it for ever.
+        """Raises TransferFailed if NCCL has noticed that a peer is gone, for which its kernel would wait for ever.
 
-        A communicator that `abort` frees in another thread must not be asked any more.
+        The lock keeps `abort` in another thread from freeing the communicator meanwhile.
         """
         with self._asking, _named("broadcast"):
             if communicator is not self._communicator:
@@ -105,7 +105,7 @@ class PyncclLink:
             communicator.check_async_error()
 
     def abort(self) -> None:
-        """Frees whoever waits in a kernel of this communicator, here."""
+        """Aborts the communicator, which ends kernels of this process that wait in it."""
         with self._asking:
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
@@ -114,7 +114,7 @@ class PyncclLink:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """cupy's NcclError is a RuntimeError; for a code that it has no name for, making one raises a KeyError."""
+    """Raises errors of cupy as TransferFailed: NcclError, a RuntimeError, or KeyError for an unknown NCCL code."""
     try:
         yield
     except (RuntimeError, KeyError) as error:

@@ -1,4 +1,7 @@
-"""Receiving end: verifies versions, retains a ring of them, and puts one at a time into the live tensors."""
+"""Receiver verifies versions, retains the newest ones, and copies one at a time into the live tensors.
+
+It runs in the receiving process, e.g. in a rollout worker. The live tensors are those that the network computes with.
+"""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,11 +20,11 @@ SLOTS = (RING, EVALUATION)
 
 
 class Receiver:
-    """Retains the newest `capacity` versions of each stream and one evaluation version, all verified.
+    """Retains the newest `capacity` verified versions of each stream, and one evaluation version.
 
-    The tensors given become views of one flat live buffer and stay so: their addresses never change, so compiled
-    graphs and captured CUDA graphs stay valid. `receive` may run beside work that reads the live tensors, on a GPU on
-    a stream of its own; `activate` may not: call it between two pieces of work, on the stream that they run on.
+    `tensors` become views of one flat buffer, the live buffer. Their addresses never change, so compiled graphs and
+    captured CUDA graphs stay valid. `receive` may run while other threads read the live tensors; on a GPU it uses a
+    CUDA stream of its own. `activate` must be called between two uses of the live tensors, on the stream of these uses.
     """
 
     def __init__(
@@ -33,7 +36,10 @@ class Receiver:
         alpha: float | None = None,
         rank: int | None = None,
     ) -> None:
-        """Raises ValueError for capacity < 1, no stream, or tensors on several devices."""
+        """`alpha` and `rank` are those of LoRA tensors, as in Draft.
+
+        Raises ValueError for capacity < 1, no stream, or tensors on several devices.
+        """
         if capacity < 1 or not streams:
             raise ValueError(f"a receiver needs capacity >= 1 and a stream, got {capacity} and {list(streams)}")
         devices = {tensor.device for tensor in tensors.values()}
@@ -51,27 +57,27 @@ class Receiver:
         self._retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
         self._spare: list[Tensor] = []
         self._read: dict[int, Any] = {}
-        """By a slot's address, the event behind its last activation, on a GPU."""
+        """Address of a slot → CUDA event after its last activation, on a GPU."""
         self._active: Activation | None = None
         self._lock = threading.Lock()
 
     @property
     def active(self) -> Activation | None:
-        """What the live tensors hold; None until the first activation, when nothing may be served yet."""
+        """The version in the live tensors; None before the first activation, when they must not be used yet."""
         with self._lock:
             return self._active
 
     def held(self) -> tuple[tuple[str, int, str], ...]:
-        """Every retained (stream, version, slot), sorted: those that can be activated."""
+        """Returns all retained versions as sorted (stream, version, slot); each can be activated."""
         with self._lock:
             return tuple(sorted((stream, version, slot) for slot, stream, version in self._retained))
 
     def receive(self, header: Header, buffer: Tensor | ByteArray, slot: str = RING) -> Ack:
         """Verifies a payload uint8 [nbytes] and retains a copy of it.
 
-        Receiving again what is retained is acknowledged again. A ring retains the newest `capacity` versions of a
-        stream, the evaluation slot what was put there last. Raises TransferCorrupted (send it again) or
-        WeightsMismatch (stop), naming the tensor; what was retained before is untouched then.
+        The ring keeps the newest `capacity` versions of a stream, the evaluation slot the last version put there. A
+        version that is retained already is acknowledged again. Raises TransferCorrupted (a resend may help) or
+        WeightsMismatch (the run must stop), which name the tensor; the retained versions are then unchanged.
         """
         self.check(header, slot)
         if not header.is_consistent():
@@ -88,7 +94,7 @@ class Receiver:
                     self._spare.append(intake.storage)
 
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
-        """A slot for a version that arrives piece by piece. Raises WeightsMismatch for one that doesn't fit."""
+        """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
         self.check(draft, slot)
         with self._lock, on(self._side):
             storage = self._spare.pop() if self._spare else self.layout.empty(self.device)
@@ -98,7 +104,7 @@ class Receiver:
         return Intake(draft, storage, slot, self._accept, side=self._side)
 
     def check(self, draft: Draft, slot: str = RING) -> None:
-        """Raises WeightsMismatch, naming the tensor, for a version that doesn't fit; ValueError for an unknown slot."""
+        """Raises WeightsMismatch, which names the tensor, if a version does not fit; ValueError for an unknown slot."""
         if slot not in SLOTS:
             raise ValueError(f"slot is one of {list(SLOTS)}, got {slot!r}")
         if draft.stream not in self.streams:
@@ -114,16 +120,19 @@ class Receiver:
         return Ack(header.stream, header.version, header.digest, intake.slot)
 
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
-        """Header and a host copy, uint8 [nbytes], of a retained version, for passing it on. Raises WeightsMismatch."""
+        """Returns header and host copy uint8 [nbytes] of a retained version, to pass it on to other receivers.
+
+        Raises WeightsMismatch if the version is not retained.
+        """
         with self._lock, on(self._side):
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
 
     def activate(self, stream: str, version: int, *, slot: str = RING) -> str:
-        """Puts a retained version into the live tensors, by one device copy, and returns its digest.
+        """Copies a retained version into the live tensors, by one device copy, and returns its digest.
 
-        Raises WeightsMismatch when the version is not retained or when a tensor is no longer bound to the live buffer;
-        what was active before stays active then.
+        Raises WeightsMismatch if the version is not retained, or if a tensor is no longer a view of the live buffer;
+        the version that was active stays active then.
         """
         self.check_bound()
         with self._lock:
@@ -134,14 +143,14 @@ class Receiver:
             return header.digest
 
     def check_bound(self) -> None:
-        """Raises WeightsMismatch, naming the tensor, when one was re-pointed away from the live buffer."""
+        """Raises WeightsMismatch, which names the tensor, if one is no longer a view of the live buffer."""
         start = self._live.data_ptr()
         for entry in self.layout.entries:
             if entry.nbytes and self._tensors[entry.name].data_ptr() != start + entry.offset:
                 raise WeightsMismatch(f"{entry.name} is not bound to the live buffer any more: its data was replaced")
 
     def live_digest(self) -> str:
-        """The active version's digest, recomputed from the live bytes. Raises WeightsMismatch while none is active."""
+        """Recomputes the active version's digest from the live bytes. Raises WeightsMismatch if none is active."""
         with self._lock:
             active, data = self._active, self._live.cpu().numpy()
         if active is None:
@@ -150,7 +159,7 @@ class Receiver:
         return draft.sealed(self.layout.digests(data)).digest
 
     def clear(self) -> None:
-        """Forgets every version; the live tensors keep their bytes but nothing is active."""
+        """Forgets all versions. The live tensors keep their bytes, but no version is active."""
         with self._lock:
             self._spare += [storage for _, storage in self._retained.values()]
             self._retained.clear()

@@ -1,4 +1,7 @@
-"""Queue of one receiver: versions reach it in order, each resent until it is acknowledged or given up."""
+"""ReceiverQueue sends versions to one receiver, in order; delivery.py has one queue per receiver.
+
+A version is sent until the receiver acknowledges it or all retries have failed; then the receiver must be replaced.
+"""
 
 import asyncio
 import logging
@@ -18,7 +21,7 @@ RELAY_SECONDS = 2.0
 
 @dataclass
 class Job:
-    """One version on its way to one receiver. `done` gets True with the acknowledgement, False when given up."""
+    """The sending of one version to one receiver. `done` becomes True when it is acknowledged, False when given up."""
 
     header: Header
     slot: str
@@ -36,17 +39,17 @@ class Job:
 
 @dataclass(frozen=True)
 class QueueEvents:
-    """What a receiver queue tells its owner; the last two end it."""
+    """Callbacks of a receiver queue. The queue ends when it calls `retired` or `failed`."""
 
     acknowledged: Callable[[str, Ack], None]
     retired: Callable[["ReceiverQueue", BaseException], None]
-    """The receiver must be replaced."""
+    """Called if the receiver must be replaced, with the last error."""
     failed: Callable[[BaseException], None]
-    """The run must stop."""
+    """Called with an error that must stop the run."""
 
 
 class ReceiverQueue:
-    """Serves one receiver. Starts at once, in the running loop."""
+    """The queue of one receiver. Its task starts at once in the running loop."""
 
     def __init__(
         self, endpoint: ReceiverEndpoint, options: DeliveryOptions, stats: DeliveryStats, events: QueueEvents
@@ -69,14 +72,14 @@ class ReceiverQueue:
         self._jobs.put_nowait(job)
 
     def abandon(self) -> None:
-        """Gives up every waiting job, and the current one's result."""
+        """Gives up the current job and all waiting jobs."""
         if self._current is not None:
             self._current.settle(False)
         while not self._jobs.empty():
             self._jobs.get_nowait().settle(False)
 
     def acknowledge(self, job: Job, ack: Ack) -> None:
-        """Checks that the acknowledgement names what was sent. Raises WeightsMismatch."""
+        """Records an acknowledgement. Raises WeightsMismatch if it does not name the version that was sent."""
         header = job.header
         if ack != Ack(header.stream, header.version, header.digest, job.slot):
             sent = f"{header.stream} {header.version} ({header.digest[:12]}, {job.slot})"
@@ -94,11 +97,14 @@ class ReceiverQueue:
                     self._events.retired(self, error)
                     return
                 self._current = None
-        except Exception as error:  # the top of a supervised task: the run hears of it from failed() and drain()
+        except Exception as error:  # Delivery.failed() and drain() raise it
             self._events.failed(error)
 
     async def _serve(self, job: Job) -> BaseException | None:
-        """Sends until acknowledged; returns the last error when the receiver must be replaced, raises to stop."""
+        """Sends a job until it is acknowledged; returns the last error if the receiver must be replaced.
+
+        Raises errors that must stop the run.
+        """
         error: BaseException | None = None
         for attempt in range(self._options.retries + 1):
             self._stats.retries += attempt > 0
@@ -120,7 +126,7 @@ class ReceiverQueue:
         return error
 
     async def _payload(self, job: Job) -> Any:
-        """From the parent in the fan-out tree the first time; from the sender again when that went wrong."""
+        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload."""
         if job.parent is None:
             return job.payload
         (endpoint, parent), job.parent = job.parent, None

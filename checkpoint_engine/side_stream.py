@@ -1,7 +1,7 @@
-"""Copies between a GPU and the host that wait for nobody else's work there: on a stream of their own, by pinned memory.
+"""Copies between GPU and host on a CUDA stream of their own, through pinned (page-locked) memory.
 
-All threads of a process share the default stream, so a copy on it begins only when everything has ended that the main
-lane has queued there: a whole image, or a whole optimizer step.
+All threads of a process share the default stream. A copy on it would begin only after all work that the main thread has
+queued there: a whole image, or a whole optimizer step.
 """
 
 from collections import deque
@@ -17,55 +17,55 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import BLOCK_BYTES
 
 cuda: Any = torch.cuda
-"""Its stream and event classes are untyped."""
+"""torch.cuda as Any, because its stream and event classes have no types."""
 
 
 def concrete(device: torch.device | str) -> torch.device:
-    """The device with its index, as tensors have it: `cuda` alone is the calling thread's current GPU."""
+    """Returns the device with its index; for `cuda` without one, the calling thread's current GPU."""
     named = torch.device(device)
     return torch.device("cuda", cuda.current_device()) if named.type == "cuda" and named.index is None else named
 
 
 class SideStream:
-    """A CUDA stream of one lane's own."""
+    """A CUDA stream for the copies of one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, cuda.Stream(device)
 
     @classmethod
     def of(cls, device: torch.device) -> "SideStream | None":
-        """None on a CPU, where copies are done when they return."""
+        """Returns a new stream; None on a CPU, where copies are synchronous."""
         return cls(device) if device.type == "cuda" else None
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes it the calling thread's stream: for allocations, copies, and collectives, which follow that one."""
+        """Makes this the calling thread's current stream, which allocations, copies and collectives use."""
         with cuda.device(self._device), cuda.stream(self._stream):
             yield
 
     def wait(self, event: Any) -> None:
-        """Lets what is queued from here on begin after an event; None is in the past."""
+        """Makes work that is queued later wait for an event; does nothing for None."""
         if event is not None:
             self._stream.wait_event(event)
 
     def record(self) -> Any:
-        """An event behind what is queued here. Who synchronises with it sleeps, and doesn't spin."""
+        """Returns an event after the work queued so far. A thread that waits for it sleeps instead of spinning."""
         event = cuda.Event(blocking=True)
         event.record(self._stream)
         return event
 
     def synchronize(self) -> None:
-        """Returns when everything queued here is done."""
+        """Waits until all queued work is done."""
         self._stream.synchronize()
 
 
 def on(side: SideStream | None) -> AbstractContextManager[None]:
-    """`side.current()`, where there is one."""
+    """Returns `side.current()`, or a context that does nothing for None."""
     return nullcontext() if side is None else side.current()
 
 
 def recorded(device: torch.device) -> Any:
-    """An event behind what the calling thread has queued on a device; None on a CPU."""
+    """Returns an event after what the calling thread has queued on a device; None on a CPU."""
     if device.type != "cuda":
         return None
     event = cuda.Event()
@@ -74,9 +74,10 @@ def recorded(device: torch.device) -> Any:
 
 
 class HostCopy:
-    """A buffer uint8 [n] of a device on its way into pinned host memory. It must not change before the last byte came.
+    """An asynchronous copy of a GPU buffer uint8 [n] into pinned host memory, block by block.
 
-    What is copied has to be there: the copy waits for no other stream.
+    The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change until
+    `wait` has returned for its last byte.
     """
 
     def __init__(self, source: Tensor, target: Tensor, side: SideStream) -> None:
@@ -89,7 +90,7 @@ class HostCopy:
                 self._under_way.append((end, side.record()))
 
     def wait(self, end: int) -> None:
-        """Returns when the bytes up to `end` are in host memory."""
+        """Waits until the bytes up to `end` are in host memory."""
         while self._end < end:
             self._end, event = self._under_way.popleft()
             event.synchronize()
@@ -100,7 +101,7 @@ class _Block:
     memory: Tensor
     """uint8 [BLOCK_BYTES], pinned"""
     copied: Any = None
-    """Event behind its last copy."""
+    """Event after the last copy from or to the block; None before the first."""
 
     def settle(self) -> None:
         if self.copied is not None:
@@ -108,14 +109,14 @@ class _Block:
 
 
 class PinnedBlocks:
-    """Two pinned blocks through which bytes go to or come from a device: one travels while the other is digested."""
+    """Two pinned blocks for copies to or from a GPU: one is copied while the other is digested."""
 
     def __init__(self, side: SideStream) -> None:
         self._side = side
         self._blocks = deque(_Block(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)) for _ in range(2))
 
     def upload(self, data: ByteArray, target: Tensor) -> ByteArray:
-        """Copies host bytes [n], at most a block, to the device; returns them as they lie in pinned memory."""
+        """Copies host bytes [n <= BLOCK_BYTES] to `target` on the GPU; returns their copy in pinned memory."""
         block = self._next()
         block.settle()
         staged = block.memory[: data.shape[0]]
@@ -125,7 +126,7 @@ class PinnedBlocks:
         return copied
 
     def download(self, source: Tensor) -> Iterator[ByteArray]:
-        """The device's bytes [n], a block at a time; each is valid until the next one is asked for."""
+        """Yields the bytes of `source` [n] on the GPU in blocks; each is valid until the next one is requested."""
         coming: tuple[_Block, int] | None = None
         for part in torch.split(source, BLOCK_BYTES):
             block = self._next()
@@ -137,7 +138,7 @@ class PinnedBlocks:
             yield _arrived(*coming)
 
     def settle(self) -> None:
-        """Returns when every copy is done."""
+        """Waits until all copies are done."""
         self._side.synchronize()
 
     def _next(self) -> _Block:

@@ -1,4 +1,7 @@
-"""Transports by name: which one `auto` is here, and the group membership of the collective ones."""
+"""Transports by name: checks, the choice of `auto`, and the group members of the collective transports.
+
+`object_store` sends payloads by calls of each receiver; gloo, nccl and pynccl broadcast them in a process group.
+"""
 
 from difflib import get_close_matches
 
@@ -15,11 +18,10 @@ TRANSPORTS = (OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO)
 
 
 def resolve_transport(configured: str, device: torch.device | str) -> str:
-    """`auto` is nccl where the sender's device is a GPU and torch has NCCL, and the object store elsewhere.
+    """Returns `configured`; `auto` is nccl if the sender's device is a GPU and torch has NCCL, else object_store.
 
-    NCCL also needs receivers with weights on a GPU that is theirs alone, which the caller has to know. Raises
-    ValueError for a name that is none of TRANSPORTS, and for a transport that can't work with this device and these
-    libraries.
+    NCCL also needs a GPU of its own for each receiver, which the caller must check. Raises ValueError for a name that
+    is not in TRANSPORTS, and for a transport that cannot work with this device and the installed libraries.
     """
     if configured not in TRANSPORTS:
         close = get_close_matches(configured, TRANSPORTS, n=1, cutoff=0.0)
@@ -39,15 +41,15 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
 
 
 def check_receiver(transport: str, device: torch.device) -> None:
-    """Raises ValueError where a receiver with weights on `device` can't take part in the transport's groups."""
+    """Raises ValueError if a receiver with weights on `device` cannot take part in the transport's groups."""
     if transport in (NCCL, PYNCCL) and device.type != "cuda":
         raise ValueError(f"transport {transport} needs receivers on a GPU, this one is on {device}: {ALTERNATIVES}")
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
-    """This process's membership in the groups of a collective transport: gloo, nccl or pynccl.
+    """Returns this process's Member (collective.py) of a collective transport: gloo, nccl or pynccl.
 
-    Raises ValueError for any other, and, when the group is opened, for one whose library is missing here.
+    Raises ValueError for any other name. If the transport's library is missing, opening the group raises ValueError.
     """
     if transport == GLOO:
         return Member(lambda: TorchLink(GLOO))
@@ -57,5 +59,5 @@ def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
         raise ValueError(f"collective transports are {[GLOO, NCCL, PYNCCL]}, got {transport!r}")
     from checkpoint_engine.pynccl import PyncclLink
 
-    where = concrete(device)  # here: the thread that makes the link has a current GPU of its own
+    where = concrete(device)  # here, as the thread that makes the link has another current GPU
     return Member(lambda: PyncclLink(where), where)

@@ -1,6 +1,6 @@
-"""The inside of a worker, an actor of Ray or a thread: builds one object and runs its methods.
+"""Host is the inside of a worker (a Ray actor or a thread): it builds one object and runs the object's methods.
 
-Nothing heavy is imported here: thread counts have to be in force before torch or numpy start their pools.
+This module must not import torch or numpy: the numbers of threads must be set before they start their thread pools.
 """
 
 import faulthandler
@@ -22,11 +22,11 @@ from separation.imports import without_collections
 from separation.processes import identity
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""The names under which torch reads its allocator's settings; the first one is today's."""
+"""Environment variables from which torch reads settings of its memory allocator; the first is the current name."""
 
 
 class RemoteError(Exception):
-    """What a method raised, as text: any exception can travel that way, also one that can't be pickled."""
+    """An exception of a method as text, so that exceptions that cannot be pickled can be sent to the caller, too."""
 
     def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
         super().__init__(kind, message, remote_traceback)
@@ -38,7 +38,7 @@ class RemoteError(Exception):
 
 
 def resolve(path: str) -> Any:
-    """The object named `pkg.module:attr`. Raises ValueError, ModuleNotFoundError or AttributeError."""
+    """Returns the object named `pkg.module:attr`. Raises ValueError, ModuleNotFoundError or AttributeError."""
     module, _, attribute = path.partition(":")
     if not (module and attribute):
         raise ValueError(f"{path!r} is not of the form pkg.module:attr")
@@ -57,7 +57,7 @@ class Host:
         self._target: Any = None
 
     def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Imports the factory and calls it."""
+        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError."""
         try:
             limit_threads(self.threads)
             with without_collections():
@@ -70,14 +70,14 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """The result of a method (of a part: `receiver.receive`) or of `pkg.module:function`. Raises RemoteError."""
+        """Returns the result of a method (also `part.method`) or of `pkg.module:function`. Raises RemoteError."""
         try:
             return self._find(method)(*args)
         except Exception as error:
             raise RemoteError.of(error) from None
 
     def run_split(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
-        """Like `run` for a method that must return a tuple of `returns` items."""
+        """Runs a method that must return a tuple of `returns` items. Raises RemoteError, also for other results."""
         result = self.run(method, *args)
         if not isinstance(result, tuple) or len(result) != returns:
             got = f"{len(result)} items" if isinstance(result, tuple) else type(result).__name__
@@ -92,24 +92,25 @@ class Host:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a worker's process finds in its environment, besides its threads."""
+    """Settings of the environment of a worker's process, apart from its numbers of threads."""
 
     environment: Mapping[str, str]
     owns_gpu: bool
     allocator: str = ""
-    """Settings of torch's memory allocator, where the environment says none; empty leaves it alone."""
+    """Settings of torch's memory allocator, used if the environment has none; empty changes nothing."""
 
     def variables(self) -> dict[str, str]:
-        """What is set whatever was there. Which devices the owner of a GPU sees, Ray has said by then.
+        """Returns the variables that are set in any case, over existing values.
 
-        The owner of none must see none, which Ray alone does not see to: its newer versions show it every GPU.
+        Ray has already set the visible GPUs of a worker that owns one. A worker without a GPU must see none, but newer
+        versions of Ray show it all of them, so they are hidden here.
         """
         hidden = {} if self.owns_gpu else {VISIBLE_DEVICES: ""}
         return {**self.environment, **hidden}
 
 
 class ProcessHost(Host):
-    """A Host that has a process of its own."""
+    """A Host in a process of its own; it sets the environment and redirects the output to `log_file`."""
 
     def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
         os.environ.update({**thread_environment(threads), **surroundings.variables()})
@@ -120,18 +121,18 @@ class ProcessHost(Host):
             redirect_output(Path(log_file))
 
     def watch(self) -> None:
-        """Never returns: the pending call fails when the process ends, whatever else it was doing."""
+        """Never returns. The caller's pending call fails when the process ends, in whatever way."""
         threading.Event().wait()
 
     def identity(self) -> tuple[int, float, str]:
-        """Who this process is, for `processes.process_of`."""
+        """Returns `processes.identity()` of this process."""
         return identity()
 
 
 def limit_threads(count: int) -> bool:
-    """Sets torch's threads and returns True if torch is there already.
+    """Sets the number of torch's threads, and returns True, if torch is imported already; else returns False.
 
-    Before that the environment decides, of which torch takes no more threads than the machine has cores.
+    Until then the environment variables count, of which torch takes no more threads than the machine has cores.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -140,7 +141,7 @@ def limit_threads(count: int) -> bool:
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """Environment of a process whose numeric libraries use `count` threads, whatever Ray thinks of its CPUs."""
+    """Returns environment variables for `count` threads in numeric libraries, regardless of Ray's number of CPUs."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return dict.fromkeys(names, str(count))
 

@@ -1,10 +1,11 @@
-"""python keeper.py PARENT GRACE COMMAND...: runs a program, and ends it with everything it started when PARENT is gone.
+"""The keeper runs a program and ends it, with all processes that it started, when its own parent process is gone.
 
-The keeper is a process of its own between a worker and the program, because a worker may be killed at any instant: it
-looks after its parent a few times a second. It is a session and process group of its own (whoever starts it sees to
-that), the program and most of what that starts are in the group, and what left the group is found as its descendants:
-orphans of the tree become children of the keeper. SIGTERM asks it to end the program in order: SIGTERM for all of it,
-GRACE seconds, then SIGKILL. The exit code is the program's, 128 + n if signal n ended it.
+Usage: python keeper.py PARENT GRACE COMMAND..., with the pid of the parent and a time in seconds; program.py starts it.
+The keeper is a separate process between a worker and the program, because a worker may be killed at any time; it checks
+several times a second whether its parent is alive. It must be started as the leader of a session and process group.
+Most processes of the program are in this group; the others are found as descendants of the keeper, which becomes the
+parent of orphans among them. After SIGTERM the keeper sends SIGTERM to all of them, waits at most GRACE seconds, and
+then sends SIGKILL. Its exit code is that of the program, or 128 + n if signal n ended the program.
 """
 
 import contextlib
@@ -24,14 +25,17 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(parent: int, grace: float, command: list[str]) -> int:
-    """Returns the exit code."""
+    """Runs the command until it ends, the parent is gone, or SIGTERM arrives; returns the exit code.
+
+    The exit code is 127 if the command cannot be started.
+    """
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
 
-    # Workers of Ray do not hear SIGTERM, and what they start inherits that.
+    # Workers of Ray block SIGTERM, and the processes that they start inherit this.
     signal.signal(signal.SIGTERM, ask)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -54,7 +58,7 @@ def main(parent: int, grace: float, command: list[str]) -> int:
 
 
 def _ended(program: "subprocess.Popen[bytes]") -> int | None:
-    """Its exit code once it has ended, negative for a signal's; other children, which are orphans, are collected."""
+    """Returns the program's exit code (negative: ended by that signal), None while it runs; collects ended orphans."""
     code = program.poll()
     with contextlib.suppress(ChildProcessError):
         while (waited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -65,7 +69,7 @@ def _ended(program: "subprocess.Popen[bytes]") -> int | None:
 
 
 def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
-    """SIGTERM for all; returns when the program and its children have ended, after `grace` seconds at most."""
+    """Sends SIGTERM to all descendants and waits until they have ended, at most `grace` seconds."""
     for process in _descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -75,7 +79,7 @@ def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
 
 
 def _kill_all() -> None:
-    """SIGKILL for every descendant, until there is none: one may start another meanwhile."""
+    """Sends SIGKILL to all descendants until there are none, because one may start another meanwhile."""
     for _ in range(KILL_ROUNDS):
         if not (found := _descendants()):
             return
@@ -96,12 +100,12 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _die_with_the_keeper() -> None:
-    """Runs in the program's process before it is the program: a keeper that is killed takes the program along."""
+    """Runs in the program's process before exec: makes Linux kill the program if the keeper is killed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the program is found by its group alone."""
+    """Calls prctl on Linux; does nothing elsewhere, where orphans are found by their process group only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 

@@ -1,7 +1,7 @@
-"""NUMA: a process that owns a GPU, and its threads, kept on the CPUs of the GPU's NUMA node.
+"""NUMA binding: restricts a process that owns a GPU, with all its threads, to the CPUs of the GPU's NUMA node.
 
-torch has the same behind `torchrun --numa-binding`, which starts the processes itself and needs `numactl`; workers here
-are started by Ray, so the kernel's own table of local CPUs is read.
+Trainer and rollout workers call `bind`. torch offers the same by `torchrun --numa-binding`, which starts the processes
+itself and needs `numactl`; here Ray starts the workers, so the kernel's list of local CPUs in sysfs is read.
 """
 
 import os
@@ -12,9 +12,9 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def bind() -> str:
-    """Keeps this process on the CPUs beside its first GPU; returns what was done, or why nothing was, for the log.
+    """Restricts this process to the CPUs near its first GPU; returns a sentence for the log that says what was done.
 
-    CPUs that the process may not use (cgroups, `taskset`) stay forbidden. It starts CUDA where that has not been done.
+    Only CPUs that the process may use already (cgroups, `taskset`) are taken. Initialises CUDA if that is not done yet.
     """
     import torch
 
@@ -26,7 +26,7 @@ def bind() -> str:
 
 
 def bind_beside(device: Path) -> str:
-    """`bind` for the PCI device whose folder in sysfs this is."""
+    """Does the same for a PCI device, given by its folder in sysfs."""
     table = device / "local_cpulist"
     if not table.is_file():
         return f"{table} does not exist, so the GPU's NUMA node is unknown"
@@ -40,13 +40,13 @@ def bind_beside(device: Path) -> str:
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), local)
-        except ProcessLookupError:  # it has ended since the folder was read
+        except ProcessLookupError:  # the thread has ended since the folder was read
             continue
     return f"bound to {len(local)} of {len(allowed)} CPUs, those of NUMA node {node}"
 
 
 def cpus(ranges: str) -> set[int]:
-    """The numbers in the kernel's notation, e.g. `0-3,8`."""
+    """Returns the CPU numbers in the kernel's notation, e.g. `0-3,8`."""
     numbers: set[int] = set()
     for part in ranges.strip().split(","):
         first, _, last = part.partition("-")

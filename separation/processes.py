@@ -1,4 +1,4 @@
-"""Processes of this machine: which one a worker's is, what they started, and how to be sure they are gone."""
+"""Helpers for processes of this machine: a worker's process, its descendants, and killing what is left of them."""
 
 import os
 import time
@@ -12,17 +12,17 @@ _POLL_SECONDS = 0.02
 
 
 def machine() -> str:
-    """Boot id and pid namespace: pids that two processes name mean the same processes where these are equal."""
+    """Returns boot id and pid namespace. Two processes with an equal value mean the same process by the same pid."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def identity() -> tuple[int, float, str]:
-    """This process for `process_of`: its pid, when it was created, and its machine."""
+    """Returns pid, creation time (unix seconds) and `machine()` of this process, the arguments of `process_of`."""
     return os.getpid(), psutil.Process().create_time(), machine()
 
 
 def process_of(pid: int, created: float, of_machine: str) -> psutil.Process | None:
-    """The process that said so of itself; None if it is gone, elsewhere, or its pid is another process's by now."""
+    """Returns the process with this `identity`; None if it has ended (its pid may be reused) or runs elsewhere."""
     with suppress(psutil.NoSuchProcess):
         if of_machine == machine() and (process := psutil.Process(pid)).create_time() == created:
             return process
@@ -30,27 +30,27 @@ def process_of(pid: int, created: float, of_machine: str) -> psutil.Process | No
 
 
 def alive(process: psutil.Process) -> bool:
-    """False as well when only its exit code waits to be collected."""
+    """Returns True if the process runs; False also for a zombie, whose exit code was not collected yet."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     return False
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, if it is still that process."""
+    """Sends SIGKILL if the process still exists; another process that has its pid by now is not killed."""
     with suppress(psutil.NoSuchProcess):
         process.kill()
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Children, their children and so on, as far as they are still attached to `pid`."""
+    """Returns the live children of `pid`, their children and so on; orphans that left this tree are not found."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return [process for process in psutil.Process(pid).children(recursive=True) if alive(process)]
     return []
 
 
 def kill_remaining(processes: Iterable[psutil.Process], *, grace: float) -> list[psutil.Process]:
-    """Waits up to `grace` seconds for the processes to end, then kills those that did not; returns these."""
+    """Waits up to `grace` seconds for the processes to end, kills the others, and returns those that it killed."""
     waiting = list(processes)
     end = time.monotonic() + grace
     while (waiting := [process for process in waiting if alive(process)]) and time.monotonic() < end:

@@ -1,4 +1,7 @@
-"""A program that a worker runs beside it, and that never outlives the worker, whatever ends it."""
+"""Program runs a command in a process of its own that always ends with the worker process that started it.
+
+The workers of reward servers use it (async_flowrl/rewards/server_worker.py).
+"""
 
 import contextlib
 import os
@@ -11,18 +14,21 @@ from pathlib import Path
 from separation import keeper
 
 TAIL_BYTES = 4000
-"""Of a program's output, as many are quoted when it has ended."""
+"""Number of bytes at the end of the output that `tail` reads."""
 
 
 class Program:
     """One run of a command, with its output appended to `log`.
 
-    Between this process and the program stands a keeper (keeper.py), which ends the program and all that it started
-    when this process is gone.
+    A keeper process (keeper.py) between this process and the program ends the program, and all processes that it
+    started, when this process is gone.
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, grace: float) -> None:
-        """Starts it. `environment` is the whole of it. Raises OSError if the log cannot be written."""
+        """Starts the command. `environment` is its whole environment, `grace` the seconds between SIGTERM and SIGKILL.
+
+        Raises OSError if the log cannot be written.
+        """
         self.command, self.log, self._grace = list(command), log, grace
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -36,20 +42,20 @@ class Program:
                 start_new_session=True,
             )
         self.pid = self._keeper.pid
-        """The keeper's: also the id of the process group."""
+        """Pid of the keeper, which is also the id of the process group."""
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Returns the exit code; None while the program runs."""
         return self._keeper.poll()
 
     def wait(self) -> int:
-        """Waits for its end, and sees to it that nothing of its group is left."""
+        """Waits for the end of the program, kills what is left of its process group, and returns the exit code."""
         code = self._keeper.wait()
         self._kill_group()
         return code
 
     def stop(self) -> None:
-        """Ends it: SIGTERM, then SIGKILL after the grace. Returns when it is gone."""
+        """Ends the program by SIGTERM, and by SIGKILL after the grace time; returns when it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._keeper.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -58,7 +64,7 @@ class Program:
         self._keeper.wait()
 
     def tail(self) -> str:
-        """The end of what it has written, on one line."""
+        """Returns the end of its output on one line (TAIL_BYTES / 8 characters at most)."""
         with self.log.open("rb") as output:
             output.seek(0, os.SEEK_END)
             output.seek(max(self._from, output.tell() - TAIL_BYTES))
@@ -66,6 +72,6 @@ class Program:
         return " ".join(text.split())[-TAIL_BYTES // 8 :]
 
     def _kill_group(self) -> None:
-        """What a keeper that was killed itself has left behind."""
+        """Kills processes that are left if the keeper itself was killed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""The default process group of torch.distributed: how the workers of a pool become its ranks, and leave it.
+"""Rendezvous: the workers of a pool become the ranks of torch.distributed's default process group, and leave it.
 
-Rank 0 opens the store on a port that the system picks and keeps it, so that no other process can take it in between.
+async_flowrl/run/launch.py calls `join_process_group`, which runs the other functions in the workers. Rank 0 opens the
+TCP store on a free port that the system picks, and keeps it open, so that no other process can take the port.
 """
 
 import os
@@ -13,13 +14,16 @@ from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 
 LONGEST_TIMEOUT = 20 * 86_400.0
-"""Seconds, for those who want to wait for ever: torch takes no infinity, and counts some waits in 31 bits of ms."""
+"""Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _stores: dict[int, Any] = {}
 
 
 def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
-    """What `join` needs, under torchrun's names; `timeout` is in seconds. Each rank sees its own devices from 0."""
+    """Returns the variables that `join` needs, with the names of torchrun; `timeout` is in seconds.
+
+    LOCAL_RANK is 0, because each rank sees only its own devices. Raises ValueError for a rank outside 0..world - 1.
+    """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
     return {
@@ -34,7 +38,7 @@ def rank_environment(*, rank: int, world: int, address: str, port: int, timeout:
 
 
 def open_store(world: int, timeout: float) -> int:
-    """On rank 0: opens the group's store and returns its port. Earlier stores of this process are closed."""
+    """Opens the group's store on rank 0, closes earlier stores of this process, and returns the port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     _stores.clear()
@@ -44,10 +48,10 @@ def open_store(world: int, timeout: float) -> int:
 
 
 def join(environment: Mapping[str, str], device: str | None = None) -> None:
-    """Inside a rank: joins the default group, with nccl on "cuda" and gloo on "cpu"; None is cuda where there is one.
+    """Joins the default group in a rank, with nccl and gloo on "cuda", gloo on "cpu"; None: cuda if it is available.
 
-    Raises RuntimeError in a process that is in a group already, DistStoreError where a rank is missing after
-    PROCESS_GROUP_TIMEOUT seconds, which is the time-out of the group's collectives too.
+    Raises RuntimeError if the process is in a group already, and DistStoreError if a rank is missing after
+    PROCESS_GROUP_TIMEOUT seconds, which is also the time-out of the group's collectives.
     """
     import torch
     import torch.distributed as dist
@@ -78,10 +82,10 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface by which this machine reaches a host; None where that can't be told.
+    """Returns the name of the network interface on the route to a host; None if it is unknown. Nothing is sent.
 
-    Gloo alone would take the one that the machine's own name stands for: loopback as Debian writes /etc/hosts, or one
-    that other nodes can't reach. Nothing is sent.
+    By default gloo would take the interface of the machine's host name, which may be loopback (Debian's /etc/hosts) or
+    unreachable for other nodes.
     """
     import psutil
 
@@ -100,7 +104,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def leave() -> None:
-    """Leaves the default group if in one. Safe when other ranks are dead already."""
+    """Leaves the default group if the process is in one. Other ranks may be dead already."""
     import torch.distributed as dist
 
     if dist.is_initialized():

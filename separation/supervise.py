@@ -1,6 +1,6 @@
-"""Background tasks that cannot fail unnoticed, and waits that cannot last for ever.
+"""Helpers for asyncio: background tasks whose failures are always raised, waits with a time limit, and retries.
 
-All time comes from the running loop, so everything here works under a loop whose clock jumps.
+All time comes from the running loop, so tests can use a loop with virtual time.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ _BODY = "the body"
 
 
 class DeadlineExceeded(TimeoutError):
-    """`what` was not done within `seconds`."""
+    """Raised if `what` was not done within `seconds`."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(f"{what} was not done within its deadline of {seconds:g} s")
@@ -25,9 +25,9 @@ class DeadlineExceeded(TimeoutError):
 
 @asynccontextmanager
 async def deadline(seconds: float, what: str, *, report: Callable[[], str] | None = None) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when the body takes longer; `report` is asked for a note at that moment.
+    """Raises DeadlineExceeded if the body takes longer than `seconds`; `report()` then returns a note for the error.
 
-    A cancellation from elsewhere and a TimeoutError of the body's own pass unchanged.
+    A cancellation from elsewhere and a TimeoutError of the body itself are not changed.
     """
     scope = asyncio.timeout(seconds)
     try:
@@ -44,12 +44,12 @@ async def deadline(seconds: float, what: str, *, report: Callable[[], str] | Non
 
 @asynccontextmanager
 async def supervised(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
-    """`async with supervised(a(), b()):` runs a and b beside the body and ends them with it.
+    """Runs coroutines as tasks beside the body and cancels them at its end: `async with supervised(a(), b()):`.
 
-    The first failure, of the body or of a task, is what leaves the block: itself, with its own traceback; what failed
-    after it is added as notes. A failing task cancels the body. A task may end early without ending anything else.
-    Tasks are ended last started first, each one awaited before the next is told. An exception group counts as its first
-    member, the rest as notes.
+    A failing task cancels the body; a task that returns early changes nothing. The first failure, of the body or of a
+    task, is raised by the block with its own traceback, and later failures become its notes. Of an exception group the
+    first member is raised, and the others become notes. Tasks are cancelled in reverse order of their start, and each
+    one is awaited before the next is cancelled.
     """
     body = asyncio.current_task()
     if body is None:
@@ -118,7 +118,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
-    """All results in order. The first failure cancels the others, waits for them, and is raised as itself."""
+    """Returns all results in order. The first failure cancels the others and is raised when they have ended."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -137,9 +137,10 @@ async def retry(
     on: tuple[type[Exception], ...],
     failed: Callable[[int, Exception], None] | None = None,
 ) -> T:
-    """Awaits `attempt()` up to `times` times, pausing backoff, 2·backoff, 4·backoff … seconds after errors in `on`.
+    """Awaits `attempt()` up to `times` times; after errors in `on` it pauses backoff, 2·backoff, … seconds.
 
-    `failed(n, error)` hears of each failed attempt, n from 1. The last error is raised as it is, with a note.
+    `failed(n, error)` is called after each failed attempt, n from 1. The last error is raised, with a note. Raises
+    ValueError for `times` below 1.
     """
     if times < 1:
         raise ValueError(f"retry needs times >= 1, got {times}")

@@ -1,4 +1,4 @@
-"""Plain text tables for messages people read on a terminal."""
+"""Plain text tables for messages that people read in a terminal."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 def format_table(
     header: Sequence[str], rows: Sequence[Sequence[object]], *, align: Callable[[str, int], str] = str.ljust
 ) -> str:
-    """Columns two spaces apart, one line per row, however long. `align` is str.ljust or str.rjust."""
+    """Returns a table with two spaces between columns and one line per row. `align` is str.ljust or str.rjust."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The calls under way of a worker, of either kind, and the death that ends them all at once."""
+"""CallTable holds the unanswered calls of one worker (Ray actor or thread); the worker's death ends them all."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class CallTable:
-    """The unanswered calls of one worker. After `declare_dead` each of them, and each later one, raises WorkerDied.
+    """The unanswered calls of one worker. After `declare_dead`, each of them and each later call raises WorkerDied.
 
-    Late answers of a dead worker are discarded: it may already have been replaced.
+    Late answers of a dead worker are discarded, because it may already have been replaced.
     """
 
     def __init__(self, worker: str) -> None:
@@ -30,7 +30,7 @@ class CallTable:
             raise WorkerDied(self.worker, self.reason)
 
     def open(self) -> "asyncio.Future[Any]":
-        """A future that a caller awaits. Raises WorkerDied."""
+        """Returns a future for the answer of a new call. Raises WorkerDied if the worker is dead."""
         self.check()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._waiting.add(future)
@@ -38,7 +38,7 @@ class CallTable:
         return future
 
     def declare_dead(self, reason: str) -> None:
-        """Fails every open call. The first reason is kept."""
+        """Ends every open call with WorkerDied. Only the first call has an effect; its reason is kept."""
         if self.reason is not None:
             return
         self.reason = reason
@@ -47,13 +47,13 @@ class CallTable:
             settle(future, error=WorkerDied(self.worker, reason))
 
     async def watch(self) -> NoReturn:
-        """Waits for the death and raises it."""
+        """Waits until the worker dies and raises WorkerDied."""
         await self.open()
         raise AssertionError("unreachable: nobody answers this call")
 
 
 def settle(future: "asyncio.Future[Any]", *, value: Any = None, error: BaseException | None = None) -> None:
-    """Answers a call unless it was answered, cancelled or its worker declared dead before."""
+    """Answers a call with a value or an error, unless the call was answered, cancelled or ended by a death before."""
     if future.done():
         return
     if error is None:
@@ -63,7 +63,7 @@ def settle(future: "asyncio.Future[Any]", *, value: Any = None, error: BaseExcep
 
 
 def pick_lane(lanes: Mapping[str, T], lane: str, worker: str) -> T:
-    """The lane of that name. Raises ValueError naming those there are."""
+    """Returns the worker's lane named `lane`. Raises ValueError, which names the existing lanes."""
     if lane not in lanes:
         raise ValueError(f"{worker} has no lane {lane!r}; it has {', '.join(lanes)}")
     return lanes[lane]

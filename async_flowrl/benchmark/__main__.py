@@ -1,8 +1,10 @@
-"""python -m async_flowrl.benchmark [--out DIR] [key=value ...]: every mode on the same devices, and their bound.
+"""Benchmark of all modes on the same devices, with the bound that no mode can beat.
 
-Runs `sync` colocated (in its variants) and separate, `stream`, `one_step_off` and `fully_async` one after another,
-several times over, beside the bare loops that say what generation and training take by themselves. Overrides shape the
-load and apply to all, for example `model.path=Qwen/Qwen-Image`.
+python -m async_flowrl.benchmark [--out DIR] [key=value ...]
+
+It runs `sync` colocated (both pools on the same devices, in its variants) and separate, then `stream`, `one_step_off`
+and `fully_async`, one after another and repeatedly. Beside them it runs bare loops, which measure generation and
+training alone. Overrides such as `model.path=Qwen/Qwen-Image` set the load and apply to all.
 """
 
 import json
@@ -28,6 +30,7 @@ def write(results: Results, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark and writes its files; returns 0, or 2 for wrong arguments and failed runs."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

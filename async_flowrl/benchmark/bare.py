@@ -1,7 +1,8 @@
-"""Generation and training without a framework, in stock diffusers, peft and torch calls: what the pools are held to.
+"""Generation and training without a framework, in plain diffusers, peft and torch calls: the pools' reference speed.
 
-`generate` samples one prompt's images as Flow-GRPO does (text encoded once, noisy steps, log-probs, VAE decode);
-`update` trains on them (forward, clipped surrogate, backward, clip, AdamW). Neither uses anything of this project.
+`generate` samples one prompt's images as Flow-GRPO does (text encoded once, noisy steps, log-probabilities, VAE
+decoding). `update` trains on them (forward, clipped surrogate, backward, gradient clipping, AdamW). Nothing else of
+this project is used.
 """
 
 import math
@@ -17,17 +18,17 @@ from peft import LoraConfig
 from torch import Tensor
 
 Group = tuple[str, list[Tensor], list[Tensor]]
-"""Prompt, latents [n, tokens, 64] at every schedule position, log-probs [n] of every step but the last."""
+"""Prompt, latents [n, tokens, 64] at every schedule position, log-probabilities [n] of every step except the last."""
 
 
 class Bare:
-    """A pipeline with a LoRA, its schedule and an optimizer, on torch's default device. Square images, no guidance."""
+    """A pipeline with a LoRA, its schedule and an optimizer, on torch's default device; square images, no guidance."""
 
     def __init__(self, path: str, *, side: int, steps: int, targets: list[str], rank: int, dtype: torch.dtype) -> None:
         self.pipe: Any = QwenImagePipeline.from_pretrained(path, dtype=dtype).to(torch.get_default_device())
         for part in (self.pipe.transformer, self.pipe.vae, self.pipe.text_encoder):
             part.eval().requires_grad_(False)
-            for tensor in part.parameters():  # memory-mapped weights are not aligned, which makes products slower
+            for tensor in part.parameters():  # memory-mapped weights are not aligned, which slows matrix products
                 tensor.data = tensor.data.clone()
         self.pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
         self.side, self.rows, self.dtype = side, side // (2 * self.pipe.vae_scale_factor), dtype
@@ -41,14 +42,14 @@ class Bare:
         self.optimizer = torch.optim.AdamW(self.trained, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
 
     def velocity(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-        """x [n, tokens, 64] at noise levels sigma [n]."""
+        """Velocity of latents x [n, tokens, 64] at noise levels sigma [n]."""
         shapes = [[(1, self.rows, self.rows)]] * len(x)
         embeds = text.expand(len(x), -1, -1)
         out: Tensor = self.pipe.transformer(x.to(self.dtype), embeds, None, sigma, shapes, return_dict=False)[0]
         return out.float()
 
     def step(self, x: Tensor, v: Tensor, s: Tensor, after: Tensor, level: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of a Flow-GRPO step; s and after [n, 1, 1]."""
+        """Mean and standard deviation of Flow-GRPO's noisy step from sigma s to `after`, both [n, 1, 1]."""
         g2 = level**2 * s / (1 - torch.where(s >= 1 - 1e-6, self.sigmas[1], s))
         dt = after - s
         return x * (1 + g2 / (2 * s) * dt) + v * (1 + g2 * (1 - s) / (2 * s)) * dt, torch.sqrt(-g2 * dt)
@@ -58,7 +59,7 @@ class Bare:
 
     @torch.no_grad()
     def generate(self, text: str, n: int) -> tuple[npt.NDArray[np.uint8], Group]:
-        """Images uint8 [n, H, W, 3] and what `update` trains on."""
+        """Returns images uint8 [n, H, W, 3] and the input of `update`."""
         if text not in self.texts:
             self.texts[text] = self.pipe.encode_prompt(text)[0]
         xs = [torch.randn(n, self.rows**2, 64)]
@@ -79,7 +80,7 @@ class Bare:
         return (images * 255).round().astype(np.uint8), (text, xs, log_probs)
 
     def update(self, groups: list[Group], *, trained: int, at_once: int) -> None:
-        """One optimizer step on the first `trained` steps of every group, `at_once` of them per forward pass."""
+        """Makes one optimizer step on the first `trained` steps of every group, `at_once` steps per forward pass."""
         self.optimizer.zero_grad()
         for text, xs, old in groups:
             n = len(xs[0])

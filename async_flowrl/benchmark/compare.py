@@ -1,4 +1,7 @@
-"""All variants under one load, interleaved with the bare loops: what `python -m async_flowrl.benchmark` measures."""
+"""Measures all variants under one load, alternating with the bare loops, for `python -m async_flowrl.benchmark`.
+
+A bare loop is plain generation or training without any framework (bare.py).
+"""
 
 import argparse
 import logging
@@ -20,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = ("python", "-m", "async_flowrl.benchmark")
 DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
-"""On the tiny model: about a second each of generation and training per step, ten tickets per worker."""
+"""With the tiny model: about one second each of generation and training per step, ten tickets per worker."""
 
 
 def parser(prog: str = " ".join(PROGRAM)) -> argparse.ArgumentParser:
@@ -46,7 +49,7 @@ def parser(prog: str = " ".join(PROGRAM)) -> argparse.ArgumentParser:
 
 
 def load_overrides(given: argparse.Namespace, latency: float) -> list[str]:
-    """The load that all variants share; `latency` is that of a reward call, seconds."""
+    """Returns the overrides that all variants share; `latency` is the seconds of one reward call, 0 for none."""
     load = [f"total_steps={given.steps}", *DEFAULT_LOAD]
     if given.resolution:
         load.append(f"rollout.resolution={given.resolution}")
@@ -63,7 +66,10 @@ def load_overrides(given: argparse.Namespace, latency: float) -> list[str]:
 
 
 def compare(arguments: Sequence[str], directory: Path) -> Results:
-    """All repeats, interleaved, of what a command line asks for. Raises ValueError, ConfigError or RunFailed."""
+    """Makes all repeats that a command line asks for; temporary files go to `directory`.
+
+    Raises ValueError or ConfigError for wrong arguments, and RunFailed if a run fails.
+    """
     given = parser().parse_intermixed_args(arguments)
     command = shlex.join([*PROGRAM, *arguments])
     machine = Machine.here(given.devices, given.split)
@@ -88,16 +94,18 @@ def compare(arguments: Sequence[str], directory: Path) -> Results:
 
 
 def composed(overrides: Sequence[str], directory: Path) -> Config:
+    """Composes the configuration of mode one_step_off with these overrides, to read the load from it."""
     config: Config = compose_config("one_step_off", [*overrides, f"output_dir={directory}/none"])
     return config
 
 
 def order(variants: Sequence[Variant], repeat: int) -> Sequence[Variant]:
-    """Forwards and backwards in turn, so that a machine that gets slower over time favours no variant."""
+    """Returns the variants forwards in even and backwards in odd repeats, so that a slowing machine favours none."""
     return list(reversed(variants)) if repeat % 2 else variants
 
 
 def one(variant: Variant, overrides: Sequence[str], directory: Path, repeat: int) -> measure.Measured:
+    """Makes one run of a variant in a temporary run directory and returns its measurements."""
     logger.info("  %s", variant.name)
     name = f"{variant.name} (repeat {repeat + 1})"
     with tempfile.TemporaryDirectory(dir=directory) as place:

@@ -1,4 +1,4 @@
-"""A description of the machine that a measurement was made on: numbers of two machines, or two days, don't compare."""
+"""Description of the machine that makes a measurement; numbers of different machines or days cannot be compared."""
 
 import datetime
 import os
@@ -9,7 +9,7 @@ import torch
 
 
 def machine_description() -> dict[str, str]:
-    """Processor, GPUs, versions, the day, and how many other processes wanted a core when it began."""
+    """Processor, GPUs, versions, date, and the load average of the last minute."""
     description = {"processor": processor(), "cores": str(os.cpu_count())}
     if torch.cuda.is_available():
         description["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"

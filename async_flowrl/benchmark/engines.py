@@ -1,7 +1,10 @@
-"""python -m async_flowrl.benchmark.engines [--tickets N] [--rounds N] [--out DIR] [key=value ...]: the rollout engines.
+"""Benchmark of the rollout engines, the implementations of image generation.
 
-The same tickets of a configuration on the same weights, by each engine in a process of its own: images per second,
-memory, and how far what they make is apart. With rollout.tickets_per_batch above 1 also in batches of tickets.
+python -m async_flowrl.benchmark.engines [--tickets N] [--rounds N] [--out DIR] [key=value ...]
+
+Each engine makes the same tickets with the same weights, in a process of its own. The table shows images per second,
+memory, and the differences between the engines' results. With rollout.tickets_per_batch above 1, batches of tickets are
+measured too.
 """
 
 import argparse
@@ -36,13 +39,16 @@ from separation.table import format_table
 
 PROGRAM = "python -m async_flowrl.benchmark.engines"
 ENGINES = ("diffusers", "vllm_omni")
-# vllm_omni is refused without them; no cluster is started here.
+# vllm_omni is only accepted with these settings; no cluster is started.
 PLACE = ("runtime.backend=ray", "placement=separate")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one engine took for the tickets of all rounds, one by one or in batches."""
+    """Cost of one engine for the tickets of all rounds. `way` says if tickets were made one by one or in batches.
+
+    Seconds and `images` are totals of the measured rounds, except `start_seconds` (loading); bytes are peaks.
+    """
 
     engine: str
     way: str
@@ -55,7 +61,7 @@ class Found:
 
 
 def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
-    """The first tickets of the first step, on version 0."""
+    """Returns the first tickets of the first step, on version 0. Raises ValueError if a step has fewer tickets."""
     plan = shape(prepared.config)
     if tickets > plan.tickets_per_step:
         raise ValueError(f"--tickets must be at most {plan.tickets_per_step}, the tickets of a step, got {tickets}")
@@ -64,7 +70,7 @@ def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
 
 
 def deliver(worker: RolloutWorker) -> None:
-    """Version 0, an adapter that changes every layer: drawn from its tensors' names, so the same for every engine."""
+    """Delivers version 0, a LoRA that changes every layer and depends only on tensor names: equal for all engines."""
     layout, receiver = worker.receiver.layout, worker.receiver
     buffer = layout.empty()
     for name, view in layout.views(buffer).items():
@@ -76,7 +82,7 @@ def deliver(worker: RolloutWorker) -> None:
 
 
 def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, out: Path) -> list[Found]:
-    """Runs in the engine's own process: writes what it made to `out`, once for each way."""
+    """Measures one engine in the current process, once per way, and writes its results into the folder `out`."""
     config = configuration(engine, overrides)
     asked = requests(prepared := prepare(config), tickets)
     config = prepared.config
@@ -109,12 +115,13 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
 
 
 def memory() -> tuple[int, int]:
-    """Peak bytes of this process on the host, and on its device where it has one."""
+    """Peak bytes of this process in host memory and on its GPU (0 without one)."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 
 def save(path: Path, made: Sequence[Rollout]) -> None:
+    """Writes images, latents and log-probabilities of all tickets into one .npz file."""
     recorded = [rollout.trajectory for rollout in made if rollout.trajectory is not None]
     np.savez(
         path,
@@ -141,7 +148,7 @@ def table(found: Sequence[Found], out: Path) -> str:
 
 
 def differences(file: Path, reference: Path) -> list[str]:
-    """Largest absolute differences of latents and log-probs, and whether everything is the same to the bit."""
+    """Largest absolute differences of latents and log-probabilities, and "same" if all results are bitwise equal."""
     with np.load(file) as mine, np.load(reference) as theirs:
         gaps = [float(np.abs(mine[name] - theirs[name]).max(initial=0.0)) for name in ("latents", "log_probs")]
         same = all(np.array_equal(mine[name], theirs[name]) for name in mine.files)
@@ -161,7 +168,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(given: argparse.Namespace, out: Path) -> str:
-    """Each engine in a process of its own. Raises ConfigError and ValueError before any is started."""
+    """Runs each engine in a process of its own and returns the table.
+
+    Raises ConfigError or ValueError for wrong settings before any engine starts, and ValueError if an engine fails.
+    """
     engines = given.engine or list(ENGINES)
     for engine in engines:
         requests(prepare(configuration(engine, given.overrides)), given.tickets)

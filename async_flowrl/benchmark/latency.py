@@ -1,4 +1,4 @@
-"""A reward that only takes time, in place of a remote model that scores images."""
+"""Reward that only takes time, in place of a remote model that scores images."""
 
 import math
 import random
@@ -9,7 +9,11 @@ from async_flowrl.types import ByteArray, Prompt
 
 
 class Latency:
-    """Scores 0 after `seconds` per call on average: always the same, or log-normal with CV `cv` (1: heavy-tailed)."""
+    """Scores every image 0 after `seconds` per call on average.
+
+    `cv` is the coefficient of variation: 0 makes all calls equally long, above 0 they are log-normal (1: heavy tail).
+    Raises ValueError if `seconds` or `cv` is negative.
+    """
 
     def __init__(self, seconds: float, cv: float = 0.0, seed: int = 0) -> None:
         if seconds < 0 or cv < 0:

@@ -1,7 +1,7 @@
-"""G and T: the seconds that one step's generation and training take when nothing but the model runs.
+"""Measures G and T: the seconds of generation and of training per step when nothing but the model runs.
 
-Each is the bare loop of bare.py in a process of its own, alone and with the other beside it: the bound max(G, T) that
-the pools are held to is that of loops which never wait for each other but share the machine, as the pools do.
+Each is the bare loop of bare.py in a process of its own, alone and beside the other one. The bound max(G, T) uses the
+loops that run side by side: they never wait for each other but share the machine, as the pools do.
 """
 
 import multiprocessing
@@ -20,12 +20,12 @@ from async_flowrl.tickets.table import TRAIN, Ticket
 
 ROLES = ("rollout", "trainer")
 MAX_START_SECONDS = 300.0
-"""For loading the model and the first step, which is not measured."""
+"""Time limit for loading the model and the first step, which is not measured."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """Seconds per step on one device; alone None where that was not measured."""
+    """Seconds per step on one device, both loops side by side; `…_alone` is None if that was not measured."""
 
     generation: float
     update: float
@@ -34,14 +34,18 @@ class Loops:
 
     @property
     def contention(self) -> tuple[float, float] | None:
-        """How many times as long generation and training take with the other loop beside them."""
+        """Factors by which generation and training are slower beside each other than alone; None if not measured."""
         if self.generation_alone is None or self.update_alone is None:
             return None
         return self.generation / self.generation_alone, self.update / self.update_alone
 
 
 def measure(config: Config, *, seconds: float, alone: bool = True) -> Loops:
-    """Both loops side by side, then each alone, `seconds` each. Raises ValueError for what the bare loop can't do."""
+    """Measures both loops side by side and then, with `alone`, each by itself, for `seconds` each.
+
+    Raises ValueError for settings that the bare loop lacks, TimeoutError if a loop does not answer, and RuntimeError if
+    its process dies.
+    """
     (together,) = side_by_side([config], seconds=seconds)
     if not alone:
         return together
@@ -50,7 +54,7 @@ def measure(config: Config, *, seconds: float, alone: bool = True) -> Loops:
 
 
 def side_by_side(configs: Sequence[Config], *, seconds: float) -> list[Loops]:
-    """Both loops, one configuration after the other, `seconds` each, in one pair of processes."""
+    """Measures both loops side by side, one configuration after another, in one pair of processes."""
     for config in configs:
         if config.rollout.true_cfg_scale > 1:
             raise ValueError(
@@ -61,7 +65,7 @@ def side_by_side(configs: Sequence[Config], *, seconds: float) -> list[Loops]:
 
 
 def run(configs: Sequence[Config], roles: Sequence[str], seconds: float) -> dict[str, list[float]]:
-    """Per role, median seconds per step with each configuration; all roles start a configuration together."""
+    """Returns, per role, the median seconds per step for each configuration, which all roles start together."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(roles))
     pipes = [context.Pipe(duplex=False) for _ in roles]
@@ -96,7 +100,7 @@ def receive(role: str, pipe: "multiprocessing.connection.Connection[Any, Any]", 
 
 
 def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, answer: Any) -> None:
-    """A process: for each configuration loads, warms up, waits for the others, and loops until they are done too."""
+    """Body of a loop's process: for each configuration it loads, makes one step, waits for the others, and measures."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     import torch
@@ -113,7 +117,7 @@ def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, ans
 
 
 def timed(step: Callable[[], Any], seconds: float, barrier: Any) -> float:
-    """Median seconds of a step. At least three of them, and at least `seconds` long."""
+    """Median seconds of a step, over at least three steps and `seconds` seconds, begun with the other loops."""
     step()
     barrier.wait(MAX_START_SECONDS)
     times: list[float] = []
@@ -127,7 +131,7 @@ def timed(step: Callable[[], Any], seconds: float, barrier: Any) -> float:
 
 
 def step_of(config: Config, role: str) -> Any:
-    """A function that does one training step's worth of the role's work and returns when the device is done."""
+    """Returns a function that does one training step's work of the role and returns when the device has finished."""
     import torch
 
     from async_flowrl.benchmark.bare import Bare

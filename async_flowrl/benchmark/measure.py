@@ -1,4 +1,4 @@
-"""One variant's run, started as a user would, and its steady state as read from the run directory."""
+"""Runs one variant by the normal command line and reads its steady state from the run directory."""
 
 import json
 import subprocess
@@ -21,15 +21,19 @@ from async_flowrl.plan.calibrate import actual, delivery_times, generation_times
 from async_flowrl.tickets.table import TRAIN
 
 POLL_SECONDS = 0.25
+"""Seconds between two readings of the CPU clock."""
 
 
 class RunFailed(RuntimeError):
-    """A variant's run ended with an error; the message ends with what it said."""
+    """A variant's run was too short or failed; after a failure the message has the end of its output."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The steady state of one run: after the warm-up, before generation has nothing left to do. Seconds per step."""
+    """Steady state of one run: the steps after the warm-up, without the last ones, which have nothing left to generate.
+
+    `busy` is the busy share of each pool, 0..1; `staleness_mean` is over the whole run.
+    """
 
     variant: str
     step_seconds: float
@@ -37,22 +41,22 @@ class Measured:
     busy: Mapping[str, float]
     staleness_mean: float
     generation: float
-    """Seconds a step's tickets take one rollout worker, from dispatch to result."""
+    """Seconds per step of all tickets, from dispatch to result, summed over the rollout workers."""
     update: float
-    """Seconds an update takes, without waiting for images."""
+    """Seconds of an update, without waiting for images."""
     publish: float
-    """Seconds from staging until a worker holds the version; half of the deliveries are faster."""
+    """Median seconds from staging a version (copying it for sending) until a worker holds it."""
     trainer_stall: float
-    """Seconds per step that the trainer waits for staging."""
+    """Seconds per published version (one per step) that the trainer waits for staging."""
     worker_stall: float
-    """Seconds per step that a rollout worker waits for an activation."""
+    """Seconds per step that one rollout worker spends on activating versions (loading them into the network)."""
     controller_cpu: float
-    """CPU seconds of the controller's process ÷ wall clock."""
+    """CPU seconds of the controller's process divided by wall-clock seconds."""
     weights_digest: str
 
 
 def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) -> Measured:
-    """One run in a fresh process. Raises RunFailed."""
+    """Makes one run in a new process. Raises RunFailed if it fails or is too short."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode]
     given = [f"output_dir={directory}", *NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
     with subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -69,7 +73,7 @@ def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) 
 
 
 def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
-    """What a finished run did. Raises RunFailed for one that is too short."""
+    """Reads a finished run. Raises RunFailed if it has too few steps."""
     config, history, metrics = load(directory)
     steady = actual(directory)
     if steady is None:
@@ -98,7 +102,7 @@ def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
 
 
 def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float]:
-    """Seconds, over all rollout workers, that the tickets of these steps took them, and of that in activations."""
+    """Seconds of the tickets of these steps, summed over all rollout workers, and the part spent on activations."""
     tickets = sum(seconds for _, seconds in generation_times(history, steps))
     wanted = {e["ordinal"] for e in history if e["event"] == "ticket" and e["kind"] == TRAIN and e["step"] in steps}
     spans = [e for e in history if e["event"] == "span" and e["name"] == "activate" and e.get("ordinal") in wanted]
@@ -107,7 +111,7 @@ def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float
 
 @dataclass
 class CpuWatch:
-    """CPU seconds of one process over time; its children have clocks of their own."""
+    """Thread that records the CPU seconds of one process, without its child processes."""
 
     pid: int
     _times: list[float] = field(default_factory=list)
@@ -123,7 +127,7 @@ class CpuWatch:
         self._thread.join()
 
     def share(self, start: float, end: float) -> float:
-        """CPU ÷ wall clock between two unix times; 0 where the process was not seen twice."""
+        """CPU seconds divided by wall-clock seconds between two Unix times; 0 with fewer than two readings."""
         inside = slice(bisect_left(self._times, start), bisect_left(self._times, end))
         times, used = self._times[inside], self._used[inside]
         return (used[-1] - used[0]) / (times[-1] - times[0]) if len(times) > 1 else 0.0

@@ -1,10 +1,10 @@
-"""Measured tables on pages of documentation, each between two markers."""
+"""Insertion of measured tables into pages of the documentation, between two markers."""
 
 
 def between_markers(page: str, name: str, text: str) -> str:
-    """`page` with `text` between its lines `<!-- name: begin -->` and `<!-- name: end -->`.
+    """Returns `page` with `text` between its lines `<!-- name: begin -->` and `<!-- name: end -->`.
 
-    Raises ValueError where they are missing.
+    Raises ValueError if a marker is missing.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-"""The results as JSON and back, as tables of Markdown, and as a picture."""
+"""Output of the benchmark: JSON and back, Markdown tables, and a picture."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -26,7 +26,7 @@ TARGET_HEAD = ("ratio", "target", "measured", "met")
 
 
 def markdown(results: Results) -> str:
-    """Runs, loops and targets, ready for a page of documentation."""
+    """Returns runs, loops and targets as Markdown."""
     names = list(results.rounds[0].runs)
     rows = [_row(results, name) for name in names]
     ratios = [target.cells() for target in targets(results)]
@@ -50,6 +50,7 @@ def as_sentence(description: Mapping[str, str]) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
+    """Returns all measurements, with the bound of each repeat and the targets."""
     record = asdict(results)
     for inner, each in zip(record["rounds"], results.rounds, strict=True):
         inner["bound"] = results.bound(each.loops)
@@ -58,7 +59,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> Results:
-    """What `as_json` wrote. Raises KeyError or TypeError for anything else."""
+    """Reads what `as_json` returned. Raises KeyError or TypeError for anything else."""
     rounds = [
         Round(Loops(**r["loops"]), {name: Measured(**run) for name, run in r["runs"].items()}) for r in record["rounds"]
     ]
@@ -67,7 +68,7 @@ def from_json(record: Mapping[str, Any]) -> Results:
 
 
 def picture(results: Results, path: Path) -> None:
-    """Images/s over all devices per variant, with the least and the most, and the bound as a line."""
+    """Draws images per second on all devices per variant: median, smallest and largest, and the bound as a line."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -90,13 +91,13 @@ def picture(results: Results, path: Path) -> None:
     axes.set_xlabel(f"images per second over all {results.machine.devices} devices")
     axes.legend(loc="lower right")
     figure.tight_layout()
-    # No date and version inside: the same results are the same file.
+    # Without the software's version in the file, equal results give equal files.
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def _bound(results: Results) -> str:
-    """G, T, how they were had, and what they allow."""
+    """Describes G, T, how they were measured, and the bound that follows."""
     machine, rounds = results.machine, results.rounds
     text = (
         f"G = {_middle(results, lambda r: r.loops.generation):.3g} and "

@@ -1,4 +1,7 @@
-"""The ratios that runs are held to, each taken within one repeat."""
+"""Targets of the benchmark: ratios with a required value, each computed within one repeat.
+
+A bare loop is plain generation or training without any framework (bare.py); `loops.py` measures it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,62 +12,63 @@ from async_flowrl.benchmark.measure import Measured
 from async_flowrl.benchmark.variants import BASELINE, Machine
 
 MIN_STREAM_TICKETS = 8
-"""Tickets per worker and step from which on-policy streaming is expected to pay."""
+"""Tickets per worker and step from which the mode `stream` is expected to be faster than `sync`."""
 ASYNC, STREAM = "one_step_off", "stream"
 
 
 @dataclass(frozen=True)
 class Round:
-    """One repeat: the bare loops and every variant, run one after another."""
+    """One repeat: the bare loops and one run of every variant."""
 
     loops: Loops
     runs: Mapping[str, Measured]
 
     def colocated(self) -> Measured | None:
-        """The fastest colocated variant of this repeat."""
+        """Returns the fastest colocated variant of this repeat; None if none was run."""
         runs = [run for name, run in self.runs.items() if name.startswith("sync colocated")]
         return min(runs, key=lambda run: run.step_seconds) if runs else None
 
 
 @dataclass(frozen=True)
 class Load:
-    """Delays that the benchmark adds: seconds, and how many times as long the slow worker takes."""
+    """Load of the benchmark; the delays are added on purpose."""
 
     tickets_per_worker: float
     reward_seconds: float = 0.0
-    """One step's reward calls, spread evenly over the reward workers."""
+    """Seconds of one step's reward calls, spread evenly over the reward workers."""
     latency: float = 0.0
-    """Of one reward call."""
+    """Seconds of one reward call."""
     slow_worker: float = 1.0
+    """Factor by which rollout worker 0 takes longer; 1 means none."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that was measured, with the machine and the load."""
+    """All measurements, with the machine and the load."""
 
     machine: Machine
     rounds: Sequence[Round]
     load: Load
     command: str
-    """The command line that repeats the measurement."""
+    """Command line that repeats the measurement."""
     overrides: Sequence[str] = ()
     description: Mapping[str, str] = field(default_factory=dict)
-    """Of the machine: processor, versions, when, and how busy it was with other things."""
+    """Machine at the time: processor, versions, date, and load by other programs."""
 
     def generation(self, loops: Loops) -> float:
-        """G: seconds per step of the rollout devices together; a slow worker counts for what it does."""
+        """G: seconds of generation per step on all rollout devices together, a slow worker counted by its speed."""
         return loops.generation / (self.machine.rollout - 1 + 1 / self.load.slow_worker)
 
     def update(self, loops: Loops) -> float:
-        """T: seconds per step of the trainer devices together."""
+        """T: seconds of training per step on all trainer devices together."""
         return loops.update / self.machine.trainer
 
     def bound(self, loops: Loops) -> float:
-        """max(G, T), and the rewards' share where it is longer: no schedule takes less per step."""
+        """Lower bound of the seconds per step in any mode: max(G, T), or the rewards' seconds if those are more."""
         return max(self.generation(loops), self.update(loops), self.load.reward_seconds)
 
     def in_turn(self, repeat: Round) -> float:
-        """G + T + S: what a synchronous step takes at best; S is the median delivery."""
+        """G + T + S: shortest possible synchronous step in seconds; S is the median delivery of a version."""
         return self.generation(repeat.loops) + self.update(repeat.loops) + repeat.runs[BASELINE].publish
 
     def over(self, ratio: Callable[[Round], float]) -> tuple[float, ...]:
@@ -76,7 +80,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio with what it should be; `values` has one per repeat."""
+    """A ratio with its required value, a minimum or a maximum; `values` has one entry per repeat."""
 
     key: str
     what: str
@@ -86,6 +90,7 @@ class Target:
 
     @property
     def value(self) -> float:
+        """The median over the repeats; `met` compares it with the required value."""
         return median(self.values)
 
     @property
@@ -100,7 +105,7 @@ class Target:
 
     @property
     def measured(self) -> str:
-        """The median, with the least and the most where there are several."""
+        """The median, with the smallest and largest value if there are several."""
         spread = f" ({min(self.values):.3f}-{max(self.values):.3f})" if len(self.values) > 1 else ""
         return f"{self.value:.3f}{spread}"
 
@@ -109,7 +114,7 @@ class Target:
 
 
 def targets(results: Results) -> list[Target]:
-    """Those that the measured variants allow."""
+    """Returns the targets that the measured variants can be compared with."""
     held_to = of_the_overlap(results) if results.has(ASYNC) else []
     if results.has(BASELINE):
         held_to += against_sync(results)
@@ -120,13 +125,13 @@ def targets(results: Results) -> list[Target]:
 
 
 def of_the_overlap(results: Results) -> list[Target]:
-    """Ratios of one_step_off to the bare loops, and the shares of a step that it loses."""
+    """Targets of one_step_off: its speed relative to the bare loops, and the shares of a step that it loses."""
     over, machine = results.over, results.machine
 
     def share(of: Callable[[Measured], float]) -> tuple[float, ...]:
         return over(lambda r: of(r.runs[ASYNC]) / r.runs[ASYNC].step_seconds)
 
-    # What a bare loop would need for the same images, with as many of them as there are workers.
+    # Seconds of bare loops for the same images, with as many loops as workers, divided by the run's seconds.
     rollout = over(lambda r: r.loops.generation / r.runs[ASYNC].generation)
     update = over(lambda r: r.loops.update / machine.trainer / r.runs[ASYNC].update)
     step = over(lambda r: r.runs[ASYNC].step_seconds / results.bound(r.loops))
@@ -143,7 +148,7 @@ def of_the_overlap(results: Results) -> list[Target]:
 
 
 def against_sync(results: Results) -> list[Target]:
-    """Ratio of separate `sync` to its own best, and the speed-up of the other modes over it."""
+    """Targets of separate `sync` relative to its shortest possible step, and of the other modes relative to `sync`."""
     over = results.over
     sync = over(lambda r: r.runs[BASELINE].step_seconds / results.in_turn(r))
     held_to = [Target("sync", "`sync` separate step ÷ (G+T+S)", sync, at_most=1.05)]
@@ -158,10 +163,12 @@ def against_sync(results: Results) -> list[Target]:
 
 
 def faster(repeat: Round, name: str) -> float:
+    """Speed-up of a variant over separate `sync`: the ratio of their step times."""
     return repeat.runs[BASELINE].step_seconds / repeat.runs[name].step_seconds
 
 
 def against_colocated(repeat: Round) -> float:
+    """Speed-up of one_step_off over the fastest colocated variant."""
     best = repeat.colocated()
     assert best is not None
     return best.step_seconds / repeat.runs[ASYNC].step_seconds

@@ -1,4 +1,7 @@
-"""The variants compared: every mode, on the same devices, with the same configuration and images per step."""
+"""Variants that the benchmark compares: every mode on the same devices, with equal settings and images per step.
+
+The rollout and trainer pools are either colocated, sharing all devices, or separate, with devices of their own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +20,12 @@ NOTHING_BUT_TRAINING = (
     "console=quiet",
     "monitor.report=false",
 )
-"""Overrides that switch evaluations and reports off: they cost every mode the same."""
+"""Overrides that switch off evaluations and reports, which cost the same in every mode."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`devices` in all, of which `rollout` generate where the pools are separate."""
+    """Devices of the benchmark (GPUs, or CPU cores without a GPU); `rollout` of them generate if pools are separate."""
 
     devices: int
     rollout: int
@@ -34,7 +37,10 @@ class Machine:
 
     @classmethod
     def here(cls, devices: int | None, split: tuple[int, int] | None) -> "Machine":
-        """All GPUs, or two cores where there is none; half of them generate. Raises ValueError for fewer than 2."""
+        """Returns `split` or `devices` if given, else all GPUs or, without one, two CPU cores; half of them generate.
+
+        Raises ValueError for fewer than 2 devices.
+        """
         gpu = torch.cuda.is_available()
         if split is not None:
             return cls(sum(split), split[0], gpu)
@@ -46,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to use the devices."""
+    """One way to use the devices: a mode with overrides."""
 
     name: str
     mode: str
@@ -61,12 +67,15 @@ class Variant:
 
 
 def variants(machine: Machine, config: Config) -> list[Variant]:
-    """Colocated sync in all its variants first, then what it is compared with."""
+    """Returns all variants, the colocated ones first."""
     return [*colocated(machine, config), *separate(machine)]
 
 
 def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Variant]:
-    """The variants named in `only` ("sync colocated": all of its own), or all. Raises ValueError for other names."""
+    """Returns the variants named in `only`, or all if it is empty; "sync colocated" means all colocated variants.
+
+    Raises ValueError for an unknown name.
+    """
     every = variants(machine, config)
     for name in only:
         if not any(variant.is_called(name) for variant in every):
@@ -75,7 +84,7 @@ def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Varian
 
 
 def colocated(machine: Machine, config: Config) -> list[Variant]:
-    """As many workers as devices; on CPUs also one process of each pool with all the threads."""
+    """Returns `sync` with one worker of each pool per device; on CPUs also with one worker that has all threads."""
     ways = []
     if not machine.gpu:
         threads = (f"rollout.threads={machine.devices}", f"trainer.threads={machine.devices}")
@@ -87,6 +96,7 @@ def colocated(machine: Machine, config: Config) -> list[Variant]:
 
 
 def separate(machine: Machine) -> list[Variant]:
+    """Returns each mode with separate pools."""
     workers = _workers(machine.rollout, machine.trainer)
     return [
         Variant(BASELINE, "sync", workers),

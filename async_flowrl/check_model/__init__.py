@@ -1,4 +1,5 @@
-"""async-flowrl check-model NAME_OR_PATH: a model family against diffusers' own pipeline, step by step.
+"""Comparison of a model family (the code for one kind of model) with diffusers' own "stock" pipeline, step by step.
 
-A family that is wrong trains without complaint; only the images of whoever uses the LoRA in the stock pipeline show it.
+The command is `async-flowrl check-model NAME_OR_PATH`. Training with a wrong family raises no error; the fault would
+only appear when somebody uses the LoRA in diffusers.
 """

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.check_model."""
+"""Entry point of `python -m async_flowrl.check_model`."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from separation.imports import without_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the arguments before torch is imported: help and what is wrong with them come at once."""
+    """Parses the arguments before torch is imported, so that help and errors appear at once; returns the exit code."""
     parser().parse_args(arguments)
     with without_collections():
         from async_flowrl.check_model import command

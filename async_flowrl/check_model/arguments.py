@@ -1,4 +1,4 @@
-"""The arguments of the comparison, known without torch."""
+"""Arguments of `python -m async_flowrl.check_model`; importing this module does not import torch."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The command line of the comparison."""
+"""Command line of `python -m async_flowrl.check_model`."""
 
 import argparse
 import logging
@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every step is that of the stock pipeline; 1: one differs; 2: there was nothing to compare."""
+    """Compares, prints the table and names the first step that differs; returns the exit code.
+
+    It is 0 if every step agrees with diffusers' own ("stock") pipeline, 1 if one differs, and 2 if there is nothing to
+    compare. After agreement it records that the family was checked, so that runs no longer warn.
+    """
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """What the family's models are usually sampled with, unless the arguments say otherwise."""
+    """Returns the arguments as settings; what is not given is the usual value of the model's family."""
     model = ModelConfig(
         path=given.model,
         family=given.family,
@@ -65,7 +69,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
+    """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
     drawn = Table()
     drawn.add_column("step", no_wrap=True)
     for name in ("equal", "max |difference|", "relative"):

@@ -1,4 +1,7 @@
-"""The comparison: what it is made with, its steps in their order, and what they found."""
+"""The comparison of a model family with diffusers' own ("stock") pipeline: inputs, steps in order, and result.
+
+command.py calls `job_of` and `compare`.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,13 +31,14 @@ STEPS = (
     training.LORA,
     training.REPLAY,
 )
+"""Names of the compared steps, in order."""
 _LEAST_STEPS = 2
-"""One step alone has no transition with noise."""
+"""Fewest denoising steps; with a single one no step has noise."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, the family to compare, its policy around the stock pipeline, and how both sample."""
+    """One comparison: a model, its family, the family's policy around the stock pipeline, and the sampling settings."""
 
     model: ResolvedModel
     family: PolicyFamily
@@ -54,7 +58,7 @@ class Job:
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:
-    """Loads the model. Raises ValueError, one sentence, for settings that it cannot be sampled with."""
+    """Loads the model. Raises ValueError with one sentence if the family or the settings cannot be compared."""
     if settings.sampling.num_inference_steps < _LEAST_STEPS:
         raise ValueError(f"--steps must be at least {_LEAST_STEPS}, got {settings.sampling.num_inference_steps}")
     model = resolve_model(settings.model)
@@ -71,15 +75,16 @@ def job_of(settings: Settings, prompt: str, device: str) -> Job:
         policy.latent_shape(settings.sampling.resolution)
     except ValueError:
         raise
-    except Exception as error:  # whatever a family does with a pipeline that it is not for
+    except Exception as error:  # a family may raise anything for a pipeline of another kind
         raise ValueError(f"{model.family} cannot be put around a {name}: {in_one_line(error)}") from error
     return Job(model, family, policy, pipeline, settings, prompt, torch.device(device))
 
 
 def compare(job: Job) -> list[Row]:
-    """The rows of all steps that could be made; a step that fails is one that differs, and what needs it is left out.
+    """Makes the rows of all steps, in order. A step that raises an error counts as different.
 
-    Afterwards the pipeline holds the LoRA of the round trip.
+    Steps are left out if they need the result of a failed one. Afterwards the pipeline holds the LoRA of the step "LoRA
+    round trip".
     """
     start = _start(job)
     found: list[Row] = []
@@ -128,7 +133,7 @@ def _steps(
 
 
 def _replay(job: Job, branches: embeddings.Branches) -> Row:
-    """While the adapter is on, and with gradients, as the trainer has it."""
+    """Compares log-probabilities while the LoRA is active and with gradients enabled, as in training."""
     with torch.enable_grad():
         return _tried(
             training.REPLAY,
@@ -137,7 +142,7 @@ def _replay(job: Job, branches: embeddings.Branches) -> Row:
 
 
 def _tried(step: str, make: Callable[[], T]) -> T | Row:
-    """A family's own code may raise anything; that is the answer then, not the end of the comparison."""
+    """Returns what `make` returns, or a row with the error it raised, because a family's code may raise anything."""
     try:
         return make()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Schedule, velocity, latents and images, from the stock pipeline's own starting points."""
+"""Comparison of schedule, velocity, latents and images with diffusers' own ("stock") pipeline, from its own inputs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ _EULER = "FlowMatchEulerDiscreteScheduler"
 
 
 def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, scheduler: Any, allowed: Tolerance) -> Row:
-    """The scheduler's sigmas in the stock call, and the family's."""
+    """Compares the family's sigmas (noise levels) with those of the scheduler in the stock call."""
     ours = policy.sigmas(sampling.num_inference_steps, sampling.resolution)
     theirs = stock.sigmas
     if ours.shape != theirs.shape or len(stock.velocities) != len(ours) - 1:
@@ -36,7 +36,7 @@ def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, scheduler
 
 
 def compare_velocity(policy: Policy, branches: Branches, stock: Stock, sampling: Sampling, allowed: Tolerance) -> Row:
-    """At every step, of the stock pipeline's own latents and noise level; guidance is part of it."""
+    """Compares the velocity, guidance included, at every step, from the stock pipeline's latents and noise level."""
     layout = policy.latent_shape(sampling.resolution)
     if (theirs := tuple(stock.before[0].shape[1:])) != tuple(layout):
         return Row(
@@ -61,7 +61,7 @@ def compare_velocity(policy: Policy, branches: Branches, stock: Stock, sampling:
 
 
 def _factor(ours: Tensor, theirs: Tensor, allowed: Tolerance) -> str | None:
-    """Where the one is a multiple of the other."""
+    """Explains a velocity that is a constant multiple of the stock one; None if it is not."""
     one, other = ours.double().flatten(), theirs.double().flatten()
     factor = float(one @ other / (other @ other).clamp_min(1e-30))
     if abs(factor) < 1e-3 or gap(one, factor * other).relative > allowed.relative:
@@ -71,7 +71,7 @@ def _factor(ours: Tensor, theirs: Tensor, allowed: Tolerance) -> str | None:
 
 
 def _time(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, sampling: Sampling) -> str | None:
-    """Where the network is told another time than by the stock pipeline."""
+    """Explains a time argument of the network that differs from the stock one; None if it does not differ."""
     ours = network_inputs(policy, branch, stock, replace(sampling, true_cfg_scale=1.0))
     for name, value in ours.items():
         theirs = [call.get(name) for call in stock.network]
@@ -83,7 +83,7 @@ def _time(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, sampling: 
 
 
 def denoised(policy: Policy, branches: Branches, start: Tensor, sampling: Sampling) -> list[Tensor]:
-    """The latents after every step without noise, by the family's own schedule."""
+    """Returns the latents after every step of deterministic sampling (ODE) with the family's schedule."""
     sigmas = policy.sigmas(sampling.num_inference_steps, sampling.resolution).to(start.device)
     x, found = start, []
     for sigma, after in pairwise(sigmas):
@@ -95,7 +95,7 @@ def denoised(policy: Policy, branches: Branches, start: Tensor, sampling: Sampli
 
 
 def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed: Tolerance) -> Row:
-    """After every step, and so the final ones."""
+    """Compares the latents after every step, the final ones included."""
     found = [gap(ours, theirs) for ours, theirs in zip(latents, stock.after, strict=True)]
     worst = max(found, key=lambda each: each.relative)
     if worst.relative <= allowed.relative:
@@ -107,13 +107,13 @@ def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed
 
 
 def _solver(scheduler: Any) -> str:
-    """What the stock pipeline steps with, where a run does not; empty where both step alike."""
+    """Names the stock pipeline's scheduler if a run's sampling steps differ from it; otherwise an empty string."""
     kind = type(scheduler).__name__
     return "" if kind == _EULER else f"the stock pipeline steps with {kind}, a run steps as {_EULER} does"
 
 
 def compare_images(policy: Policy, stock: Stock, resolution: Resolution, allowed: Tolerance) -> Row:
-    """Of the stock pipeline's final latents, in levels of 255."""
+    """Compares the images decoded from the stock pipeline's final latents, in pixel levels of 0..255."""
     ours = policy.decode(stock.after[-1], resolution).cpu()
     theirs = torch.from_numpy(stock.images)
     if ours.shape != theirs.shape or ours.dtype != torch.uint8:

@@ -1,4 +1,4 @@
-"""The first step: what the network is fed of a prompt, by the family and by the stock pipeline."""
+"""First step of the comparison: the network's inputs for a prompt, by the family and by diffusers' "stock" pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,17 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.types import Sampling
 
 _NO_MATTER = ("self", "device", "dtype", "num_images_per_prompt", "do_classifier_free_guidance", "lora_scale")
-"""Arguments of `encode_prompt` that say nothing of the text."""
+"""Arguments of `encode_prompt` that do not concern the text."""
 STEP = "prompt embeddings"
 
 
 @dataclass(frozen=True)
 class Branches:
-    """The conditioning of both prompts on the device, `negative` None without guidance; `calls` are the arguments with
-    which the family called the pipeline's `encode_prompt`."""
+    """Conditioning (the network's text inputs) of the prompt and of the negative prompt, on the device.
+
+    `negative` is None without classifier-free guidance. `calls` are the arguments of the family's calls of
+    `encode_prompt`.
+    """
 
     positive: Mapping[str, Tensor]
     negative: Mapping[str, Tensor] | None
@@ -28,6 +31,7 @@ class Branches:
 
 
 def encode(policy: Policy, pipeline: Any, prompt: str, sampling: Sampling, device: torch.device) -> Branches:
+    """Encodes the prompt, and with guidance the negative prompt, by the family's own code."""
     with watched_encoding(pipeline) as calls:
         encoded = policy.encode([prompt])
         if sampling.true_cfg_scale > 1:
@@ -37,7 +41,7 @@ def encode(policy: Policy, pipeline: Any, prompt: str, sampling: Sampling, devic
 
 
 def compare_embeddings(policy: Policy, branches: Branches, stock: Stock, unguided: Sampling, allowed: Tolerance) -> Row:
-    """Everything but the latents and the noise level that the network is fed for each of the prompts."""
+    """Compares all inputs of the network for both prompts, except the latents and the noise level."""
     worst, faults = Gap(0.0, 0.0), []
     for which, branch in (("", branches.positive), (" of the negative prompt", branches.negative)):
         ours = {} if branch is None else network_inputs(policy, branch, stock, unguided)
@@ -58,9 +62,10 @@ def compare_embeddings(policy: Policy, branches: Branches, stock: Stock, unguide
 
 
 def network_inputs(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, unguided: Sampling) -> Inputs:
-    """The arguments of the network's first call when the family asks for the velocity of one image at the first step.
+    """Returns the arguments of the network's first call when the family computes the velocity of one image.
 
-    Without guidance, so that no prompt is padded to the other's length.
+    There is no guidance, so no prompt is padded to the other's length. Raises ValueError if `velocity` does not call
+    `policy.transformer`.
     """
     x = stock.before[0][:1]
     with watched(policy.transformer) as calls:
@@ -71,9 +76,10 @@ def network_inputs(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, u
 
 
 def compare_input(ours: Any, theirs: Sequence[Any]) -> Gap | str:
-    """The nearest of the stock pipeline's rows; a sentence where none has the shape, or where one side feeds nothing.
+    """Returns the smallest difference from any row of the stock inputs, or a sentence if none can be compared.
 
-    A mask of ones is the same as none.
+    That is the case if no row has the shape of `ours`, or if only one side passes the argument. A mask of ones equals
+    no mask.
     """
     mine, others = list(_tensors(ours)), [tensor for value in theirs for tensor in _tensors(value)]
     if not mine or not others:
@@ -105,7 +111,7 @@ def _pairs(ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _encoding(ours: Sequence[Inputs], theirs: Sequence[Inputs]) -> str:
-    """How the two call `encode_prompt`, where that differs; otherwise what it may be."""
+    """Explains a difference by the arguments of `encode_prompt`, or lists usual causes if those agree."""
     if ours and theirs:
         one, other = ours[0], theirs[0]
         names = [name for name in other if name not in _NO_MATTER and "negative" not in name and "embeds" not in name]
@@ -119,7 +125,7 @@ def _encoding(ours: Sequence[Inputs], theirs: Sequence[Inputs]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """One prompt is the same as a list of that prompt."""
+    """A list of one prompt becomes that prompt."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 

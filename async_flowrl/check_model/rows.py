@@ -1,4 +1,4 @@
-"""A row of the comparison, and how two arrays are compared."""
+"""Row of the comparison, its tolerances, and the difference of two tensors."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding alone may explain: relative to the largest value, in levels of 255, and in nats per element."""
+    """Largest differences that rounding may explain.
+
+    `relative` is to the largest value of diffusers' own ("stock") pipeline, `levels` counts pixel levels of 0..255, and
+    `nats` is for log-probabilities, per latent element.
+    """
 
     relative: float
     levels: int
@@ -16,12 +20,15 @@ class Tolerance:
 
 
 TOLERANCES = {"float32": Tolerance(1e-4, 1, 1e-5), "bfloat16": Tolerance(1e-1, 4, 1e-2)}
+"""Tolerance by the dtype of the model."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One step of the comparison. `difference` is the largest one, `relative` to the largest stock value; None where
-    there is nothing to measure. `said` is what differs and the likely cause, or what was compared."""
+    """Result of one step: the largest absolute difference, and the same `relative` to the largest stock value.
+
+    Both are None if nothing was measured. `said` is the likely cause of a difference, or what was compared.
+    """
 
     step: str
     holds: bool
@@ -37,7 +44,7 @@ class Gap:
 
 
 def gap(ours: Tensor, theirs: Tensor) -> Gap:
-    """The largest absolute difference of two arrays of one shape; infinite where either is not finite."""
+    """Returns the largest difference of two tensors of one shape, infinite if one of them has a non-finite value."""
     one, other = ours.detach().double().cpu(), theirs.detach().double().cpu()
     if not one.numel():
         return Gap(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A record of a call of the stock pipeline: what it feeds its network, and what its scheduler is given."""
+"""Record of one call of diffusers' own ("stock") pipeline: the inputs of its network and its scheduler's steps."""
 
 import functools
 import inspect
@@ -14,18 +14,18 @@ from async_flowrl.generate import Settings, run_pipeline
 from async_flowrl.types import ByteArray
 
 IMAGES = 2
-"""Per comparison: one alone would hide rows that are mixed up."""
+"""Images per comparison; with a single one, mixed-up rows of a batch would not be seen."""
 Inputs = dict[str, Any]
-"""A network's arguments by name."""
+"""Arguments of a call by name."""
 
 
 @dataclass(frozen=True)
 class Stock:
-    """One call of the stock pipeline.
+    """One call of the stock pipeline with n images and T denoising steps.
 
-    `sigmas` are the scheduler's [T+1]; `before`, `velocities` and `after` what each of its steps was given and gave,
-    [n, ...] float32; `network` the arguments of every network call before the first step; `encoded` those of its
-    `encode_prompt`; `images` uint8 [n, H, W, 3].
+    `sigmas` [T+1] are the scheduler's noise levels. `before`, `velocities` and `after` are the inputs and the output of
+    each scheduler step, [n, ...] float32. `network` holds the arguments of every network call before the first step,
+    `encoded` those of every call of `encode_prompt`. `images` is uint8 [n, H, W, 3].
     """
 
     sigmas: Tensor
@@ -47,9 +47,9 @@ class _Steps:
 
 
 def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
-    """Calls the pipeline from `latents` [n, ...] on, and keeps what is seen on the way.
+    """Calls the pipeline with initial noise `latents` [n, ...] and records the call.
 
-    Raises ValueError where its sampling is not a scheduler's steps over sigmas.
+    Raises ValueError if the pipeline does not sample with a scheduler that has sigmas.
     """
     found = _Steps()
     with (
@@ -85,7 +85,7 @@ def _watched_step(step: Callable[..., Any], scheduler: Any, found: _Steps, netwo
 
 @contextmanager
 def watched(network: nn.Module) -> Iterator[list[Inputs]]:
-    """Inside, every call of the network adds its arguments to the list."""
+    """Context in which every call of the network appends its arguments to the yielded list."""
     calls: list[Inputs] = []
     signature = inspect.signature(cast("Any", network).forward)
 
@@ -101,7 +101,7 @@ def watched(network: nn.Module) -> Iterator[list[Inputs]]:
 
 @contextmanager
 def watched_encoding(pipeline: Any) -> Iterator[list[Inputs]]:
-    """Inside, every call of the pipeline's `encode_prompt` adds its arguments, defaults included, to the list."""
+    """Context in which each call of the pipeline's `encode_prompt` appends all its arguments to the yielded list."""
     calls: list[Inputs] = []
     if not hasattr(pipeline, "encode_prompt"):
         yield calls
@@ -125,7 +125,7 @@ def watched_encoding(pipeline: Any) -> Iterator[list[Inputs]]:
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a method of this one object is what `wrap` makes of it."""
+    """Context in which the method `name` of the object `owner` is `wrap(method)`."""
     object.__setattr__(owner, name, wrap(getattr(owner, name)))
     try:
         yield
@@ -134,7 +134,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callabl
 
 
 def network_name(name: str) -> str:
-    """`latents`, `time` or `other`: what an argument of a diffusers transformer is, by its name."""
+    """Kind of a transformer's argument by its name: `latents`, `time` or `other`."""
     if name in ("hidden_states", "x", "sample", "latents"):
         return "latents"
     return "time" if "timestep" in name or name in ("t", "sigma", "sigmas") else "other"

@@ -1,4 +1,7 @@
-"""Training in a check: an adapter that comes back from its file, and log-probs that the trainer finds again."""
+"""Comparison of training: a LoRA after export and import, and the log-probabilities that the trainer recomputes.
+
+The imported LoRA runs in diffusers' own ("stock") pipeline.
+"""
 
 import tempfile
 from dataclasses import replace
@@ -28,12 +31,12 @@ from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling
 
 LORA, REPLAY = "LoRA round trip", "replayed log-probs"
 _CONFIG = LoraConfig(rank=4, alpha=10.0)
-"""Alpha is not the rank: a scale that gets lost on the way shows."""
+"""Alpha differs from the rank, so that a scale lost during export is noticed."""
 _STRENGTH = 0.05
 
 
 def adapt(policy: Policy) -> None:
-    """An adapter on the policy's network that changes what it computes."""
+    """Adds a LoRA with random weights to the policy's network, so that it changes the output."""
     add_lora(policy.transformer, _CONFIG, policy, seed=0)
     with torch.no_grad():
         for name, parameter in lora_parameters(policy.transformer).items():
@@ -51,7 +54,7 @@ def compare_lora(
     start: Tensor,
     allowed: Tolerance,
 ) -> Row:
-    """The policy with its adapter, and the stock pipeline that has loaded the exported one; takes the adapter away."""
+    """Compares the policy with its LoRA to the stock pipeline with the exported file; removes the policy's LoRA."""
     bare = denoised_without(policy, branches, start, settings.sampling)
     ours = denoised(policy, branches, start, settings.sampling)[-1]
     tensors = {name: parameter.detach().cpu() for name, parameter in lora_parameters(policy.transformer).items()}
@@ -73,13 +76,13 @@ _LOST = "the stock pipeline with the exported LoRA makes other latents: layers t
 
 
 def denoised_without(policy: Policy, branches: Branches, start: Tensor, sampling: Sampling) -> Tensor:
-    """The final latents with the adapter off."""
+    """Final latents with the LoRA switched off."""
     with reference_mode(policy.transformer):
         return denoised(policy, branches, start, sampling)[-1]
 
 
 def compare_replay(policy: Policy, branches: Branches, sampling: Sampling, prompt: str, allowed: Tolerance) -> Row:
-    """Log-probs that a noisy rollout recorded, and those that the trainer finds: all steps in one micro-batch."""
+    """Compares log-probabilities of a noisy rollout to the trainer's, which takes all steps in one micro-batch."""
     noisy = replace(sampling, sde_type="sde", noise_level=0.7)
     device = next(iter(branches.positive.values())).device
     trajectory = DiffusersEngine(policy, device=device).generate(_request(noisy, prompt)).trajectory
@@ -113,7 +116,7 @@ def _meta(noisy: Sampling) -> GroupMeta:
 
 
 def _request(noisy: Sampling, prompt: str) -> RolloutRequest:
-    """Noise at every step but the last."""
+    """Request of a rollout with noise at every step except the last."""
     images, steps = tuple(range(IMAGES)), tuple(range(noisy.num_inference_steps - 1))
     initial, noise = (tuple(derive(0, name, image) for image in images) for name in ("initial", "noise"))
     return RolloutRequest(

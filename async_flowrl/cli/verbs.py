@@ -1,4 +1,7 @@
-"""The console command `async-flowrl <verb> ...`: every tool under one name; each is also `python -m <its module>`."""
+"""The console command `async-flowrl <verb> ...`, which runs every tool of the package under one name.
+
+Each verb is the same as `python -m <module>`.
+"""
 
 import os
 import runpy
@@ -23,11 +26,11 @@ VERBS = {
     "verify": ("async_flowrl.verify", "check a finished run from its files"),
     "prove": ("async_flowrl.prove", "train the same steps undisturbed, delayed and killed, and compare digests"),
 }
-"""Verb → module that is run as a program, and what it does."""
+"""Verb → module that is run as a program, and a line about it for --help."""
 
 
 def main() -> int:
-    """Runs the verb's module with the remaining arguments; its exit code is the command's."""
+    """Runs the verb's module with the remaining arguments; the module's exit code becomes the command's."""
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("--help", "-h"):
         lines = [f"  {name:13} {what}" for name, (_, what) in VERBS.items()]
@@ -40,7 +43,7 @@ def main() -> int:
         sys.stderr.write(f"async-flowrl: {unknown_name('the verb', verb, VERBS)}\n")
         return exit_codes.CONFIG
     del sys.argv[1]
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it: rewards and models of one's own are imported from there
+    sys.path.insert(0, os.getcwd())  # as `python -m` does it: users' own rewards and models are imported from there
     runpy.run_module(VERBS[verb][0], run_name="__main__", alter_sys=True)
     return exit_codes.OK
 

@@ -1,4 +1,7 @@
-"""The section `algorithm` of the configuration; docs/algorithms.md says what its losses are and which values suit."""
+"""The section `algorithm` of the configuration; docs/algorithms.md explains its losses and suitable values.
+
+docs/write_configuration.py copies the field texts to docs/configuration.md.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

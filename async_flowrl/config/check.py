@@ -1,6 +1,6 @@
-"""Checks of a configuration before anything is started: the rules of its fields, and what fields ask of each other.
+"""Checks of a whole configuration before anything is started: the rule of each field, and conflicts between fields.
 
-Every refusal is one sentence.
+Every error message is one sentence.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,15 @@ from async_flowrl.config.settings import settings
 
 
 class ConfigError(ValueError):
-    """The configuration cannot run; the message is one sentence for the person who wrote it."""
+    """Raised for a configuration that cannot run; the message is one sentence for its author."""
 
 
 MEANT_STALENESS = {"sync": "0", "stream": "0", "one_step_off": "1", "fully_async": "2 or more"}
+"""Mode → the `max_staleness` that it stands for, in words."""
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for values that cannot be right on any machine."""
+    """Raises ConfigError for values or combinations that cannot work on any machine."""
     check_fields(config)
     _check_mode(config)
     _check_sizes(config)
@@ -41,7 +42,10 @@ def check(config: Config) -> None:
 
 
 def check_fields(section: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first field that its own rule refuses. `prefix`: the section's key and a dot."""
+    """Raises ConfigError for the first field whose value breaks its rule (settings.py).
+
+    `prefix` is the section's key with a dot, for messages; empty for the whole configuration.
+    """
     for key, value, rule in settings(section, prefix):
         if value is None:
             continue
@@ -166,7 +170,10 @@ def _check_reward_pools(config: Config) -> None:
 
 
 def _check_group_setup(config: Config) -> None:
-    """The trainer's publish lane makes the group, and whatever waits for that lane has deadlines.publish for it."""
+    """Raises ConfigError if the setup of a collective transport's group may take longer than `deadlines.publish`.
+
+    Setup runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
+    """
     _, workers = bounds(config.rollout)
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
     transport = config.checkpoint_engine.transport
@@ -213,12 +220,12 @@ def _check_engine(config: Config) -> None:
 
 
 def section_or_null(kind: Any) -> Any:
-    """The section's dataclass of a field that may be null instead; any other type as it is."""
+    """Returns the dataclass of a field that may also be None; any other type is returned unchanged."""
     return next((part for part in get_args(kind) if is_dataclass(part) and type(None) in get_args(kind)), kind)
 
 
 def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> list[str]:
-    """Sentences for keys that the schema does not have (Hydra lets `+key=value` through silently)."""
+    """Returns a sentence for every key that the schema lacks; Hydra accepts `+key=value` for any key."""
     hints = get_type_hints(schema)
     known = {f.name for f in fields(schema)}
     sentences = []

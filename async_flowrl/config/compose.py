@@ -1,4 +1,8 @@
-"""Command line → typed configuration, with every refusal as one sentence before anything is started."""
+"""Composition of a configuration: from a command line, by Hydra, to the dataclass `Config`.
+
+Programs call `compose_config`; main.py, which also starts Hydra's own sweeps, calls its parts. Every refusal is a
+ConfigError of one sentence.
+"""
 
 import copy
 import logging
@@ -26,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT = "one_step_off"
 VERSION_BASE = "1.3"
-"""Hydra's behaviour, by the version of Hydra that defines it."""
+"""Version of Hydra whose defaults apply."""
 WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -44,22 +48,25 @@ WORDS: dict[Any, str] = {
     dict[str, str]: "a dictionary of texts, such as {NCCL_DEBUG: WARN}",
     dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
 }
-"""Types of configuration fields in words."""
+"""Type of a configuration field → the type in words, for messages."""
 
 
 def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: Path | None = None) -> Config:
-    """The named configuration with overrides. `folder` is one beside the shipped ones. Raises ConfigError."""
+    """Returns the configuration `name` with overrides such as "trainer.learning_rate=1e-4".
+
+    `folder` holds configurations beside the shipped ones; None means none. Raises ConfigError.
+    """
     return typed(composed(name, overrides, folder))
 
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
-    """What Hydra makes of a command line, its own settings under `hydra` included. Raises ConfigError."""
+    """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
     check_words(name, overrides, folder)
     return _composed(name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder), folder)
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
-    """The overrides with deletions in front of those that replace all terms of a reward. Raises ConfigError."""
+    """Adds deletions before overrides that replace all terms of a reward (term_overrides.py). Raises ConfigError."""
 
     def terms_of(key: str, others: Sequence[str]) -> list[str]:
         return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
@@ -80,12 +87,12 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 
 def _quotable(text: str) -> str:
-    """Text between single quotes in Hydra's grammar of overrides."""
+    """Escapes text that is put between single quotes in a Hydra override."""
     return text.replace("'", "\\'")
 
 
 def typed(values: DictConfig) -> Config:
-    """The dataclass tree behind a composed configuration. Raises ConfigError on keys the schema does not have."""
+    """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
     job = without_hydra(values)
     try:
         plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
@@ -99,7 +106,7 @@ def typed(values: DictConfig) -> Config:
 
 
 def without_hydra(values: DictConfig) -> DictConfig:
-    """A composed configuration without Hydra's own settings."""
+    """Returns a copy without Hydra's own settings."""
     job = copy.deepcopy(values)
     with read_write(job), open_dict(job):
         job.pop("hydra", None)
@@ -107,9 +114,10 @@ def without_hydra(values: DictConfig) -> DictConfig:
 
 
 def read_config(path: Path) -> Config:
-    """A run's config.yaml. Raises ValueError where it is not one.
+    """Reads the config.yaml of a run.
 
-    Another version may have written it: settings that this one does not have are left out, and a warning names them.
+    Settings that this version does not have are left out with a warning, since another version may have written the
+    file. Raises ValueError if the file is not the configuration of a run.
     """
     unknown: list[str] = []
     try:
@@ -122,7 +130,7 @@ def read_config(path: Path) -> Config:
 
 
 def _known(written: DictConfig, unknown: list[str]) -> Any:
-    """The configuration without what the schema does not have, which is appended to `unknown`."""
+    """Removes keys that the schema does not have, and appends them to `unknown`."""
     while True:
         try:
             return OmegaConf.merge(OmegaConf.structured(Config), written)
@@ -130,14 +138,14 @@ def _known(written: DictConfig, unknown: list[str]) -> Any:
             key = str(error.full_key)
             section, _, name = key.rpartition(".")
             owner = OmegaConf.select(written, section) if section else written
-            if len(written) == 1 and not section:  # nothing of it is known
+            if len(written) == 1 and not section:  # no key of the file is known
                 raise
             del owner[name]
             unknown.append(key)
 
 
 def check_words(name: str, overrides: Sequence[str], folder: Path | None = None) -> None:
-    """Raises ConfigError, with the nearest match, for unknown configurations, options of groups and keys."""
+    """Raises ConfigError, with the nearest match, for unknown configuration names, group options and keys."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-dir {folder} is no folder")
     folders = [config_dir(), *([folder] if folder else [])]
@@ -164,7 +172,7 @@ def check_words(name: str, overrides: Sequence[str], folder: Path | None = None)
 
 
 def is_hydras(override: str) -> bool:
-    """Whether an override is Hydra's own: `hydra.verbose=true`, `hydra/launcher=basic`, `experiment/x@y=z`."""
+    """Returns True for overrides of Hydra itself: `hydra.verbose=true`, `hydra/launcher=basic`, `experiment/x@y=z`."""
     key = override.lstrip("+~").partition("=")[0]
     return key == "hydra" or key.startswith("hydra.") or "/" in key
 
@@ -174,7 +182,10 @@ def _nest(parts: Sequence[str]) -> dict[str, Any]:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's and OmegaConf's explanations in one sentence; for a wrong type, what the key takes and what was given."""
+    """Returns one sentence for an error of Hydra or OmegaConf.
+
+    For a value of a wrong type, the sentence says which type the key takes and what was given.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ValidationError):
         cause = cause.__cause__ or cause.__context__
@@ -189,7 +200,7 @@ def explain(error: Exception) -> str:
 
 
 def _missing_term(text: str) -> str | None:
-    """What to write instead of a key of a reward that the configuration does not have: Hydra adds terms whole."""
+    """Returns how to add a reward term or option that the configuration lacks; None for other errors."""
     if option := re.search(r"not in struct\s+full_key: (reward\.terms\.\w+\.options\.[\w.]+)", text):
         return f"{option[1]} is not there yet; an option is added with a + in front: +{option[1]}=…"
     match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
@@ -201,7 +212,7 @@ def _missing_term(text: str) -> str | None:
 
 
 def _expected(key: str) -> str | None:
-    """The type of a configuration key in words; None where the schema does not say."""
+    """Returns the type of a configuration key in words; None if the schema does not define it."""
     kind: Any = Config
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if not (isinstance(kind, type) and is_dataclass(kind)):

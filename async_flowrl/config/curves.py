@@ -1,32 +1,38 @@
-"""The curves that evaluations draw, by the configuration alone: names, which of them is the best's, what is refused."""
+"""The evaluation curves of a run: their names by the configuration, and the curve that selects the best version."""
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 
 REWARD, DIVERSITY = "reward", "diversity"
-"""The weighted sum that is trained on, and the mean distance of two images of a prompt."""
+"""Curve names: the weighted sum that is trained on, and the mean distance between two images of a prompt."""
 
 
 def curve_names(config: Config) -> list[str]:
-    """The trained reward and its terms, and the held-out terms."""
+    """Returns the names of the curves that `save.best` may name: the reward, its terms and the held-out terms."""
     return [REWARD, *config.reward.terms, *config.evaluate.reward.terms]
 
 
 def quality_terms(config: Config) -> list[str]:
-    """Held-out terms that are judged by: those with a weight."""
+    """Returns the held-out terms with a weight other than 0, by which images are judged."""
     return [name for name, term in config.evaluate.reward.terms.items() if term.weight != 0]
 
 
 def best_curve(config: Config) -> str | None:
-    """By which curve the best version is kept: `save.best`, or where the alarm may end the run the first held-out term
-    with a weight; None where none is kept."""
+    """Returns the name of the curve by which the best version is kept; None if none is kept.
+
+    This is `save.best`. If it is null and evaluate.on_hacking=stop, it is the first held-out term with a weight.
+    """
     if config.save.best is None and config.evaluate.on_hacking == "stop":
         return next(iter(quality_terms(config)), None)
     return config.save.best
 
 
 def evaluation_due(config: Config, version: int) -> bool:
-    """Before training if asked, every so many steps, and at the end."""
+    """Returns True if `version` must be evaluated.
+
+    This holds for version 0 with `evaluate.before_training`, for every `evaluate.every`-th version, and for the last
+    one.
+    """
     if version == 0:
         return config.evaluate.before_training
     every = config.evaluate.every
@@ -34,7 +40,7 @@ def evaluation_due(config: Config, version: int) -> bool:
 
 
 def check_curves(config: Config) -> None:
-    """Raises ValueError, one sentence, for a `save.best` that is no curve, and for what contradicts itself."""
+    """Raises ValueError, one sentence, if `save.best` is no curve, or if evaluation settings contradict each other."""
     names, wanted = curve_names(config), config.save.best
     if wanted is not None and wanted not in names:
         raise ValueError(unknown_name("save.best", wanted, names))

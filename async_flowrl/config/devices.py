@@ -1,4 +1,4 @@
-"""Devices that workers may share, by the configuration alone, and what follows for NCCL.
+"""Which workers may share a GPU according to the configuration, and whether NCCL can then connect them.
 
 NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
 """
@@ -8,9 +8,9 @@ from async_flowrl.config.schema import Config
 
 
 def nccl_obstacle(config: Config) -> str | None:
-    """Why NCCL cannot carry weights from the trainer to the rollout workers, which takes a GPU of its own for each.
+    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if it can.
 
-    None where nothing in the configuration stands against it.
+    NCCL needs a GPU for the trainer and another one for each rollout worker.
     """
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.runtime.backend == "local":
@@ -30,7 +30,7 @@ def nccl_obstacle(config: Config) -> str | None:
 
 
 def ranks_on_one_device(config: Config) -> str | None:
-    """Why the trainer ranks could not form their own process group on GPUs; None where they could."""
+    """Returns why the trainer ranks could share a GPU, which prevents their process group; None if they cannot."""
     key, gpus = "trainer.gpus_per_worker", config.trainer.gpus_per_worker
     if config.placement == "colocated" and config.rollout.gpus_per_worker > gpus:
         key, gpus = "rollout.gpus_per_worker", config.rollout.gpus_per_worker
@@ -40,5 +40,5 @@ def ranks_on_one_device(config: Config) -> str | None:
 
 
 def may_share(one: float, other: float) -> bool:
-    """Whether workers with these shares of a GPU fit on one."""
+    """Returns True if workers with these shares of a GPU fit on one GPU."""
     return min(one, other) > 0 and one + other <= 1 + 1e-9

@@ -1,4 +1,4 @@
-"""`environment` of the pools: the variables that the configuration may set in the workers' processes."""
+"""Checks of the environment variables that the configuration sets for the workers of a pool (`POOL.environment`)."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,14 @@ TAKEN: Mapping[str, str] = {
     **dict.fromkeys(_START, "it is read when a process starts, before it could be set: export it where Ray is started"),
     **dict.fromkeys(_CACHE, "all pools of a node share one cache of the hub: export it where Ray is started"),
 }
-"""Variables that a configuration may not set → why."""
+"""Variable that a configuration must not set → the reason."""
 
 
 def environment_refusal(key: str, environment: Mapping[str, str], backend: str) -> str | None:
-    """What is wrong with a pool's environment, in one sentence; None for nothing. `key`: e.g. rollout.environment."""
+    """Returns one sentence about what is wrong with a pool's environment; None if nothing is.
+
+    `key` is the setting's name, for example rollout.environment; `backend` is runtime.backend.
+    """
     if environment and backend == "local":
         return (
             f"{key} is for workers that are processes, got {', '.join(environment)} with runtime.backend=local, whose "

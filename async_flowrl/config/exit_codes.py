@@ -1,14 +1,15 @@
-"""Process exit codes."""
+"""Exit codes of the command-line programs."""
 
 OK = 0
 ERROR = 1
+"""The program failed."""
 CONFIG = 2
+"""The configuration, an argument or an input file was refused, or the hardware cannot run it."""
 INCOMPLETE = 3
-"""Training is done, its weights and summary are written, but an evaluation, a picture, a monitor or the report
-failed."""
+"""Training finished, weights and summary are written, but an evaluation, picture, monitor or the report failed."""
 HACKING = 4
-"""Stopped by evaluate.on_hacking=stop, in order: the weights, the best ones and summary are written, and resume=auto
-goes on."""
+"""evaluate.on_hacking=stop ended the run. Weights, best weights and summary are written; resume=auto goes on."""
 RESUMABLE = 75
-"""EX_TEMPFAIL: stopped by SIGTERM or time_limit with a checkpoint; start again with resume=auto."""
+"""SIGTERM or time_limit ended the run after a checkpoint; resume=auto continues it. The number is EX_TEMPFAIL."""
 INTERRUPTED = 130
+"""The run was interrupted (Ctrl-C). The number is 128 + SIGINT."""

@@ -1,4 +1,4 @@
-"""Rules for the servers of this project: the addresses they may listen on, and the token that other machines need."""
+"""Rules for this project's HTTP servers (reward server, live report): addresses to listen at, and the access token."""
 
 import ipaddress
 import os
@@ -8,11 +8,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class ServeError(ValueError):
-    """A server cannot start; one sentence."""
+    """Raised if a server cannot start; the message is one sentence."""
 
 
 def read_token(variable: str | None, file: Path | None) -> str | None:
-    """Raises ServeError where the token that is named is not there, or empty."""
+    """Returns the token from an environment variable or a file; None if neither is named.
+
+    Raises ServeError if both are named, or if the token is missing or empty.
+    """
     if variable is not None and file is not None:
         raise ServeError("--token-env and --token-file exclude each other")
     if variable is not None:
@@ -32,7 +35,7 @@ def read_token(variable: str | None, file: Path | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Returns True if only this machine can reach the address; any host name except localhost counts as reachable."""
     if host == "localhost":
         return True
     try:

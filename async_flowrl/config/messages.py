@@ -1,4 +1,4 @@
-"""Sentences that several refusals share: an unknown name with the nearest known one, and an error in one line."""
+"""Parts of error messages that several checks share."""
 
 import difflib
 import inspect
@@ -7,27 +7,29 @@ from typing import Any
 
 
 def unknown_name(key: str, given: str, allowed: Iterable[str]) -> str:
-    """One sentence: what was given, what is allowed, and the nearest match if there is one."""
+    """Returns one sentence with the given name, the allowed names, and the nearest match if there is one."""
     names = sorted(allowed)
     return f"{key} must be one of {', '.join(names)}, got {given!r}{did_you_mean(given, names)}"
 
 
 def did_you_mean(given: str, names: Iterable[str], shown: Callable[[str], object] = repr) -> str:
-    """`; did you mean 'x'?` for the nearest of `names`, written as `shown` says; empty where none is near."""
+    """Returns `; did you mean 'x'?` for the nearest of `names`, formatted by `shown`; empty if none is similar."""
     near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.5)
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and text of an error that somebody else's code raised, in one line."""
+    """Returns type and text of an exception on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def check_options(
     where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str] = (), first: int = 0
 ) -> None:
-    """Raises ValueError for an option that `factory` does not take; `beside` names what it gets in any case, `first` is
-    the number of arguments that it gets before them."""
+    """Raises ValueError for an option that is not a parameter of `factory`; the message begins with `where`.
+
+    The first `first` parameters and those in `beside` are passed by the caller, so they are not allowed as options.
+    """
     parameters = list(inspect.signature(factory).parameters.values())[first:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -40,6 +42,6 @@ def check_options(
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an exception's text, or its type if it has no text."""
     said = str(error).strip()
     return said.splitlines()[0] if said else type(error).__name__

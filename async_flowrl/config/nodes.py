@@ -1,11 +1,10 @@
-"""Fixed numbers of workers per node: what the configuration alone says against them."""
+"""Checks of `trainer.workers_per_node` and `rollout.workers_per_node` against the rest of the configuration."""
 
 from async_flowrl.config.schema import Config
 
 
 def node_obstacle(config: Config) -> str | None:
-    """Why trainer.workers_per_node or rollout.workers_per_node can't be what they are, a sentence; None where nothing
-    stands against them."""
+    """Returns one sentence about why workers_per_node or shard_size cannot have its value; None if nothing is wrong."""
     for pool, section in (("trainer", config.trainer), ("rollout", config.rollout)):
         each, workers = section.workers_per_node, section.num_workers
         if each is None:

@@ -1,4 +1,4 @@
-"""Import of what a configuration names as `pkg.module:attr`: code of the user's own, or of this package."""
+"""Import of a function or class that a configuration names as `pkg.module:attr`."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from async_flowrl.config.messages import in_one_line, unknown_name
 
 
 def import_named(key: str, path: str) -> Any:
-    """What `path` names. Raises ValueError, one sentence that begins with `key`, whatever the module raises."""
+    """Returns the attribute that `path` names. Raises ValueError, which begins with `key`, if it cannot be imported."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)

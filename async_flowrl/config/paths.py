@@ -1,4 +1,4 @@
-"""Paths of shipped files: `configs/` of a checkout, or the copy of it inside an installed wheel."""
+"""Paths of files shipped with the package: `configs/` of a checkout, or its copy inside an installed wheel."""
 
 from pathlib import Path
 
@@ -8,19 +8,20 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def config_dir() -> Path:
-    """The folder of shipped configurations and prompt lists. Raises FileNotFoundError if the installation lacks it."""
+    """Returns the folder of shipped configurations and prompt lists. Raises FileNotFoundError if it is missing."""
     checkout, wheel = _PACKAGE.parent / "configs", _PACKAGE / "configs"
-    for folder in (wheel, checkout):  # the wheel's first: beside an installed package, `configs` may be anybody's
+    # The wheel's folder comes first: a folder `configs` beside an installed package may be another project's.
+    for folder in (wheel, checkout):
         if folder.is_dir():
             return folder
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
 
 
 def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:
-    """An existing file, or also a folder where that is asked for.
+    """Returns the path of an existing file, or also of a folder with `folder=True`.
 
-    `~` is expanded; a relative path is looked up in `base` (the working directory), then among the shipped files.
-    Raises FileNotFoundError naming `key` and the nearest file name in the folders searched.
+    `~` is expanded. A relative path is looked up in `base` (None means the working directory), then among the shipped
+    files. Raises FileNotFoundError, which names `key` and a similar file name in the folders searched.
     """
     given = Path(path).expanduser()
     roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
@@ -34,7 +35,7 @@ def find_data(path: str, base: Path | None = None, *, key: str = "", folder: boo
 
 
 def _hint(candidates: list[Path]) -> str:
-    """The nearest file name in the first folder that has one."""
+    """Returns a hint with a similar file name, from the first folder that has one; empty if there is none."""
     for folder in [candidate.parent for candidate in candidates if candidate.parent.is_dir()]:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
         if hint := did_you_mean(candidates[0].name, names, folder.joinpath):

@@ -1,4 +1,4 @@
-"""Logs that are of no use for a while."""
+"""A context manager that makes a logger quieter for a while."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quieter(name: str, level: int) -> Iterator[None]:
-    """Inside, the logger of that name, and those below it, log what is of `level` or above."""
+    """Sets the level of the logger `name` inside the `with` block; loggers below it that have no level follow it."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)

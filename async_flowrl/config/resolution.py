@@ -1,7 +1,6 @@
-"""Sizes of images: what people write, and the one form that everything else computes with.
+"""Image sizes: the forms in which people write them, and the one form (`Resolution`) that all other code uses.
 
-A square is always its side, an integer, however it was written: so its digests are those of a run that never heard of
-height and width.
+A square is always stored as its side, an integer, so digests of a square do not depend on how it was written.
 """
 
 import re
@@ -18,7 +17,10 @@ _WRITTEN = re.compile(r"\s*(\d+)\s*(?:[x×,]\s*(\d+)\s*)?")
 
 
 def parse_resolution(value: Any) -> Resolution:
-    """An integer, two of them (height, width) or either as text (`512`, `512x768`). Raises ValueError otherwise."""
+    """Returns the size of an integer, of (height, width), or of text such as `512` or `512x768`.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
         value = [int(number) for number in match.groups() if number]
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -28,7 +30,7 @@ def parse_resolution(value: Any) -> Resolution:
 
 
 def asked_resolution(value: str, option: str = "--resolution") -> Resolution:
-    """Of a command line. Raises ValueError, one sentence."""
+    """Returns the size given on a command line. Raises ValueError, one sentence that names `option`."""
     try:
         return parse_resolution(value)
     except ValueError:
@@ -36,6 +38,7 @@ def asked_resolution(value: str, option: str = "--resolution") -> Resolution:
 
 
 def of_sides(height: int, width: int) -> Resolution:
+    """Returns the side of a square, else (height, width)."""
     return height if height == width else (height, width)
 
 
@@ -49,12 +52,12 @@ def pixels(resolution: Resolution) -> int:
 
 
 def largest(resolutions: Iterable[Resolution]) -> Resolution:
-    """The one with most pixels; of several, the highest, so that the order they come in has no part in it."""
+    """Returns the size with the most pixels; among equals the highest, so that the order does not matter."""
     return max(resolutions, key=lambda each: (pixels(each), height_width(each)))
 
 
 def in_words(resolution: Resolution) -> str:
-    """`512`, or `512 × 768` with the height first."""
+    """Returns `512`, or `512 × 768` with the height first."""
     return str(resolution) if isinstance(resolution, int) else f"{resolution[0]} × {resolution[1]}"
 
 
@@ -63,12 +66,15 @@ def in_pixels(resolution: Resolution) -> str:
 
 
 def written(resolution: Resolution) -> str:
-    """As a command line takes it: `512` or `512x768`."""
+    """Returns the form for a command line: `512` or `512x768`."""
     return str(resolution) if isinstance(resolution, int) else f"{resolution[0]}x{resolution[1]}"
 
 
 def configured(rollout: RolloutConfig) -> tuple[Resolution, ...]:
-    """What prompts without a size of their own are drawn at. Raises ValueError, which names the key."""
+    """Returns the sizes of images whose prompts set none: `rollout.resolutions` or, if empty, `rollout.resolution`.
+
+    Raises ValueError, which names the key, for a wrong or repeated size.
+    """
     several = rollout.resolutions
     if not isinstance(several, list | tuple):
         raise ValueError(f"rollout.resolutions must be a list such as [512,[448,576]], got {several!r:.80}")
@@ -83,12 +89,12 @@ def configured(rollout: RolloutConfig) -> tuple[Resolution, ...]:
 
 
 def at_size(config: Config, resolution: Resolution) -> Config:
-    """The configuration with this one size for all images, for plans of what it takes at most."""
+    """Returns the configuration with `resolution` for all images; plans use it to compute the largest need."""
     return replace(config, rollout=replace(config.rollout, resolution=resolution, resolutions=[]))
 
 
 def normalised(config: Config) -> Config:
-    """The configuration with its sizes in the one form; sizes that are none stay, for the checks to refuse."""
+    """Converts the configuration's sizes to `Resolution`; wrong sizes stay as they are, for `check` to refuse."""
     rollout = config.rollout
     try:
         rollout.resolution = parse_resolution(rollout.resolution)

@@ -1,19 +1,22 @@
-"""The pools that the terms of a reward are scored in, by the configuration alone."""
+"""The reward pools of a configuration: which workers score by which reward terms.
+
+Terms share one pool; a term that sets workers, gpus_per_worker or threads has a pool of its own.
+"""
 
 from dataclasses import dataclass, replace
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 
 SHARED = "reward"
-"""Name of the pool of all terms that have none of their own."""
+"""Name of the shared pool, and prefix of the others."""
 
 
 @dataclass(frozen=True)
 class RewardPool:
-    """Workers that score every group by some of the terms, and the settings that say how many of them there are."""
+    """A pool of workers that score every group by the same terms."""
 
     name: str
-    """`reward`, or `reward/X` for the pool of the term X alone."""
+    """`reward` for the shared pool, or `reward/X` for the pool of the term X."""
     terms: tuple[str, ...]
     workers: int
     gpus_per_worker: float
@@ -21,23 +24,23 @@ class RewardPool:
 
     @property
     def section(self) -> str:
-        """Of the configuration, with the keys `gpus_per_worker` and `threads`."""
+        """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
         return SHARED if self.name == SHARED else f"reward.terms.{self.terms[0]}"
 
     @property
     def workers_key(self) -> str:
-        """The setting that `workers` comes from."""
+        """Returns the key of the setting for the number of workers."""
         return workers_key(self.name)
 
     def config(self, whole: RewardConfig) -> RewardConfig:
-        """What its workers build: the reward with only this pool's terms."""
+        """Returns the reward configuration with only this pool's terms, from which its workers build their rewards."""
         return replace(whole, terms={name: whole.terms[name] for name in self.terms})
 
 
 def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
-    """The shared pool, where a term is left to it (or there is no term at all), then those of single terms, in order.
+    """Returns the shared pool, then the pools of single terms in the order of the configuration.
 
-    What a term with a pool of its own leaves null is as in the shared pool.
+    The shared pool is missing if every term has its own. A value that a term leaves null is taken from the shared pool.
     """
     own = {name: term for name, term in config.terms.items() if has_own_pool(term)}
     left = tuple(name for name in config.terms if name not in own)
@@ -48,22 +51,22 @@ def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
 
 
 def has_own_pool(term: RewardTerm) -> bool:
-    """Whether the term says anything about workers of its own."""
+    """Returns True if the term sets workers, gpus_per_worker or threads."""
     return any(value is not None for value in (term.workers, term.gpus_per_worker, term.threads))
 
 
 def is_reward_pool(pool: str) -> bool:
-    """Whether a pool of that name scores images."""
+    """Returns True if a pool of this name scores images."""
     return pool == SHARED or pool.startswith(f"{SHARED}/")
 
 
 def pool_name(term: str) -> str:
-    """Name of the pool that a term has of its own."""
+    """Returns the name of a term's own pool."""
     return f"{SHARED}/{term}"
 
 
 def workers_key(pool: str) -> str:
-    """The setting that says how many workers a reward pool has."""
+    """Returns the key of the setting for the number of workers of a reward pool."""
     term = pool.removeprefix(f"{SHARED}/")
     return f"{SHARED}.num_workers" if pool == SHARED else f"{SHARED}.terms.{term}.workers"
 

@@ -1,6 +1,7 @@
-"""Rules of configuration fields: what values a field takes, and what changing it does to a run.
+"""Rules of configuration fields: the values that a field takes, and the effect of changing it in a resumed run.
 
-A rule stands at its field; the checks, the fingerprint of a run and the generated page follow from it:
+A rule is written at its field. The checks (check.py), the comparison of a checkpoint with the configuration
+(controller/fingerprint.py) and docs/configuration.md are made from it:
 
     threads: int = setting(1, at_least=1, changes=ROUNDING)
 """
@@ -12,14 +13,14 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 WEIGHTS = "weights"
-"""The default: other weights, so that a resumed run must have the same value."""
+"""The default: the field changes the trained weights, so a resumed run must have the same value."""
 ROUNDING = "rounding"
-"""The same mathematics in other shapes: only the order of roundings changes, and a resume warns."""
+"""The field changes only the order of roundings, not the mathematics; a resume with another value warns."""
 NOTHING = "nothing"
-"""Not a bit of the weights changes, so that it may differ from one part of a run to the next."""
+"""The field does not change a bit of the weights, so a resumed run may have another value."""
 
 MAX_SEED = 2**63 - 1
-"""Largest seed: what torch's generators and `seeds.derive` take."""
+"""Largest seed that torch's generators and `seeds.derive` accept."""
 
 BOUNDS: dict[str, Callable[[float, float], bool]] = {
     "at_least": operator.ge,
@@ -31,7 +32,7 @@ BOUNDS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What is refused whatever the other fields say. None is allowed wherever the field's type allows it."""
+    """The values that a field may have, independent of other fields. None is allowed if the field's type allows it."""
 
     changes: str = WEIGHTS
     choices: tuple[str, ...] = ()
@@ -40,20 +41,20 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     infinite: bool = False
-    """Infinity is allowed: it means that there is no limit."""
+    """True: infinity is allowed and means no limit."""
     pair: bool = False
-    """Two numbers; the bounds are those of both."""
+    """True: the value is two numbers, and the bounds apply to both."""
 
     @property
     def bounds(self) -> str:
-        """In words, e.g. `at least 0 and below 1`; empty without bounds."""
+        """Returns the bounds in words, for example `at least 0 and below 1`; empty if there are none."""
         return " and ".join(
             f"{name.replace('_', ' ')} {bound if isinstance(bound, int) else f'{bound:g}'}"
             for name, bound in self._given().items()
         )
 
     def refusal(self, value: Any) -> str | None:
-        """What a value must be, where it is not; names outside `choices` are told apart by the caller."""
+        """Returns in words what a value must be; None if it is allowed. `choices` are checked by the caller."""
         numbers = list(value) if isinstance(value, list | tuple) else [value]
         if self.pair and len(numbers) != 2:
             return "two numbers"
@@ -68,18 +69,21 @@ class Rule:
 
 
 def setting(default: Any, **rule: Any) -> Any:
-    """A dataclass field with a Rule of these values."""
+    """Returns a dataclass field with a default and a Rule; `rule` are the Rule's fields."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 
 def rule_of(member: Field[Any]) -> Rule:
-    """The rule of a field; one without any has Rule's defaults."""
+    """Returns the rule of a field; a field without one has the defaults of Rule."""
     rule: Rule = member.metadata.get("rule", Rule())
     return rule
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Rule]]:
-    """Dotted key, value and rule of every field that is not a section, those in dictionaries of sections included."""
+    """Yields (dotted key, value, rule) of every field below `section` that is not itself a section.
+
+    Sections inside dictionaries, for example reward terms, are included.
+    """
     for member in fields(section):
         key, value = prefix + member.name, getattr(section, member.name)
         if is_dataclass(value):

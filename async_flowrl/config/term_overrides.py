@@ -1,7 +1,7 @@
-"""`reward.terms={…}` on the command line replaces the terms that a configuration brings.
+"""The override `reward.terms={...}` on the command line replaces all reward terms of the configuration.
 
-Hydra merges dictionaries, so that the default's terms would be trained, too, and nobody would be told. One term is
-added by `+reward.terms.NAME={…}`, changed by `reward.terms.NAME.weight=2` and removed by `~reward.terms.NAME`.
+Hydra would merge both dictionaries, so the configuration's terms would silently be trained as well. To change single
+terms: `+reward.terms.NAME={...}` adds one, `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,14 @@ from hydra.core.override_parser.types import Override
 
 TERMS = ("reward.terms", "evaluate.reward.terms")
 Terms = Callable[[str, Sequence[str]], Sequence[str]]
-"""(key, overrides) → names of the terms that a configuration with these overrides has under the key."""
+"""A function (key, overrides) → names of the terms under the key in a configuration with these overrides."""
 
 
 def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:
-    """The overrides as Hydra must be given them: the terms that one replaces are deleted first. Parsable ones only."""
+    """Returns the overrides for Hydra; before an override that replaces all terms come deletions of the old ones.
+
+    All overrides must be valid in Hydra's grammar.
+    """
     written = list(overrides)
     for key in TERMS:
         written = _replacing(key, written, terms_of)
@@ -47,7 +50,7 @@ def _gives_terms(override: Override) -> bool:
 
 
 def _added(key: str, override: Override) -> str:
-    """`+reward.terms.ocr={…}` as Hydra takes it: a term can only be merged into the dictionary of all terms."""
+    """Rewrites `+reward.terms.ocr={...}`, because Hydra can only merge a term into the dictionary of all terms."""
     line, name = str(override.input_line), override.key_or_group.removeprefix(f"{key}.")
     if not (override.is_add() or override.is_force_add()) or "." in name or name == key:
         return line

@@ -1,4 +1,4 @@
-"""The command line of a run, from what Hydra recorded of it."""
+"""The shell command of a run, restored from Hydra's record of it (`.hydra/`), for reports and resume hints."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,12 +10,19 @@ from async_flowrl.config.paths import config_dir
 
 
 def typed_command(hydra_record: Mapping[str, str]) -> str | None:
-    """What was typed; None for a run that no command line started. `hydra_record`: files of `.hydra/` by name."""
+    """Returns the command that started the run; None if the record is incomplete, as for a run started from Python.
+
+    `hydra_record` maps file names in `.hydra/` to their texts.
+    """
     return _command(hydra_record, (), ())
 
 
 def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
-    """The same with `resume=auto`, in `output_dir`: by default what was typed, or a sweep's job's own folder."""
+    """Returns the command that continues the run with `resume=auto`; None if the record is incomplete.
+
+    `output_dir` is the run directory to continue; None means the one of the command, or the job's own folder in a
+    sweep.
+    """
     if not _is_whole(hydra_record):
         return None
     hydras = OmegaConf.create(hydra_record["hydra.yaml"])
@@ -44,7 +51,7 @@ def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tu
 
 
 def _own_folder(hydras: DictConfig) -> str | None:
-    """The folder of --config-dir: configurations lie there and in the package."""
+    """Returns the folder of --config-dir, which Hydra lists beside the package's folder; None without one."""
     sources = OmegaConf.select(hydras, "hydra.runtime.config_sources") or []
     folders = [str(source["path"]) for source in sources if source["schema"] == "file"]
     own = [folder for folder in folders if Path(folder) != config_dir()]
@@ -52,6 +59,6 @@ def _own_folder(hydras: DictConfig) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """As it is where Hydra's grammar of overrides allows that."""
+    """Returns the text in quotes for Hydra's grammar of overrides, unless it needs none."""
     plain = all(letter.isalnum() or letter in "/._-" for letter in text)
     return text if plain else "'" + text.replace("'", "\\'") + "'"

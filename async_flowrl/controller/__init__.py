@@ -1,1 +1,1 @@
-"""The controller: one process that dispatches tickets, hands out weights, evaluates, saves and recovers."""
+"""The controller: coroutines of one process that dispatch tickets, publish weights, evaluate and save checkpoints."""

@@ -1,4 +1,7 @@
-"""The work around training, off the critical path: metrics, evaluation, pictures and checkpoints after every step."""
+"""AfterStep does the work between training steps: metrics, checkpoints, and the start of evaluations.
+
+The loop (async_flowrl/loop.py) calls it. Checkpoints are written, and evaluations made, while training goes on.
+"""
 
 import logging
 import re
@@ -22,12 +25,13 @@ MEASURED = (
     *("reward/mean", "reward/std", "zero_std_ratio", "staleness/mean", "staleness/max"),
     *("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap"),
 )
-"""Keys that every line of metrics.jsonl has: null where the algorithm does not measure them or nothing was trained."""
+"""Keys that every line of metrics.jsonl has. A value is null if the algorithm does not measure it or no image was
+trained on in this step."""
 
 
 @dataclass
 class AfterStep:
-    """Implements the controller's `Steps` protocol (context.py)."""
+    """Implements the protocol `Steps` (context.py) for one attempt, i.e. for one start or recovery of a run."""
 
     metrics: MetricsLog
     monitor: Monitor
@@ -35,7 +39,7 @@ class AfterStep:
     pools: PoolLedger
     records: EvaluationRecords
     latent_elements: int
-    """Numbers in the latents of one image."""
+    """Number of elements in the latents of one image."""
     evaluations: Evaluations = field(init=False)
     warned: set[str] = field(default_factory=set)
     trained: bool = False
@@ -45,9 +49,9 @@ class AfterStep:
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
-        """Checkpoint 0 exists before step 0; evaluations that an earlier attempt left undone are made first.
+        """Writes the checkpoint of the attempt's first version, then starts evaluations that are due and not recorded.
 
-        All but the one at the end, which waits for the last checkpoint.
+        The evaluation of the last version (`total_steps`) is left to `drain`, which writes the last checkpoint first.
         """
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
@@ -61,6 +65,10 @@ class AfterStep:
         self.pools.lap()
 
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
+        """Writes the step's line of metrics and starts the checkpoint and the evaluation that are due after it.
+
+        Raises the error of an earlier evaluation or checkpoint that failed in the meantime.
+        """
         began, self._step_began = self._step_began, ctx.observer.now()
         seconds = self._step_began - began
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
@@ -77,7 +85,10 @@ class AfterStep:
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
-        """A checkpoint of where the run ended, whose error counts too, and then what is left of evaluations."""
+        """Writes the last checkpoint, then waits for all evaluations; called when the loop is done with its steps.
+
+        Raises SaveFailed if the checkpoint cannot be written. An evaluation that fails is only recorded as a failure.
+        """
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx.table, ctx.table.step)
         self.trained = True
@@ -86,7 +97,7 @@ class AfterStep:
         await self.evaluations.drain()
 
     def _baseline_due(self, ctx: Context) -> bool:
-        """Whether the base model's own row is asked for, not recorded, and can still be had: at the start of a run."""
+        """Returns True if the base model must be evaluated: it is wanted, not recorded, and this is version 0."""
         if not ctx.config.evaluate.baseline or self.records.log.baseline() is not None:
             return False
         if ctx.table.step > 0:
@@ -96,9 +107,10 @@ class AfterStep:
         return ctx.table.step == 0
 
     def _unevaluated(self, ctx: Context) -> list[int]:
-        """Versions up to the one that this attempt begins with whose evaluation is due and not recorded.
+        """Returns the versions up to this attempt's first one whose evaluation is due, not recorded and possible.
 
-        Versions whose weights are gone get none: the policy's last max_staleness + 1 are there, and one of an EMA.
+        An evaluation needs the version's weights. A resumed trainer has the last max_staleness + 1 versions of the
+        policy, but only the newest version of an EMA. Versions before these are logged and left out.
         """
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
@@ -108,21 +120,21 @@ class AfterStep:
         return [version for version in due if version >= now - kept]
 
     def _lacking(self, config: Config, *versions: int) -> list[int]:
-        """Those of the versions whose evaluation is due and not recorded."""
+        """Returns those of the versions whose evaluation is due and not recorded."""
         return [v for v in versions if evaluation_due(config, v) and not self.records.known(v)]
 
     async def _save(self, ctx: Context, version: int) -> None:
-        """A checkpoint names the digest of the version it stands at, so that version is sealed first."""
+        """Starts a checkpoint once `version` is sealed, because the checkpoint contains the version's digest."""
         await ctx.work.until(lambda: version in ctx.table.published)
         await self.checkpoints.save(ctx.table, version)
 
     def abandon(self) -> None:
-        """Ends what is still outstanding after the loop, by success or failure."""
+        """Cancels the evaluations and the checkpoint that are still under way when the loop has ended or failed."""
         self.evaluations.cancel()
         self.checkpoints.abandon()
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
-        """Seconds of the step, seconds in which the trainer waited for staging, and each pool's share of busy time."""
+        """Returns the step's seconds, the trainer's seconds waiting for staging, and each pool's share of busy time."""
         before, self._stalled = self._stalled, stalled(ctx)
         shares = {
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)
@@ -131,7 +143,7 @@ class AfterStep:
         return {"timing/step": seconds, "timing/publish": self._stalled - before, **shares}
 
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
-        """Warns once of each way in which updates do less than they seem to."""
+        """Logs each kind of warning about the updates (algorithms/diagnostics.py) once per attempt."""
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
@@ -145,5 +157,5 @@ class AfterStep:
 
 
 def stalled(ctx: Context) -> float:
-    """Seconds in which the trainer has waited for staging so far."""
+    """Returns the seconds that the trainer has waited so far for the staging (copying aside) of versions."""
     return float(ctx.weights.report()["trainer_stall_seconds"])

@@ -1,4 +1,7 @@
-"""The model's files on every node, fetched by one of its workers before any of them loads."""
+"""Download of the model's files from the Hugging Face hub to every node, by one worker per node, before workers load.
+
+Called when a run starts (run/launch.py, run/recovery.py) and when a worker is replaced (dispatch.py).
+"""
 
 import logging
 from collections.abc import Sequence
@@ -11,22 +14,25 @@ logger = logging.getLogger(__name__)
 
 
 def model_of(pool: WorkerGroup) -> ResolvedModel | None:
-    """The model that the workers of a pool were given to load; None where they were given none."""
+    """Returns the model that the workers of a pool load; None if they load none."""
     model: ResolvedModel | None = pool.spec.arguments.get("model")
     return model
 
 
 def loaders(rollouts: Sequence[Worker] = (), trainers: Sequence[Worker] = ()) -> list[tuple[Worker, str]]:
-    """Workers with the parts of the model that each loads: of the trainer ranks, only the first reads weights."""
+    """Returns pairs of a worker and the part of the model that it loads (one of `PARTS` in policies/registry.py).
+
+    Among the trainer ranks, only the first reads weights.
+    """
     ranks = [(rank, "structure" if index else "transformer") for index, rank in enumerate(trainers)]
     return [*((worker, "all") for worker in rollouts), *ranks]
 
 
 async def download_model(model: ResolvedModel | None, workers: Sequence[tuple[Worker, str]], *, seconds: float) -> None:
-    """Brings a hub model's files to every node of `workers`, each with the parts that it loads; one worker per node.
+    """Downloads a hub model to every node of `workers`, which are pairs of a worker and the parts that it loads.
 
-    Nothing to do for a local folder. Raises DeadlineExceeded, which names the node, and WorkerFailed with what the hub
-    said.
+    On each node, the worker that loads most downloads for all. Does nothing for None and for a local folder. Raises
+    DeadlineExceeded, which names the node, after `seconds`, and WorkerFailed with the hub's error.
     """
     if model is None or model.revision is None:
         return

@@ -1,4 +1,4 @@
-"""The EMA of the trained weights on its way to evaluation: a stream of its own, one version at a time."""
+"""Delivery of the EMA (exponential moving average of the trained weights) to the rollout workers, for evaluations."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -9,7 +9,7 @@ from separation.group import WorkerGroup
 
 
 class EmaWeights:
-    """Retains an average when it is new and delivers it when its evaluation is due."""
+    """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins."""
 
     def __init__(
         self,
@@ -26,14 +26,16 @@ class EmaWeights:
         self._current: int | None = None
 
     async def retain(self, version: int) -> None:
+        """Keeps a copy of the EMA as it is now, as `version`, on the first trainer rank."""
         await self._sender.retain(version)
 
     async def deliver(self, version: int) -> None:
-        """Replaces the average that was evaluated before."""
+        """Starts the delivery of the retained `version` to all workers and releases the version before it."""
         before, self._current = self._current, version
         await self.delivery.publish(version)
         if before is not None:
             await self._sender.release(before)
 
     async def join(self, receiver: ReceiverEndpoint) -> None:
+        """Adds a worker and delivers the current version to it, if there is one."""
         await self.delivery.join(receiver, [] if self._current is None else [self._current])

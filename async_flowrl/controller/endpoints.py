@@ -1,4 +1,8 @@
-"""Both ends of a delivery as `checkpoint_engine.Delivery` wants them: calls to the workers that hold the tensors."""
+"""The two ends of a delivery of weights: trainer rank 0 as sender and the rollout workers as receivers.
+
+The classes implement the protocols SenderEndpoint and ReceiverEndpoint of checkpoint_engine/base.py, whose docstrings
+describe the methods, by calls of the workers that hold the tensors.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +14,15 @@ from checkpoint_engine.process_group import Epoch
 from separation.group import Worker, WorkerGroup
 
 DELIVERIES, CONTROL = "sync", "control"
-"""Lanes of a rollout worker: deliveries, and what must get through while one is under way."""
+"""Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
 PUBLISHING = "publish"
-"""Lane of a trainer rank: what runs beside the next update."""
+"""Lane of a trainer rank for publishing, which runs beside the next update."""
 
 
 class TrainerEndpoint:
-    """The first trainer rank as the sender of one stream.
+    """Trainer rank 0 as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
 
-    `on_sealed` gets every header before a receiver can acknowledge it.
+    `on_sealed` is called with every version's header before a receiver can acknowledge the version.
     """
 
     def __init__(
@@ -74,23 +78,23 @@ class TrainerEndpoint:
 
 
 class EmaEndpoint(TrainerEndpoint):
-    """The first trainer rank as the sender of the EMA, whose versions are staged and sealed when they are new."""
+    """Trainer rank 0 as the sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
 
     def __init__(self, trainers: WorkerGroup, on_sealed: Callable[[Header], None]) -> None:
         super().__init__(trainers, "", on_sealed, EMA)
 
     async def retain(self, version: int) -> None:
-        """Stages and seals the average as it is now, and retains it until `release`."""
+        """Stages and seals the EMA as it is now, and retains it until `release`."""
         await super().stage(version)
         await self.seal(version)
         await self.hold(version)
 
     async def stage(self, version: int) -> None:
-        """`retain` has done it: by now the trainer's average has moved on."""
+        """Does nothing: `retain` has staged this version, and the trainer's EMA has changed since."""
 
 
 class RolloutEndpoint:
-    """One rollout worker as a delivery's receiver."""
+    """One rollout worker as a receiver. Each receipt is recorded as a span (a timed event) by `observer`."""
 
     def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
         self.worker, self._observer, self._transport = worker, observer, transport

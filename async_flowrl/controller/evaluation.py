@@ -1,4 +1,7 @@
-"""Evaluation beside training: tickets of another class, with their own version in their own slot. Never a barrier."""
+"""Evaluations: images of the evaluation prompts, made and scored between training tickets while training goes on.
+
+An evaluation has tickets of its own kind. Each rollout worker holds the evaluated version in a separate slot.
+"""
 
 import asyncio
 import hashlib
@@ -19,30 +22,35 @@ from separation.supervise import deadline
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation saw: per scored prompt its images uint8 [n, H, W, 3] and scores. `version` is the policy's."""
+    """The result of one evaluation; `prompts`, `images` (uint8 [n, H, W, 3]) and `scores` are per scored prompt."""
 
     version: int
+    """The evaluated policy version; for the baseline, the version at which it was evaluated."""
     prompts: tuple[Prompt, ...]
     images: tuple[ByteArray, ...]
     scores: tuple[Scores, ...]
     unscored: int = 0
-    """Prompts whose scores could not be had; they are in none of the lists."""
+    """Number of prompts without scores, which are left out of `prompts`, `images`, `scores` and `places`."""
     places: tuple[int, ...] = ()
-    """Of the scored prompts among all that are evaluated."""
+    """Index of each scored prompt among all evaluation prompts."""
     held_out: Mapping[int, HeldOutScores] = field(default_factory=dict)
-    """By the place of the prompt, scored by the training's reward or not."""
+    """Index of a prompt → its scores by held-out terms, also for prompts that the trained reward has not scored."""
     sampling: Sampling | None = None
+    """Sampling of the first prompt's images."""
     setting: str = ""
-    """Digest of prompts, noises and sampling."""
+    """Digest of prompts, initial noises and sampling (`setting_of`)."""
     baseline: bool = False
-    """The base model as it is usually sampled, instead of the policy version as the run samples it."""
+    """True: the base model was evaluated, with its family's usual sampling instead of the run's."""
 
     @property
     def title(self) -> str:
         return "the baseline" if self.baseline else f"version {self.version}"
 
     def means(self) -> dict[str, float]:
-        """Mean over all images that have a score, per reward; in total, over the prompts that no term failed for."""
+        """Returns each term's mean over all images that it scored, and as `reward` the mean of the weighted sum.
+
+        Prompts for which a term failed are left out of `reward`. Means without any image are left out.
+        """
         names = sorted({name for scores in self.scores for name in scores.by_term})
         values = {name: [x for s in self.scores for x in s.by_term.get(name, ())] for name in names}
         values["reward"] = [x for s in self.scores if not s.failed for x in s.total]
@@ -51,41 +59,42 @@ class EvaluationResult:
 
 @dataclass
 class Evaluations:
-    """At most one evaluation is outstanding; the next one waits for it, training does not."""
+    """Runs evaluations one after another in background tasks; training does not wait for them."""
 
     report: Callable[[EvaluationResult], None]
+    """Called in a thread with the result of each complete evaluation."""
     failed: Callable[[str, object], None]
-    """Told of an evaluation that could not be completed, and why."""
+    """Called with the name of an evaluation that failed after training, and its error."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, ctx: Context, version: int, *, baselines: Sequence[bool] = (False,)) -> None:
-        """Keeps the version just published and returns; its images are made between training tickets.
+        """Retains the weights of `version` (or the EMA as it is now) and starts its evaluation in the background.
 
-        `baselines`: one evaluation for each, True for that of the base model as it is usually sampled.
+        There is one evaluation per item of `baselines`: True for the base model, False for the version itself.
         """
         await ctx.weights.retain_for_evaluation(version)
         evaluating = self._run(ctx, version, baselines)
         self.tasks.append(asyncio.create_task(evaluating, name=f"evaluation of version {version}"))
 
     async def drain(self) -> None:
-        """Waits for all evaluations. Training is over, so one that fails now is told of, and ends nothing."""
+        """Waits for all evaluations after training. One that fails is reported to `failed` and raises nothing."""
         for task in self.tasks:
             try:
                 await task
-            except Exception as error:  # whatever it was: the trained weights are not to be lost for it
+            except Exception as error:  # no error here may cost the trained weights
                 self.failed(task.get_name(), f"{type(error).__name__}: {error}")
         self.tasks.clear()
 
     def check(self) -> None:
-        """Raises the error of an evaluation that failed while training goes on: its tickets are still in the table."""
+        """Raises the error of an evaluation that failed during training, because its tickets block the next one."""
         for task in self.tasks:
             if task.done():
                 task.result()
         self.tasks = [task for task in self.tasks if not task.done()]
 
     def cancel(self) -> None:
-        """Gives up what is outstanding."""
+        """Cancels the evaluations that are not complete."""
         for task in self.tasks:
             task.cancel()
 
@@ -98,12 +107,15 @@ class Evaluations:
                 ctx.work.notify()
                 result = await collect(ctx, tickets, version)
                 ctx.table.close_evaluation()
-                # In turn: what is concluded from an evaluation rests on those before it.
+                # Within the lock: an evaluation is compared with those reported before it.
                 await asyncio.to_thread(self.report, result)
 
 
 async def collect(ctx: Context, tickets: list[Ticket], version: int) -> EvaluationResult:
-    """Fetches the images once all are scored; prompts whose reward was skipped are left out."""
+    """Waits until all tickets are scored, fetches their images and returns the result.
+
+    Images that were lost with their node are made again. Raises DeadlineExceeded if fetching an image takes too long.
+    """
     images: dict[int, ByteArray] = {}
     while len(images) < len(tickets):
         await ctx.ready.until(lambda: all(ticket.state is State.READY for ticket in tickets))
@@ -131,7 +143,7 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
 
 
 def setting_of(requests: Sequence[RolloutRequest]) -> str:
-    """Digest of all that images depend on besides the weights."""
+    """Returns a digest (16 hex digits of SHA-256) of all that the images depend on besides the weights."""
     values = [
         (asdict(r.sampling), r.initial_seeds, r.prompt.wording, r.prompt.system, r.prompt.negative, r.prompt.target)
         for r in requests

@@ -1,4 +1,4 @@
-"""Records of complete evaluations: each has its line, its metrics, its picture, and what they warn of."""
+"""EvaluationRecords writes complete evaluations: their records, metrics and pictures, and warnings drawn from them."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluationRecords:
-    """Takes note of evaluations, in the order in which they are complete."""
+    """Writes evaluations in the order in which they are complete; AfterStep (after_step.py) uses it."""
 
     config: Config
     directory: RunDirectory
@@ -45,26 +45,26 @@ class EvaluationRecords:
     log: EvaluationLog
     observer: Observer
     failures: list[str]
-    """What went wrong beside the training, a sentence each: it ends no run."""
+    """Sentences on failures outside the training, which do not end the run."""
     stop: Callable[[str], None] = lambda reason: None
-    """Asks the run to end in order."""
+    """Called with a reason to ask the run to end after the current step."""
     _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
-    """By version and whether it is the baseline's: what joins the line of the step that made the version."""
+    """(version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line."""
 
     def __post_init__(self) -> None:
         records = self.log.records
         for position, record in enumerate(records):
             self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
         terms = {**self.config.reward.terms, **self.config.evaluate.reward.terms}
-        self._sources = reward_sources(terms)  # now: a file that is edited later is not what the workers have loaded
+        self._sources = reward_sources(terms)  # read now, as a file may be edited after the workers have loaded it
         self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
 
     def known(self, version: int) -> bool:
-        """Whether the version's evaluation is recorded."""
+        """Returns True if the policy version's evaluation is recorded."""
         return self.log.policy(version) is not None
 
     def spare(self) -> list[int]:
-        """Versions whose checkpoints must stay: the best one, and those that may yet turn out to be it."""
+        """Returns the versions whose checkpoints must be kept: the best one so far, and those not evaluated yet."""
         curve = best_curve(self.config)
         if curve is None:
             return []
@@ -75,13 +75,16 @@ class EvaluationRecords:
         return ([found.version] if found else []) + waiting
 
     def metric_keys(self, step: int) -> dict[str, float]:
-        """What evaluations add to the line of a step: of the version that it made, and before step 0."""
+        """Returns the metrics of evaluations for a step's line: those of version `step` + 1, under `evaluation/`.
+
+        Step 0 also has those of version 0 (`evaluation_before/`) and of the baseline (`evaluation_baseline/`).
+        """
         before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
         baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
         return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
 
     def show(self, result: EvaluationResult) -> None:
-        """Called in a thread when an evaluation is complete."""
+        """Writes a complete evaluation; called in a thread. A picture that cannot be made is recorded as a failure."""
         what = f"evaluation of {result.title}"
         self._name_failures(what, result)
         record = record_of(self.config, result, self._sources)
@@ -89,7 +92,7 @@ class EvaluationRecords:
             return
         earlier = self.log.records
         keys = metric_keys(record, earlier)
-        # Before the line is amended, as it may be written only now.
+        # Set before `amend`: if the step's line is not written yet, `AfterStep` adds these keys.
         self._keys[record.version, record.baseline] = keys
         step = max(0, result.version - 1)
         self.metrics.amend(step, self.metric_keys(step))
@@ -104,11 +107,11 @@ class EvaluationRecords:
                 self.monitor.image(self._picture(result), result.version)
                 if not result.baseline:
                     self.monitor.samples(result.version, samples_of(result))
-            except Exception as error:  # whatever it was: a picture ends no run
+            except Exception as error:  # a picture must not end a run
                 self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
 
     def failed(self, what: str, error: object) -> None:
-        """Takes note of what could not be completed, and why."""
+        """Records and logs that `what` could not be completed because of `error`."""
         sentence = f"{what}: {error}"
         self.failures.append(sentence)
         logger.warning("%s", sentence)
@@ -129,7 +132,7 @@ class EvaluationRecords:
             )
 
     def _watch_for_hacking(self) -> None:
-        """Warns of what evaluations show, of each curve and of the diversity once; may ask the run to end."""
+        """Logs reward hacking and loss of diversity, once per curve; with on_hacking=stop, an alarm ends the run."""
         wanted, history = self.config.evaluate.on_hacking, self.log.records
         for notice in notices(history):
             self._tell(DIVERSITY, notice.sentence)
@@ -167,7 +170,7 @@ class EvaluationRecords:
 
 
 def samples_of(result: EvaluationResult) -> list[Sample]:
-    """The first images of every prompt, as many of each as a tracker takes."""
+    """Returns the first images of every prompt for trackers: MAX_SAMPLES // prompts of each, but at least one."""
     each = max(1, MAX_SAMPLES // len(result.scores))
     return [
         Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
@@ -177,7 +180,10 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
 
 
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
-    """The record of a result, with every curve that has a score. `files`: term of one's own → digest of its file."""
+    """Returns the record of a result; curves without any score are left out.
+
+    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in inputs.py).
+    """
     scored = list(zip(result.places, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
     whole = {place: tuple(s.total) for place, s in scored if not s.failed}
@@ -207,7 +213,7 @@ def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]
 
 
 def _source(terms: Mapping[str, RewardTerm], files: Mapping[str, str]) -> str:
-    """Digest of what the scores depend on besides the images."""
+    """Returns a digest (16 hex digits) of all that the scores depend on besides the images."""
     values = [
         (asdict(term)["weight"] if len(terms) > 1 else 1.0, term.name or key, term.options)
         + ((files[key],) if key in files else ())

@@ -1,6 +1,7 @@
-"""Fingerprint of a run, for its resume: what determines its weights, and what decides their last bits.
+"""The fingerprint of a run, stored in its checkpoints and compared when the run is resumed (checkpoints.py).
 
-Which field is in which part stands at the field (`changes` of its rule).
+It has two parts: `config_hash` covers what determines the weights, `numerics` what changes only their last bits. The
+rule of each configuration field (`changes` in config/settings.py) says to which part the field belongs.
 """
 
 import hashlib
@@ -19,19 +20,19 @@ _ENGINE_PACKAGES = ("vllm", "vllm-omni")
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 of what determines the weights; a run may only be resumed with the same one.
+    """Returns the SHA-256 (hex) of the fields that determine the weights; a resume with another one is refused.
 
-    Not in it: fields that change nothing, and those that only change roundings (see `numerics`).
+    Fields that change nothing or only roundings (see `numerics`) are left out.
     """
     values = _deciding(config)
     if config.trainer.lr_schedule == "constant":
-        # Then a longer run begins like a shorter one.
+        # With a constant learning rate, the number of steps does not change any step.
         del values["total_steps"]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _deciding(section: Any) -> dict[str, Any]:
-    """The fields that change the weights, as `asdict` writes them."""
+    """Returns the fields that change the weights, as `asdict` writes them."""
     values = asdict(section)
     for member in fields(section):
         if rule_of(member).changes != WEIGHTS:
@@ -42,7 +43,7 @@ def _deciding(section: Any) -> dict[str, Any]:
 
 
 def _deciding_part(value: Any, written: Any) -> Any:
-    """The same of a field's value: a section, a dictionary of sections, or anything else as it is written."""
+    """Applies `_deciding` to a section or a dictionary of sections; returns other values as `written`."""
     if is_dataclass(value):
         return _deciding(value)
     if isinstance(value, dict):
@@ -51,7 +52,10 @@ def _deciding_part(value: Any, written: Any) -> Any:
 
 
 def numerics(config: Config, device: str) -> dict[str, Any]:
-    """What bit-for-bit equality needs besides `config_hash`; a resume warns where it differs. Plain JSON."""
+    """Returns what must be equal, besides `config_hash`, for equal bits: settings, device type, package versions.
+
+    Values are plain JSON; None is a package that is not installed. A resume warns of differences.
+    """
     entries = {key: value for key, value, rule in settings(config) if rule.changes == ROUNDING}
     if config.rollout.engine == "vllm_omni":
         # The network is spread over the worker's devices, and sums over the shards round differently.
@@ -64,7 +68,7 @@ def numerics(config: Config, device: str) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One phrase per entry that changed, e.g. `trainer.threads was 1 and is 2`."""
+    """Returns one phrase per changed entry, e.g. `trainer.threads was 1 and is 2`."""
     return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Advantages of the groups at the trainer's door, from the scores that each of them has."""
+"""Advantages of groups from their scores, also if a group lacks an optional reward term; handed.py calls it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +16,10 @@ FloatArray = npt.NDArray[np.float64]
 def group_advantages(
     algorithm: Algorithm, config: Config, scores: Sequence[Scores], seeds: Sequence[int]
 ) -> list[FloatArray]:
-    """One array [n] per group; `seeds`, one per group, are those of `permute_advantages`.
+    """Returns one float64 array [n] per group of n images. `seeds`, one per group, are for `permute_advantages`.
 
-    A group that lacks an optional term has the sum of its others. Where every term is normalised by itself
-    (`algorithm.combine=per_reward`), it has no part in the statistics of the term that it lacks.
+    A group that lacks an optional term gets the sum of its other terms. If each term is normalised separately
+    (`algorithm.combine=per_reward`), the group does not count in the statistics of the term that it lacks.
     """
     if not scores:
         return []
@@ -43,7 +43,7 @@ def _one_term(
     scores: Sequence[Scores],
     seeds: Sequence[int],
 ) -> Mapping[int, FloatArray]:
-    """Weighted advantages by one term alone, by the places of the groups that have it."""
+    """Returns the weighted advantages of one term: index of a group that has the term → array [n]."""
     there = _there(scores, name)
     if not there:
         return {}
@@ -53,11 +53,11 @@ def _one_term(
 
 
 def _there(scores: Sequence[Scores], name: str) -> list[int]:
-    """The places of the groups that have a term's scores."""
+    """Returns the indices of the groups that have the term's scores."""
     return [index for index, each in enumerate(scores) if name in each.by_term]
 
 
 def _values(scores: Scores, name: str) -> FloatArray:
-    """A term's scores [n]; zeros, which add nothing to a sum, where the group lacks it."""
+    """Returns the term's scores [n], or zeros, which do not change a sum, if the group lacks the term."""
     values = scores.by_term.get(name)
     return np.zeros(len(scores.total)) if values is None else np.asarray(values, dtype=np.float64)

@@ -1,4 +1,7 @@
-"""The held-out scores of an evaluated prompt: asked of the first reward pool's workers, ending no run."""
+"""Held-out scores of evaluated prompts (`evaluate.reward.terms`), computed by the workers of the first reward pool.
+
+dispatch.py calls `ask_held_out` after the reward of a group. Failures of held-out terms do not end the run.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -11,9 +14,10 @@ from separation.supervise import deadline
 
 
 async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Writes every held-out term's scores to an evaluation's ticket; those that fail are asked again with back-off.
+    """Sets `held_out` of the tickets of an evaluation's group; does nothing for training groups.
 
-    What cannot be had after the retries is named in the result. Raises RefLost.
+    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
+    Terms that still fail are in `HeldOutScores.failed`. Raises RefLost if the images are lost.
     """
     terms, config = ctx.config.evaluate.reward.terms, ctx.config.reward
     if group[0].kind != EVALUATION or not terms:
@@ -41,7 +45,7 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
 async def _ask(
     ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
 ) -> HeldOutScores:
-    """`before` with what one call for some of its failed terms adds."""
+    """Returns `before`, updated with the result of one call for the terms `asked`."""
     pool = next(iter(ctx.rewards))
     index = await free[pool].get()
     worker = ctx.rewards[pool].workers[index]

@@ -1,6 +1,6 @@
-"""Inputs of a run besides its configuration: prompts and the sources of rewards of one's own, by their digests.
+"""Digests of the inputs of a run besides its configuration: the prompts, and the source files of the user's rewards.
 
-A checkpoint holds them, so that a resume with an edited file is told from one with the same.
+Checkpoints hold these digests, so that a resume notices edited files (checkpoints.py).
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from async_flowrl.rewards.served import command_of, requirements_of
 from async_flowrl.tickets.request import RequestBuilder
 
 SERVER = ", or its server's command,"
-"""In a sentence behind a term whose source has changed."""
+"""Part of the sentences of `other_inputs`, after the name of the term."""
 
 
 def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
-    """Digests and counts of the prompts, and the digest of each own reward's source file by term. Plain JSON."""
+    """Returns the digests and counts of the prompts, and `reward_sources` of trained and held-out terms. Plain JSON."""
     return {
         "train": digest_of(requests.train),
         "train_prompts": len(requests.train),
@@ -32,8 +32,11 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
 
 
 def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
-    """Term → SHA-256 of the file that its `pkg.module:attr` is in, and of its server's command, Python files and
-    requirements; terms that ship with this package and have no server have none here."""
+    """Returns term → SHA-256 (hex) of the source file of its `pkg.module:attr` and of its server's files.
+
+    The server's part is its command, the Python files that the command names, and its requirements file. Terms of this
+    package without a server are left out.
+    """
     sources = {}
     for key, term in terms.items():
         if parts := [*_own_file(term.name or key), *_server(key, term.serve)]:
@@ -49,7 +52,7 @@ def _own_file(name: str) -> Iterator[bytes]:
 
 
 def _server(key: str, serve: ServeConfig | None) -> Iterator[bytes]:
-    """What decides its scores, as far as it can be seen from here."""
+    """Yields the server's command and files, which decide its scores as far as this process can see."""
     if serve is None:
         return
     for word in command_of(serve):
@@ -61,7 +64,7 @@ def _server(key: str, serve: ServeConfig | None) -> Iterator[bytes]:
 
 
 def other_prompts(before: Mapping[str, Any], now: Mapping[str, Any], file: str) -> str | None:
-    """One sentence where the training prompts are not those of the checkpoint."""
+    """Returns a sentence if the training prompts are not those of the checkpoint `before`, else None."""
     if before["train"] == now["train"]:
         return None
     counts = before["train_prompts"], now["train_prompts"]
@@ -70,7 +73,7 @@ def other_prompts(before: Mapping[str, Any], now: Mapping[str, Any], file: str) 
 
 
 def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A phrase for each difference that no resume is refused for."""
+    """Returns a phrase for each difference that a resume only warns of."""
     phrases = []
     if before["evaluation"] != now["evaluation"]:
         phrases.append("the prompts of evaluations have changed, so that their curve breaks here")
@@ -86,6 +89,6 @@ def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def edited(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Terms of both whose source files differ. A checkpoint may be older than one of the kinds."""
+    """Returns the terms in both whose sources differ; none if an old checkpoint `before` lacks `kind`."""
     sources: Mapping[str, str] = before.get(kind, {})
     return sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])

@@ -1,7 +1,8 @@
-"""The servers of `reward.terms.X.serve`: started beside the loading of the models, watched, started again, stopped.
+"""RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
-Every term's servers are a pool, whose workers own a program and its GPUs each. Where the servers are is told to every
-reward worker, and stands in the arguments that a worker which replaces another is built with.
+`serving` is the entry point (run/job.py, evaluate/serving.py). Each term's servers are a pool; each worker of the pool
+runs one server process (rewards/server_worker.py) on its own GPUs. Servers start while the models are loaded. Their
+addresses are sent to all reward workers, and written to the arguments from which replaced reward workers are built.
 """
 
 import asyncio
@@ -24,22 +25,22 @@ from separation.supervise import DeadlineExceeded, deadline, supervised, togethe
 logger = logging.getLogger(__name__)
 
 SERVERS = "servers"
-"""Argument of reward workers: term → Addresses. One dictionary per pool, which is changed in place."""
+"""Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place."""
 LOST = (WorkerDied, WorkerFailed, DeadlineExceeded)
 MARGIN_SECONDS = 30.0
-"""What calls may take beside what they wait for."""
+"""Seconds that a call may take in addition to the time limit of the work that it waits for."""
 Listener = Callable[[Mapping[str, Addresses]], None]
 TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
-"""A reward worker that is just being replaced is told where the servers are until it hears it."""
+"""Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them."""
 
 
 def pool_name(term: str) -> str:
-    """Of the servers of one term."""
+    """Returns the name of the pool of a term's servers."""
     return f"server/{term}"
 
 
 def server_pools(config: Config) -> list[PoolSpec]:
-    """One pool per term with `serve`; none of their workers starts its server by itself."""
+    """Returns one pool per term with `serve`. Its workers start no server until `RewardServers` asks them to."""
     own_machine = config.runtime.backend == "local" or config.runtime.address is None
     logs = RunDirectory(Path(config.output_dir)).logs.absolute()
     return [
@@ -63,34 +64,40 @@ def server_pools(config: Config) -> list[PoolSpec]:
 
 @dataclass
 class RewardServers:
-    """All servers of a run. `clients` are the pools of reward workers; `listeners` hear where servers are, too."""
+    """All reward servers of a run; it implements the protocol `Servers` of context.py."""
 
     terms: Sequence[Replicas] = ()
     clients: Sequence[WorkerGroup] = ()
+    """The pools of reward workers, which get the addresses of the servers."""
     download_seconds: float = 0.0
+    """Time limit for making the environment of a server."""
     listeners: Sequence[Listener] = ()
+    """Functions that get the addresses of the servers, too."""
     observer: Observer | None = None
     failures: list[str] = field(default_factory=list)
-    """A sentence for each term whose servers are lost for good, which the run goes on without."""
+    """A sentence for each term whose servers are all lost, without which the run goes on."""
     _changed: Signal = field(default_factory=Signal)
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def all_up(self, observer: Observer, failures: list[str]) -> None:
-        """Waits until every server has been up: a run begins with all of them. Deaths are events of `observer`'s."""
+        """Waits until every server has been up once. From now on, deaths of servers are events of `observer`."""
         self.observer, self.failures = observer, failures
         await self._changed.until(lambda: all(replicas.started for replicas in self.terms))
 
     async def up(self, terms: Collection[str]) -> None:
-        """Waits until each of the terms has a server again, or never will: a call without any would only fail."""
+        """Waits until each of the terms has a running server, or has lost all of its servers for good."""
         waited = [replicas for replicas in self.terms if replicas.term in terms]
         await self._changed.until(lambda: all(replicas.urls or replicas.lost for replicas in waited))
 
     def lost(self) -> Mapping[str, str]:
-        """Terms that have no server any more, and why."""
+        """Returns term → reason for the terms that have lost all of their servers for good."""
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
 
     def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """What a call of a reward worker saw of the servers; those that hang are ended, and so started again."""
+        """Counts time-outs of servers in a reward worker's call; a server that hangs is stopped, so `keep` restarts it.
+
+        `served` is term → URL → whether the server answered, as in `Scores.served`.
+        """
         for replicas in self.terms:
             for index in replicas.heard(served.get(replicas.term, {})):
                 calls = replicas.silent.pop(index)
@@ -100,9 +107,9 @@ class RewardServers:
                 task.add_done_callback(self._ending.discard)
 
     async def keep(self, replicas: Replicas, index: int) -> None:
-        """Starts a replica, and starts it again whenever it has died or hung.
+        """Starts a replica (one of a term's servers) and restarts it whenever it has died or hung.
 
-        Raises ServerLost if it does not come up at first, and if it is lost later and the run needs it.
+        Raises ServerLost if the first start fails, or if the replica is lost later and the run needs it.
         """
         worker = replicas.group.workers[index]
         async with deadline(self.download_seconds, f"making the environment of the servers of {replicas.term}"):
@@ -120,7 +127,7 @@ class RewardServers:
             await self._again(replicas, index, reason)
 
     async def _again(self, replicas: Replicas, index: int, reason: str) -> None:
-        """A new server in the place of one that has died; none where it is lost and the run goes on."""
+        """Restarts a dead replica, unless it has died more than `restarts` times; then it is lost for good."""
         while True:
             worker = replicas.group.workers[index]
             deaths = replicas.down(index)
@@ -142,7 +149,7 @@ class RewardServers:
             self.observer.event("fault", worker=name, kind="ServerDied", message=reason)
 
     def _lost(self, replicas: Replicas, index: int, reason: str) -> None:
-        """The replica is not started again. Raises ServerLost if the run needs it."""
+        """Marks a replica as lost for good. Raises ServerLost if the run needs it."""
         name, restarts = replicas.group.workers[index].name, replicas.serve.restarts
         sentence = (
             f"the server {name} of reward.terms.{replicas.term} died {replicas.deaths[index]} times, which is more "
@@ -170,7 +177,7 @@ class RewardServers:
         self._changed.notify()
 
     async def _tell(self, replicas: Replicas) -> None:
-        """Says to all reward workers, and to those that will replace them, where the term's servers are."""
+        """Sends the addresses of the term's servers to all reward workers, their future replacements and listeners."""
         told = {replicas.term: replicas.addresses}
         for group in self.clients:
             cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(told)
@@ -179,7 +186,7 @@ class RewardServers:
         await together(*(_told(group, index, told) for group in self.clients for index in range(len(group.workers))))
 
     async def stop(self) -> None:
-        """Ends every server; one whose worker is gone has ended with it."""
+        """Stops every server. Failures are ignored, because a server ends with its worker at the latest."""
         await together(*(_stop(worker) for replicas in self.terms for worker in replicas.group.workers))
 
 
@@ -200,7 +207,7 @@ async def _told(group: WorkerGroup, index: int, addresses: Mapping[str, Addresse
 
 
 async def _lives(worker: Worker) -> bool:
-    """Whether the worker itself is still there, when its server has died."""
+    """Returns True if the worker of a dead server is still alive."""
     try:
         await worker.call("stop", lane="stop")
     except WorkerDied:
@@ -220,9 +227,9 @@ def _said(error: Exception) -> str:
 async def serving(
     config: Config, groups: Mapping[str, WorkerGroup], *, listeners: Sequence[Listener] = ()
 ) -> AsyncIterator[RewardServers]:
-    """The servers of a run, which start beside the body and are gone when it ends, whatever ends it.
+    """Context manager that starts the servers of a run beside the body and stops them when the body ends or fails.
 
-    A server that does not come up, or is lost for good and needed, ends the body with ServerLost.
+    It cancels the body and raises ServerLost if a server does not come up, or if one is lost for good and needed.
     """
     terms = [
         Replicas(term, serve, groups[pool_name(term)], needed=is_needed(config, term))

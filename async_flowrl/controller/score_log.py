@@ -1,10 +1,10 @@
-"""scores.jsonl: scores that another call may not give again, so that no group is scored twice after a resume.
+"""ScoreLog keeps the scores of training groups in scores.jsonl, so that no group is scored twice after a resume.
 
-A resume or a recovery makes the images of the steps after its checkpoint again, bit for bit; a reward that is not
-deterministic would score them differently, and an optional term may fail for another group. One JSON line per training
-group: `step`, `group`, `digest` of the weights that made its images, and `total` and `by_term` as in `Scores` (JSON
-keeps float64 exactly), both null for a group that `reward.on_error` skipped; `extras`, and `failed` with the reason of
-every optional term that has no score, where there are any.
+A run writes it if a second call of a reward may give another result (`keeps_scores` in rewards/registry.py). A resume
+or a recovery makes the images of the steps after its checkpoint again, bit for bit, and then takes their scores from
+here. Each line is the JSON object of one group: `step`, `group`, `digest` of the weights that made the images, and
+`total` and `by_term` as in `Scores` (JSON keeps float64 exactly); both are null for a group that `reward.on_error`
+skipped. Where there are any, it also has `extras` and `failed` (optional term → reason why it has no score).
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from async_flowrl.tickets.ticket import Ticket
 from async_flowrl.types import Failure, Scores
 
 Key = tuple[int, int, str | None]
-"""Step, group, and digest of the weights. Equal keys mean equal images, but for roundings that a resume warns of."""
+"""Step, group, and digest of the weights. Equal keys mean equal images, except for roundings that a resume warns of."""
 
 
 class ScoreLog:
-    """Scores by group; None is a group that was skipped. Evaluations have no part in it."""
+    """Scores of training groups in memory and in the file. None marks a skipped group; evaluations are not logged."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        """Reads the groups of `first_step` and later; a line that a killed process left unfinished is cut off."""
+        """Reads the groups of `first_step` and later, and cuts an unfinished last line (of a killed process) off."""
         self.path = path
         cut_unfinished_line(path)
         lines = read_events(path) if path.exists() else ()
@@ -40,7 +40,7 @@ class ScoreLog:
         return self._scores[_key(group)]
 
     async def append(self, group: list[Ticket], scores: Scores | None, *, step: int) -> None:
-        """Returns when the line is synced to disk. Groups before `step`, the one that is trained now, are forgotten."""
+        """Appends one line; returns when it is synced to disk. Groups before the current `step` leave the memory."""
         self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
         names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
         line: dict[str, Any] = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
@@ -54,8 +54,10 @@ class ScoreLog:
 
 
 def forget_scores(path: Path, *, step: int) -> None:
-    """Takes the groups of `step` and later out of the file: resume=force may give them other images, though their keys
-    are the same, or another reward."""
+    """Removes the groups of `step` and later from the file.
+
+    run/job.py calls it after resume=force, which may change images or rewards although the keys stay the same.
+    """
     cut_unfinished_line(path)
     if path.exists():
         kept = [line for line in read_events(path) if line["step"] < step]

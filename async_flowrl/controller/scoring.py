@@ -1,4 +1,4 @@
-"""The scores of a group: every pool of reward workers scores it by its own terms, all of them side by side."""
+"""Scoring of groups: every reward pool scores a group by its own terms, all pools concurrently (for dispatch.py)."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from separation.group import RefLost, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
 
 FAILURES = (WorkerDied, WorkerFailed, DeadlineExceeded)
-"""What a call of a reward worker may end with, and be made again."""
+"""Errors of a call of a reward worker after which the call is repeated."""
 
 Free = Mapping[str, asyncio.Queue[int]]
-"""Per reward pool the places whose workers have no group."""
+"""Reward pool → queue of the indices of its idle workers."""
 
 
 def free_workers(ctx: Context) -> Free:
-    """All places of all reward pools."""
+    """Returns queues with all workers of all reward pools, for the start of an attempt."""
     free: dict[str, asyncio.Queue[int]] = {}
     for pool, group in ctx.rewards.items():
         places = free[pool] = asyncio.Queue()
@@ -30,11 +30,11 @@ def free_workers(ctx: Context) -> Free:
 
 
 async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | None:
-    """One call per pool for the whole group, each on the pool's next free worker; what fails is retried with back-off.
+    """Scores a whole group by one call per pool, each on the pool's next idle worker; failures are retried.
 
-    Terms with `required: false` that cannot be had are in `failed`. None if a required term cannot be had, or no term
-    at all, and `reward.on_error` is `skip` or the group is an evaluation's, which ends no run. Raises RefLost, and the
-    last failure.
+    Terms with `required: false` that have no score are in `Scores.failed`. If a required term or every term has no
+    score, an error ends the run: the last failure of the term, or RewardError. For evaluations and with
+    `reward.on_error=skip`, None is returned instead. Raises RefLost if the images are lost.
     """
     answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in ctx.rewards))
     for answer in answers:
@@ -55,22 +55,22 @@ async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | 
 
 
 def required(ctx: Context, scores: Scores) -> tuple[str, ...]:
-    """The terms that failed and that a reward needs."""
+    """Returns the failed terms that are required."""
     terms = ctx.config.reward.terms
     return tuple(name for name in scores.failed if terms[name].required)
 
 
 def ends_run(ctx: Context, group: list[Ticket]) -> bool:
-    """Whether the run ends where a score of the group cannot be had."""
+    """Returns True if a missing score of this group must end the run."""
     return ctx.config.reward.on_error == "fail" and group[0].kind == TRAIN
 
 
 async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio.Queue[int]) -> Scores | RefLost:
-    """The group's scores by one pool's terms; those that failed for good are in `failed`.
+    """Returns the group's scores by one pool's terms; terms that failed for good are in `failed`.
 
-    A term that fails is asked of the next free worker again, as often as `reward.retries` says, unless the worker has
-    done so itself. Raises the last failure of a required term where it ends the run. Lost images are returned: the
-    other pools' calls must end before the group is made again.
+    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final
+    (retried by the worker itself, or the term's servers are lost). Raises the last failure of a required term if it
+    ends the run. RefLost is returned, not raised: the other pools' calls must end before the group is made again.
     """
     config = ctx.config.reward
     images = [ticket.payload[0] for ticket in group]
@@ -109,18 +109,18 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
 
 
 def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
-    """The failure of those of the terms that have no server any more; None where there is none to ask in vain."""
+    """Returns failures of those of the terms that have lost all of their servers; None if there are none."""
     failed = {name: Failure(why, final=True) for name, why in servers.lost().items() if name in terms}
     return Scores((), {}, failed=failed) if failed else None
 
 
 def without(terms: Sequence[str], error: Exception) -> Scores:
-    """What a call that failed as a whole says of the terms that it was asked for."""
+    """Returns failures of all `terms` of a call that ended with `error`."""
     return Scores((), {}, failed={name: Failure(str(error)) for name in terms})
 
 
 def said_in_worker(failure: Failure) -> RewardError:
-    """The error of a term, with where it was raised."""
+    """Returns the failure of a term as an error, with the worker's traceback as a note."""
     error = RewardError(failure.reason)
     error.add_note(f"in the worker:\n{failure.traceback}")
     return error
@@ -129,7 +129,10 @@ def said_in_worker(failure: Failure) -> RewardError:
 async def score_once(
     ctx: Context, pool: str, index: int, group: list[Ticket], only: Sequence[str] | None, images: list[object]
 ) -> Scores:
-    """One call for the named terms, for all of the pool's if None; the failures of terms are booked."""
+    """Calls one worker for the terms `only` (None: all terms of the pool); failures of terms are recorded as events.
+
+    Raises DeadlineExceeded after `deadlines.score` seconds, WorkerDied, WorkerFailed or RefLost.
+    """
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.state(worker.name, "busy")
     what = f"score: {describe(group[0])} on {worker.name}"
@@ -147,7 +150,7 @@ async def score_once(
 
 
 async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
-    """Books the failure; a worker that is gone, or as good as gone, is replaced."""
+    """Records the failure of a call as an event; a worker that has died or exceeded its deadline is replaced."""
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
     if not isinstance(error, WorkerFailed):

@@ -1,4 +1,7 @@
-"""The servers of one term of the reward: which are up, which have died or hung, and which are lost for good."""
+"""Replicas is the state of one reward term's servers: running, hung, dead or lost for good.
+
+reward_servers.py updates it. A replica is one server; its index is that of its worker in the pool.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,28 +12,30 @@ from separation.group import WorkerGroup
 
 
 class ServerLost(RuntimeError):
-    """A reward server did not come up, or died or hung more often than `serve.restarts` allows."""
+    """Raised if a reward server does not come up, or dies or hangs more often than `serve.restarts` allows."""
 
 
 @dataclass
 class Replicas:
-    """The servers of one term. `needed`: whether losing one of them ends the run."""
+    """The servers of one term. The dictionaries have the index of the replica as key."""
 
     term: str
     serve: ServeConfig
     group: WorkerGroup
     needed: bool = True
+    """True: losing one replica for good ends the run."""
     urls: dict[int, str] = field(default_factory=dict)
-    """Of the replicas that are up."""
+    """URLs of the replicas that are up."""
     deaths: dict[int, int] = field(default_factory=dict)
+    """Number of times that a replica has died or hung."""
     silent: dict[int, int] = field(default_factory=dict)
-    """Calls in a row that a replica let time out, without one answer."""
+    """Consecutive calls of reward workers in which every attempt at the replica timed out."""
     hung: dict[int, str] = field(default_factory=dict)
-    """Replicas that are being ended because they hang, and how that was seen."""
+    """Replicas that are being stopped because they hang, with the reason in words."""
     gone: dict[int, str] = field(default_factory=dict)
-    """Replicas that are lost for good, and why."""
+    """Replicas that are lost for good, with the reason in words."""
     started: bool = False
-    """Whether all of them have been up."""
+    """True once all replicas have been up or are lost for good."""
 
     @property
     def addresses(self) -> Addresses:
@@ -38,28 +43,31 @@ class Replicas:
 
     @property
     def lost(self) -> str | None:
-        """Why the term has no server any more and will have none; None while it may have one."""
+        """The reason why the term has lost all replicas for good; None if it has not."""
         return self.gone[max(self.gone)] if len(self.gone) == self.serve.replicas else None
 
     def up(self, index: int, url: str) -> None:
-        """The replica has come up."""
+        """Records that the replica is up at `url`."""
         self.urls[index] = url
         self.silent.pop(index, None)
         self._note()
 
     def down(self, index: int) -> int:
-        """The replica is gone for now; how often that has happened to it."""
+        """Records that the replica has died; returns the number of its deaths."""
         self.urls.pop(index, None)
         deaths = self.deaths[index] = self.deaths.get(index, 0) + 1
         return deaths
 
     def lose(self, index: int, why: str) -> None:
-        """The replica is gone for good."""
+        """Records that the replica is lost for good."""
         self.gone[index] = why
         self._note()
 
     def heard(self, calls: Mapping[str, bool]) -> list[int]:
-        """Takes note of what a call of a reward worker saw (URL → whether it answered); the replicas that now hang."""
+        """Counts time-outs from a reward worker's call (URL → whether it answered); returns replicas that now hang.
+
+        A replica hangs after `serve.hung_calls` consecutive calls without an answer; 0 turns this off.
+        """
         hanging = []
         for index, base in self.urls.items():
             answers = [answered for url, answered in calls.items() if url.startswith(f"{base}/")]

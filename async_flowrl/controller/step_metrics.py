@@ -1,4 +1,4 @@
-"""The line of metrics of one step, from the rewards at the trainer's door and what the optimizer steps reported."""
+"""StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,10 @@ from async_flowrl.types import Scores
 
 
 class StepStatistics:
-    """Collects groups and optimizer steps of one batch, in order."""
+    """Collects the groups and optimizer steps of one training step, in order; trainer.py fills it.
+
+    `windowed` is True for algorithms that train a window of denoising steps.
+    """
 
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed
@@ -24,6 +27,7 @@ class StepStatistics:
         self.updates: list[UpdateStats] = []
 
     def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
+        """Adds a group; `scores` is None if `reward.on_error` skipped it."""
         if scores is None:
             self.skipped += len(tickets)
             return
@@ -37,9 +41,10 @@ class StepStatistics:
         self.updates.append(stats)
 
     def metrics(self) -> dict[str, float]:
-        """By the names of metrics.jsonl. Means over optimizer steps that really ran; `kept/<age>` are row counts.
+        """Returns metric name → value; docs/metrics.md describes the names.
 
-        A step whose groups were all skipped has no reward and no staleness, which is not the same as zero.
+        Losses are means over the optimizer steps that were not skipped. `kept/<age>` and `kept_of/<age>` count rows by
+        their staleness. If all groups were skipped, keys of rewards and staleness are missing.
         """
         flat = [value for group in self.rewards for value in group]
         line: dict[str, float] = {
@@ -64,7 +69,7 @@ class StepStatistics:
         return line | self._by_window() | self._sample_size(line)
 
     def _by_window(self) -> dict[str, float]:
-        """What the losses reported, by where each group's window starts; nothing for an algorithm without windows."""
+        """Returns the metrics of losses by the start of the group's window; empty for an algorithm without windows."""
         if not self.windowed:
             return {}
         groups = [group for stats in self.updates for group in stats.groups]

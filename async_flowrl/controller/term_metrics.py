@@ -1,4 +1,4 @@
-"""Metrics of each term of the reward, from the scores of a step's groups."""
+"""Metrics of each reward term, from the scores of a step's groups; step_metrics.py adds them to the step's line."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from async_flowrl.types import Scores
 
 
 def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
-    """By the names of metrics.jsonl. Groups that lack a term have no part in its means, and are counted.
+    """Returns metric name → value, for one Scores per group.
 
-    A group has no spread if all its images have the same score, exactly.
+    Means of a term leave out the groups that lack it; `missing` counts these. `zero_std_ratio` is the share of groups
+    whose images all have exactly the same score.
     """
     by_term: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     missing: Counter[str] = Counter()
@@ -31,7 +32,7 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
 
 
 def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
-    """`timing/score/<term>`: mean over groups of the seconds that the last call for a term took in its worker."""
+    """Returns `timing/score/<term>`: seconds of a group's last call for the term in its worker, mean over groups."""
     took: dict[str, list[float]] = defaultdict(list)
     for scores in groups:
         last = {span.name: span.end - span.start for span in scores.spans if span.name.startswith("score/")}
@@ -41,7 +42,7 @@ def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
 
 
 def extra_means(groups: Sequence[Scores]) -> dict[str, float]:
-    """`reward/<term>/<extra>`: mean over the images whose term said it, of extras that are numbers."""
+    """Returns `reward/<term>/<extra>` for numeric extras: the mean over all images for which the term returned it."""
     values: dict[str, list[float]] = defaultdict(list)
     for scores in groups:
         for term, extras in scores.extras.items():

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.data FILE: what a run would understand of a prompt file, what it would refuse, and where."""
+"""The command `async-flowrl data FILE`: shows how a run reads a prompt file, and which rows it refuses."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ from async_flowrl.types import EVALUATION, TRAIN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page; the exit code is not 0 where a run would refuse the file."""
+    """Prints the page and returns the exit code: OK, or CONFIG if a run would refuse the file."""
     parser = argparse.ArgumentParser(prog="async-flowrl data", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="txt, jsonl, parquet, or a folder with splits")
     parser.add_argument("--split", choices=(TRAIN, EVALUATION), default=TRAIN, help="of a folder (default: train)")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(given: argparse.Namespace) -> Shown:
-    """Reads the whole file, whatever is wrong with its rows. Raises ValueError where it cannot be read at all."""
+    """Reads the whole file and keeps the refusals of its rows. Raises ValueError if it cannot be read at all."""
     reward = compose_config(overrides=[f"reward={given.reward}"]).reward if given.reward else RewardConfig()
     keys = Keys(given.prompt_key, given.weight_key, bool(given.reward) and check_rewards(reward))
     path = find_data(given.file, key="FILE", folder=True)

@@ -1,13 +1,13 @@
-"""Curriculum: prompts whose last groups had no spread of rewards are left out of the next epochs.
+"""The curriculum (`data.curriculum`): sets prompts aside for some epochs if their last groups had no spread of rewards.
 
-The prompts of step s are a function of the seed and of the outcomes of the steps up to s - lag, where lag is
-max_staleness + 1: those are trained before any ticket of step s can be issued. So neither the schedule nor the number
-of workers has a part in them, and the outcomes, one byte per group, are all that a checkpoint needs: choosing again
-from them gives the same prompts.
+The prompts of step s follow from the seed and from the outcomes of the groups of steps up to s - lag, where lag is
+max_staleness + 1. Those steps are trained before any ticket of step s is issued, so neither timing nor the number of
+workers changes the choice. A checkpoint stores only the outcomes, one byte per group; a resumed run computes the same
+prompts from them.
 
-Whether a prompt is left out is decided at the beginning of an epoch, and only if it has been trained since it was
-decided last: a prompt that comes back is drawn once before it can be left out again. Where all prompts are left out,
-the epochs until the first of them returns are passed over: they come back at once.
+At the beginning of an epoch, a prompt is set aside (left out) if its last `after` groups had no spread, and if it was
+trained since it last returned. A prompt that returns is therefore drawn at least once before it can be left out again.
+If all prompts are left out, the epochs until the first of them returns are skipped.
 """
 
 import base64
@@ -24,14 +24,14 @@ from async_flowrl.data.sampler import Indices, Sampler
 logger = logging.getLogger(__name__)
 
 NO_SPREAD, SPREAD, UNKNOWN = 0, 1, 2
-"""Outcomes of a group: all of its rewards equal, or not, or it has none."""
+"""Outcomes of a group: all rewards are equal, rewards differ, or there are no rewards (such a group is ignored)."""
 KEPT_STEPS = 16
-"""Steps whose prompts are remembered after their outcomes have been counted."""
+"""Number of steps whose prompts are remembered after their outcomes have been counted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The prompts of a step, and how many were set aside when the last of them was chosen."""
+    """The prompts of a step in group order, and the epoch of the last of them with its number of left-out prompts."""
 
     prompts: tuple[int, ...]
     epoch: int
@@ -39,38 +39,44 @@ class Choice:
 
 
 class Curriculum:
-    """Chooses the prompts of step after step. Outcomes must come in order of steps."""
+    """Chooses the prompts of one step after the other; `lag` is max_staleness + 1.
+
+    The request builder of a run calls `choice` for every ticket, and `record` after every trained step.
+    """
 
     def __init__(self, config: CurriculumConfig, sampler: Sampler, *, lag: int, outcomes: bytes = b"") -> None:
-        """`outcomes`: of the groups of all steps that were trained before, in order."""
+        """`outcomes` holds one byte per group of all steps trained so far, in order."""
         self._sampler, self._lag, self._outcomes = sampler, lag, bytearray(outcomes)
         self._after, self._skip_epochs = config.after or 0, config.skip_epochs
         count = sampler.num_prompts
         self._streak = np.zeros(count, np.int32)
         self._trained = np.zeros(count, np.bool_)
-        """Since it was decided last whether the prompt is left out."""
+        """[prompts] True if the prompt was trained since it last returned, or since the start."""
         self._returns = np.zeros(count, np.int64)
-        """Epoch that a prompt which is left out comes back in."""
+        """[prompts] Epoch in which a left-out prompt returns."""
         self._choices: dict[int, Choice] = {}
         self._next = self._counted = 0
         self._epoch, self._place, self._set_aside = -1, 0, 0
         self._order: Indices = np.empty(0, np.int64)
 
     def choice(self, step: int) -> Choice:
-        """Raises RuntimeError for a step that is asked for before what it depends on has been trained."""
+        """Returns the prompts of `step`.
+
+        Raises RuntimeError if the outcomes of step - lag have not been recorded.
+        """
         while self._next <= step:
             self._choose()
         return self._choices[step]
 
     def record(self, step: int, outcomes: Sequence[int]) -> None:
-        """The outcomes of the groups of `step`, in order."""
+        """Stores the outcomes of the groups of `step`, in order. Raises RuntimeError unless it is the next step."""
         groups = self._sampler.prompts_per_step
         if len(self._outcomes) != step * groups or len(outcomes) != groups:
             raise RuntimeError(f"step {step} brings {len(outcomes)} outcomes after {len(self._outcomes)} earlier ones")
         self._outcomes += bytes(outcomes)
 
     def saved(self) -> str:
-        """All outcomes, for a checkpoint."""
+        """Returns all outcomes as text, for a checkpoint."""
         return base64.b64encode(zlib.compress(bytes(self._outcomes))).decode()
 
     def _choose(self) -> None:
@@ -116,9 +122,9 @@ class Curriculum:
                 *(self._epoch, step, self._set_aside, len(left_out), int(newly.sum()), self._after),
             )
         if not len(self._order):
-            self._epoch = int(self._returns[left_out].min()) - 1  # the next one is that which somebody returns in
+            self._epoch = int(self._returns[left_out].min()) - 1  # the next epoch is the first with a returning prompt
 
 
 def read_outcomes(saved: str) -> bytes:
-    """What `Curriculum.saved` wrote."""
+    """Returns the outcomes from the text of `Curriculum.saved`."""
     return zlib.decompress(base64.b64decode(saved))

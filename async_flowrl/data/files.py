@@ -1,4 +1,4 @@
-"""Folders of prompts: the file that holds a split, by flow_grpo's, verl's and Hugging Face's layouts."""
+"""Finds the file of a split (train or evaluation) in a folder laid out as by flow_grpo, verl or Hugging Face."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,15 @@ from async_flowrl.data.messages import PromptError
 from async_flowrl.types import EVALUATION, TRAIN
 
 NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
-"""Split → names that files and datasets give it, the first that is there counts."""
+"""Split → its names in files and datasets; the first name that is found is used."""
 PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
 
 
 def split_files(path: Path, split: str) -> list[Path] | None:
-    """The files (parts of one table) or the one folder of a dataset in which `split` stands; None if there is none.
+    """Returns the files of `split` (parts of one table) or the folder of its dataset; None if there is none.
 
-    A file is its own. Raises PromptError where several files claim to be the split.
+    A path that is a file, or a folder written by `save_to_disk` for one split, is returned as it is. Raises PromptError
+    if several files match the split.
     """
     if not path.is_dir():
         return [path]
@@ -34,14 +35,14 @@ def split_files(path: Path, split: str) -> list[Path] | None:
 
 
 def no_split(path: Path, split: str) -> PromptError:
-    """What to say of a folder that `split_files` finds nothing in."""
+    """Returns the error for a folder in which `split_files` found nothing."""
     known = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
     wanted = " or ".join(NAMES[split])
     return PromptError(f"{path} holds no split {wanted} as txt, jsonl, parquet or Arrow dataset; it has {known}")
 
 
 def _datasets(folder: Path) -> list[str]:
-    """The splits of a DatasetDict that `save_to_disk` wrote; empty for any other folder."""
+    """Returns the splits of a folder that `DatasetDict.save_to_disk` wrote; empty for any other folder."""
     described = folder / "dataset_dict.json"
     if not described.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The prompts of a run: which are trained, which are evaluated, and from which files."""
+"""Loading of a run's prompts: which prompts are trained, which are evaluated, and from which files they come."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
 SPLITS = (TRAIN, EVALUATION)
 Check = Callable[[Prompt], None]
+"""A check of a prompt, which raises ValueError to refuse it."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts of a run, and how the evaluated ones were chosen, in words."""
+    """The prompts of a run; `chosen` says in words how the evaluated ones were chosen."""
 
     train: Prompts
     evaluation: Prompts
@@ -29,12 +30,12 @@ class Data:
 
 
 def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = None, base: Path | None = None) -> Data:
-    """Training and evaluation prompts, in file order.
+    """Returns the training and the evaluation prompts of `data.*`, in file order.
 
-    `needs_target`: refuse prompts that name no target (a `target` column, or the first pair of double quotes).
-    `check` refuses further ones by a ValueError, which gets file and line.
-    Relative paths are looked up in `base` (the working directory), then among the shipped files.
-    Raises FileNotFoundError or PromptError, one sentence each.
+    `needs_target` refuses prompts without a target (a column `target` or `reward_model`, or the first pair of double
+    quotes). `check` refuses further prompts by a ValueError, to which file and line are added. Relative paths are
+    looked up in `base` (None means the working directory), then among the shipped files. Raises FileNotFoundError or
+    PromptError.
     """
     keys = Keys(config.prompt_key, config.weight_key, needs_target)
     if config.held_out and config.evaluation is not None:
@@ -56,7 +57,7 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
 
 
 def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Path | None = None) -> Prompts:
-    """The prompts of one split, "train" or "evaluation"; see load_data."""
+    """Returns the prompts of one split, "train" or "evaluation"; see load_data."""
     if split not in SPLITS:
         raise ValueError(unknown_name("split", split, SPLITS))
     data = load_data(config, needs_target=needs_target, base=base)
@@ -64,7 +65,10 @@ def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Pa
 
 
 def open_split(path: Path, split: str, keys: Keys) -> Rows:
-    """The rows of a file, or of the split of a folder. Raises PromptError, also for weights in a file of lines."""
+    """Returns the rows of a file, or of a split of a folder.
+
+    Raises PromptError if the split is missing, or if `keys` name a weight column and the file is txt.
+    """
     files = split_files(path, split)
     if files is None:
         raise no_split(path, split)
@@ -74,7 +78,7 @@ def open_split(path: Path, split: str, keys: Keys) -> Rows:
 
 
 def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
-    """One pass over rows that must hold a prompt. Raises PromptError."""
+    """Reads all rows once. Raises PromptError for the first row that is refused, or if there is no prompt."""
     found = scan(rows, keys, check=check)
     if not len(found.places):
         raise PromptError(f"{rows.path} holds no prompts")
@@ -82,7 +86,10 @@ def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
 
 
 def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | None = None) -> Rows | None:
-    """Rows of their own for evaluations: data.evaluation, or the test split of a folder; None if there are none."""
+    """Returns the rows that are only for evaluations: of data.evaluation, or of the test split of the folder `train`.
+
+    Returns None if there are none.
+    """
     if config.evaluation is not None:
         path = find_data(config.evaluation, base, key="data.evaluation", folder=True)
         return open_split(path, EVALUATION, keys)
@@ -92,7 +99,10 @@ def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | No
 
 
 def divided(config: DataConfig, source: Scan) -> Data:
-    """One file for both: a part is held out, or all are trained and evaluated."""
+    """Divides the prompts of one file: a part is held out (evaluated, never trained), or all are trained and evaluated.
+
+    Raises PromptError if either part would be empty.
+    """
     share = config.held_out
     if share is None:
         out = held_out_by_default(source.texts, config.held_out_seed)

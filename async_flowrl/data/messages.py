@@ -1,16 +1,17 @@
-"""Prompt columns that hold a list of chat messages, as verl writes them."""
+"""Prompt columns that hold a list of chat messages (role and content), as in verl's files, and `PromptError`."""
 
 from typing import Any
 
 
 class PromptError(ValueError):
-    """A prompt file that cannot be used; the message names the file and the line or row."""
+    """Raised for a prompt file that cannot be used; the message names the file, and the line or row if there is one."""
 
 
 def split_messages(value: Any, where: str) -> tuple[str, str | None]:
-    """(text, system prompt) of a prompt column: plain text, or at most one system message and one user message.
+    """Returns (text, system prompt or None) of a prompt column.
 
-    Raises PromptError naming `where` for anything else.
+    `value` is plain text, or a list of one user message and at most one system message. Raises PromptError naming
+    `where` for anything else.
     """
     if isinstance(value, str):
         return value, None
@@ -26,7 +27,7 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
 
 
 def content_of(value: Any, where: str) -> str:
-    """Plain text of a column that holds text or messages with one user message."""
+    """Returns the text of a column that holds plain text or messages with one user message. Raises PromptError."""
     if isinstance(value, str):
         return value
     return split_messages(value, where)[0]

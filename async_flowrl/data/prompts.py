@@ -1,4 +1,4 @@
-"""A row of a prompt file → Prompt, and what is refused; each refusal names the file and the line or row."""
+"""Conversion of a row of a prompt file to a Prompt; an error names the file and the line or row."""
 
 import hashlib
 import json
@@ -13,23 +13,23 @@ from async_flowrl.data.messages import PromptError, content_of, split_messages
 from async_flowrl.types import Prompt, Resolution, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
-"""The first pair of double quotes, straight or curly, holds what should be written in the image."""
+"""The first pair of double quotes, straight or curly, encloses the text that the image should show."""
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters but tab and line ends, and halves of UTF-16 pairs, which no encoding has."""
+"""Control characters except tab, line feed and carriage return, and surrogate code points, which cannot be encoded."""
 MAX_CHARACTERS = 32_768
-"""A longer prompt is refused: text encoders read a few thousand characters at most."""
+"""Longest allowed prompt in characters; text encoders read a few thousand at most."""
 MAX_WEIGHT = 1e100
-"""Of a prompt: a million of these still have a sum."""
+"""Largest weight of a prompt; the sum of a million such weights is still finite."""
 SIZES = ("resolution", "height", "width")
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
-"""Columns with a meaning of their own; all others travel to the reward as metadata."""
+"""Columns with a meaning of their own; all others are passed to the reward as metadata."""
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """How a row is read: its columns, and whether the reward needs a target."""
+    """The columns of the prompt and of its weight (None: no weights), and whether every prompt needs a target."""
 
     prompt: str = "prompt"
     weight: str | None = None
@@ -37,7 +37,10 @@ class Keys:
 
 
 def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) -> Prompt:
-    """Raises PromptError, naming `where`, for a row that holds no prompt that can be trained on."""
+    """Returns the prompt of a row; `index` becomes `Prompt.index`, and `where` names the row in errors.
+
+    Raises PromptError if the row holds no usable prompt.
+    """
     if keys.prompt not in columns:
         raise PromptError(f"{where}: {unknown_name('data.prompt_key', keys.prompt, columns)}")
     written, system = split_messages(columns[keys.prompt], where)
@@ -48,7 +51,7 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
     if keys.needs_target and not target:
         raise PromptError(f"{where}: {no_target(text)}")
     negative = _optional(columns, "negative_prompt", where)
-    # An empty system prompt is none: verl-omni writes one for models that have no place for it.
+    # An empty system prompt counts as none: verl-omni writes one for models that take none.
     system = _optional(columns, "system_prompt", where) or system or None
     for name, value in (("prompt", written), ("negative", negative), ("system", system), ("target", target)):
         if value is not None:
@@ -68,7 +71,7 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
 
 
 def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
-    """The weight of a row. Raises PromptError unless it is a number from 0 to MAX_WEIGHT."""
+    """Returns the weight of a row. Raises PromptError unless it is a number from 0 to MAX_WEIGHT."""
     if key not in columns:
         raise PromptError(f"{where}: {unknown_name('data.weight_key', key, columns)}")
     value = columns[key]
@@ -78,12 +81,12 @@ def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
 
 
 def no_target(text: str) -> str:
-    """What is said of a prompt without the target that a reward needs."""
+    """Returns the error text for a prompt without the target that a reward needs."""
     return f"the reward needs a target, but there is none in double quotes: {text!r:.200}"
 
 
 def quoted_target(text: str) -> str | None:
-    """What stands in the first pair of double quotes, without surrounding blanks; None if there is nothing."""
+    """Returns the text in the first pair of double quotes without surrounding white space; None if there is none."""
     if '"' not in text and "“" not in text:
         return None
     match = QUOTED.search(text)
@@ -91,23 +94,23 @@ def quoted_target(text: str) -> str | None:
 
 
 def digest(prompt: Prompt, weight: float | None = None) -> bytes:
-    """16 bytes of everything that a prompt says and how often it is drawn; its place in the file is not in it."""
+    """Returns a 16-byte hash of the prompt's contents and its weight; its position in the file is not included."""
     hashed = hashlib.blake2b(prompt.text.encode(), digest_size=16)
     said = [prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight]
     said += [] if prompt.resolution is None else [prompt.resolution]
     if prompt.metadata or any(value is not None for value in said):
-        # No text contains the zero byte that ends this one.
+        # No text contains a zero byte, so it separates the text from the rest.
         hashed.update(b"\0" + _ENCODER.encode((*said, prompt.metadata)).encode(errors="replace"))
     return hashed.digest()
 
 
 def text_key(text: str) -> int:
-    """64 bits of a prompt's text: equal for duplicates, whatever their other columns say."""
+    """Returns a 64-bit hash of a prompt's text; duplicates of the text have the same one."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def digest_all(digests: Iterable[bytes]) -> str:
-    """One digest of many prompts in their order."""
+    """Returns one digest of many prompts in their order, as hexadecimal text."""
     hashed = hashlib.blake2b(digest_size=16)
     for each in digests:
         hashed.update(each)
@@ -128,7 +131,7 @@ def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
 
 
 def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | None:
-    """The ids that a tokenizer made of the prompt in the model's template; an integer is never a bool here."""
+    """Returns the token ids of a column, made by a tokenizer with the model's prompt template; booleans are refused."""
     value = columns.get(name)
     if value is None:
         return None
@@ -141,7 +144,7 @@ def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | 
 
 
 def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
-    """The size that a prompt's images have: of the column `resolution`, or of `height` and `width`."""
+    """Returns the size from the column `resolution`, or from `height` and `width`; None without them."""
     given = {name: columns[name] for name in SIZES if columns.get(name) is not None}
     if not given:
         return None
@@ -155,7 +158,7 @@ def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:
-    """verl keeps the target in reward_model.ground_truth."""
+    """Returns the target from reward_model.ground_truth, where verl's files have it."""
     model = columns.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     return truth if isinstance(truth, str) and truth.strip() else None

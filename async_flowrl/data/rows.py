@@ -1,7 +1,7 @@
-"""Rows of prompt files in little memory: lines by their place in the file's bytes, tables in Arrow's columns.
+"""Rows of prompt files, stored compactly: lines as offsets into the file's bytes, tables as Arrow columns.
 
-A row becomes Python objects only when it is asked for. Files are txt, jsonl and parquet; folders are what `datasets`
-writes with `save_to_disk` (Arrow's IPC streams), and are mapped into memory instead of read.
+A row becomes Python objects only when it is read. Files are txt, jsonl or parquet. Folders are datasets written by
+`save_to_disk` of the library `datasets` (Arrow IPC streams); they are memory-mapped.
 """
 
 import io
@@ -19,36 +19,36 @@ from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.data.messages import PromptError
 
 BATCH_ROWS = 1024
-"""Rows of a table that are Python objects at the same time."""
+"""Largest number of table rows that are Python objects at the same time during a scan."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Row = Mapping[str, Any]
 
 
 class Rows(Protocol):
-    """The rows of one prompt file, in its order."""
+    """The rows of one prompt file, in file order."""
 
     path: Path
     left_out: tuple[str, ...]
-    """Columns that are not read, because they hold bytes (pictures, say)."""
+    """Columns that are not read because they hold bytes, such as images."""
 
     def __len__(self) -> int: ...
 
     def where(self, index: int) -> str:
-        """Where a row stands, for people: "file:line" or "file, row n"."""
+        """Returns the place of a row for messages: "file:line" or "file, row n"."""
         ...
 
     def row(self, index: int) -> Row:
-        """The columns of one row. Raises PromptError, which names it."""
+        """Returns the columns of one row. Raises PromptError, which names the row, if it cannot be read."""
         ...
 
     def scan(self) -> Iterator[Row | PromptError]:
-        """All rows in order, faster than one by one; the refusal in place of a row that cannot be read."""
+        """Yields all rows in order, faster than `row`; a row that cannot be read is replaced by its PromptError."""
         ...
 
 
 class LineRows:
-    """The lines of a txt or jsonl file that are not blank."""
+    """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`."""
 
     left_out: tuple[str, ...] = ()
 
@@ -92,7 +92,7 @@ class LineRows:
     def _parsed(self, index: int, text: str) -> Row:
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # no JSON, an integer of more digits than Python reads, nesting
+        except (ValueError, RecursionError) as error:  # no JSON, integers with too many digits, too deep nesting
             raise PromptError(f"{self.where(index)}: not JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise PromptError(f"{self.where(index)}: expected a JSON object, got {type(row).__name__}")
@@ -100,7 +100,10 @@ class LineRows:
 
 
 class TableRows:
-    """The rows of parquet files, or of the Arrow files of a folder that `datasets` wrote."""
+    """The rows of parquet files, or of the Arrow files of a dataset folder; `key` is the prompt's column.
+
+    Raises PromptError if the files have different columns or lack `key`.
+    """
 
     def __init__(self, path: Path, files: Sequence[Path], key: str) -> None:
         import pyarrow
@@ -135,9 +138,9 @@ class TableRows:
 
 
 def open_rows(path: Path, key: str) -> Rows:
-    """The rows of a prompt file or of a folder written by `save_to_disk`; `key` is the column of the prompt.
+    """Returns the rows of a prompt file or a dataset folder; `key` is the column of the prompt.
 
-    Raises PromptError, one sentence.
+    Raises PromptError, one sentence, if the file cannot be read or has an unknown suffix.
     """
     if path.is_dir():
         return TableRows(path, _arrow_files(path), key)
@@ -158,7 +161,7 @@ def _blank(line: bytes) -> bool:
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """The files of a dataset on disk, in order; its state.json lists them."""
+    """Returns the files of a dataset folder, in the order of its state.json."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [folder / entry["filename"] for entry in state["_data_files"]]
@@ -182,7 +185,7 @@ def _table(path: Path) -> Any:
 
 
 def _mapped(path: Path) -> Any:
-    """An IPC stream, as `datasets` writes it, whose columns stay in the mapped file."""
+    """Opens an Arrow IPC stream, whose columns stay in the memory-mapped file."""
     import pyarrow
     import pyarrow.ipc
 
@@ -190,7 +193,7 @@ def _mapped(path: Path) -> Any:
 
 
 def _holds_bytes(kind: Any) -> bool:
-    """Whether a column's type is, or contains, binary data."""
+    """Returns True if a column's type is or contains binary data."""
     import pyarrow.types as types
 
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):

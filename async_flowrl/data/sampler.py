@@ -1,4 +1,4 @@
-"""Prompt sampler: the prompts of a step as a pure function of (seed, step), so that there is no state to save."""
+"""The prompt sampler: computes the prompts of a step from (seed, step) alone, so it has no state to save."""
 
 from functools import lru_cache
 
@@ -11,15 +11,16 @@ Indices = npt.NDArray[np.int64]
 
 
 def steps_for(epochs: int, num_prompts: int, prompts_per_step: int) -> int:
-    """Steps until every prompt has come `epochs` times; the last one may reach into the next epoch."""
+    """Returns the number of steps until every prompt has come `epochs` times; the last may span epochs."""
     return -(-epochs * num_prompts // prompts_per_step)
 
 
 class Sampler:
-    """Without weights every prompt comes exactly once per epoch.
+    """Draws the prompts of every epoch and step.
 
-    With weights an epoch has as many draws as there are prompts, and prompt i gets floor or ceil of its share of them:
-    systematic sampling (Madow 1949) at one random offset per epoch, so that its share is exact on average.
+    Without weights, every prompt comes exactly once per epoch. With weights, an epoch has as many draws as there are
+    prompts, and prompt i gets the floor or the ceiling of its share of them, and exactly its share on average
+    (systematic sampling, Madow 1949, with one random offset per epoch). `shuffle=False` keeps the file's order.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class Sampler:
         self.num_prompts, self.prompts_per_step = num_prompts, prompts_per_step
         self._seed, self._shuffle, self._weights = seed, shuffle, weights
         self._order = lru_cache(maxsize=4)(self.order)
-        # Every ticket of a step asks for the same list, several times.
+        # Cached, because every ticket of a step asks for the same list several times.
         self.step = lru_cache(maxsize=64)(self._step)
 
     def order(self, epoch: int, kept: npt.NDArray[np.bool_] | None = None) -> Indices:
-        """Prompt indices of a whole epoch; of the prompts in `kept` alone, where that is given."""
+        """Returns the prompt indices of an epoch in order, only those with True in `kept` [prompts] if it is given."""
         drawn = self._drawn(epoch, kept)
         if not self._shuffle:
             return drawn
@@ -52,13 +53,13 @@ class Sampler:
         return shuffled if kept is None else shuffled[kept[shuffled]]
 
     def _step(self, step: int) -> tuple[int, ...]:
-        """Prompt indices of `step`, in group order; a step may span epochs."""
+        """Returns the prompt indices of `step` in group order; a step may span epochs."""
         first = step * self.prompts_per_step
         places = (divmod(first + group, self.num_prompts) for group in range(self.prompts_per_step))
         return tuple(int(self._order(epoch)[place]) for epoch, place in places)
 
     def _drawn(self, epoch: int, kept: npt.NDArray[np.bool_] | None) -> Indices:
-        """The prompts of an epoch in file order, each as often as it comes."""
+        """Returns the prompts of an epoch in file order, each repeated as often as it is drawn."""
         if self._weights is None:
             return np.arange(self.num_prompts) if kept is None else np.flatnonzero(kept)
         weights = self._weights if kept is None else np.where(kept, self._weights, 0.0)
@@ -68,7 +69,7 @@ class Sampler:
             return np.empty(0, np.int64)
         offset = self._source("weights", epoch).random_sample()
         points = (np.arange(draws) + offset) * (ends[-1] / draws)
-        # Rounding may put the last point on the end; prompts of weight 0 are never hit.
+        # Rounding may put the last point at the end of the range; a prompt of weight 0 must not be drawn.
         hit = np.searchsorted(ends, points, side="right")
         return np.asarray(np.minimum(hit, np.flatnonzero(weights)[-1]), np.int64)
 
@@ -77,5 +78,5 @@ class Sampler:
 
     def _source(self, name: str, epoch: int) -> np.random.RandomState:
         named = derive(self._seed, name, epoch)
-        # RandomState, because its stream is frozen across numpy versions; Generator's is not.
+        # numpy keeps the numbers of RandomState equal in all versions, those of Generator not.
         return np.random.RandomState([named & 0xFFFFFFFF, named >> 32])

@@ -1,4 +1,4 @@
-"""A page of text on a prompt file: what a run would understand of it."""
+"""The page of `async-flowrl data`: text that shows how a run reads a prompt file."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights
 ROWS_SHOWN = 3
 SIZES_SHOWN = 8
 MAX_SHOWN = 400
-"""Characters of one value."""
+"""Largest number of characters shown of one value."""
 FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt", "target": "target"} | dict.fromkeys(
     SIZES, "the size of its images"
 )
@@ -19,18 +19,18 @@ FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt"
 
 @dataclass(frozen=True)
 class Shown:
-    """A file as it was read, and how it would be divided."""
+    """A scanned prompt file, and its division into training and evaluation prompts."""
 
     scan: Scan
     train: Prompts
     evaluation: Prompts | None
-    """The part of the same file that would be held out; None where none is."""
+    """Prompts of the same file that would be held out; None if there are none."""
     chosen: str = ""
-    """Where the prompts of evaluations would come from, in words."""
+    """Source of the evaluation prompts, in words."""
 
 
 def page(shown: Shown) -> str:
-    """Layout, counts, columns, the first rows, and what is refused with its place."""
+    """Returns the page: layout, counts, columns, the first rows, and the refused rows with their places."""
     scan = shown.scan
     lines = [
         ("file", str(scan.rows.path)),
@@ -49,7 +49,7 @@ def page(shown: Shown) -> str:
 
 
 def sizes(scan: Scan) -> str:
-    """Of images, as far as the prompts say them."""
+    """Returns the image sizes that prompts set themselves, in words."""
     some = sorted(scan.sizes, key=pixels)
     shown = ", ".join(in_words(each) for each in some[:SIZES_SHOWN])
     more = f" … and {len(some) - SIZES_SHOWN:,} more" if len(some) > SIZES_SHOWN else ""
@@ -59,7 +59,7 @@ def sizes(scan: Scan) -> str:
 
 
 def layout(scan: Scan) -> str:
-    """Whose way of writing prompts down this is."""
+    """Returns the file format in words, and the project that writes such files if it is recognised."""
     known, count = scan.columns, len(scan.places)
     if isinstance(scan.rows, LineRows) and scan.rows.path.suffix == ".txt":
         quoted = "; target between the first pair of double quotes"
@@ -76,7 +76,7 @@ def layout(scan: Scan) -> str:
 
 
 def columns(scan: Scan) -> list[str]:
-    """Each column, and where it goes."""
+    """Returns one line per column: its name, its use, and the number of rows that have it."""
     total = len(scan.rows)
     lines = []
     for name, count in scan.columns.items():

@@ -1,7 +1,7 @@
-"""Held-out prompts: which prompts of a file are evaluated and never trained.
+"""Held-out prompts: the choice of prompts that are evaluated and never trained.
 
-A prompt's text decides, by a number that only the text and a seed are in. So duplicates are on one side, and a file
-that grows keeps the side of what it had.
+The choice depends only on a hash of the prompt's text and a seed. Duplicates are therefore on the same side, and with
+`held_out` a prompt stays on its side when the file grows.
 """
 
 import numpy as np
@@ -11,21 +11,22 @@ from async_flowrl.data.store import TextKeys
 from async_flowrl.seeds import derive
 
 MIN_DISTINCT = 64
-"""Distinct prompts from which on some are held out without being asked."""
+"""Smallest number of distinct prompts with which some are held out by default."""
 DEFAULT_HELD_OUT = 16
+"""Largest number of distinct prompts that are held out by default."""
 DEFAULT_SHARE = 8
-"""At most one prompt in so many is held out without being asked."""
+"""By default, at most one distinct prompt in this many is held out."""
 
 
 def held_out(texts: TextKeys, share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which prompts are held out if `share` of all texts are (0..1)."""
+    """Returns [prompts] True for prompts that are held out, if `share` (0..1) of all texts are."""
     return _numbers(texts, seed).astype(np.float64) < share * 2.0**64
 
 
 def held_out_by_default(texts: TextKeys, seed: int) -> npt.NDArray[np.bool_] | None:
-    """Which prompts are held out where nothing is said; None for a file that is too small.
+    """Returns [prompts] True for prompts held out by default; None if there are fewer than MIN_DISTINCT texts.
 
-    Those of the 16 distinct texts with the smallest numbers, and never of more than one in eight.
+    The texts with the smallest hashes are held out: 16 of them, or an eighth of all distinct texts if that is less.
     """
     numbers = _numbers(texts, seed)
     distinct = np.unique(numbers)
@@ -35,7 +36,7 @@ def held_out_by_default(texts: TextKeys, seed: int) -> npt.NDArray[np.bool_] | N
 
 
 def _numbers(texts: TextKeys, seed: int) -> TextKeys:
-    """Evenly distributed over 64 bits: splitmix64's last step (Steele, Lea and Flood 2014) of text and seed."""
+    """Returns evenly distributed hashes: splitmix64's last step (Steele, Lea and Flood 2014) of text and seed."""
     z = texts ^ np.uint64(derive(seed, "held_out"))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

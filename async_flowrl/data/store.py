@@ -1,4 +1,7 @@
-"""The prompts of a file as a sequence that makes each Prompt when it is asked for: a million of them fit in memory."""
+"""The prompts of a file as a sequence that creates each Prompt on access, so that a million prompts fit into memory.
+
+`scan` reads and checks a file once; `Prompts` is the sequence of its prompts, or of some of them.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +19,7 @@ from async_flowrl.types import Prompt, Resolution
 
 DIGEST_BYTES = 16
 MAX_KEPT_REFUSALS = 1000
+"""Largest number of refusals that a scan keeps."""
 
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
@@ -24,30 +28,32 @@ TextKeys = npt.NDArray[np.uint64]
 
 @dataclass
 class Scan:
-    """What one pass over a file finds, a few numbers per row."""
+    """The result of one pass over a file: a few numbers per prompt, and totals."""
 
     rows: Rows
     keys: Keys
     places: Indices
-    """Row of each prompt in the file; a row that was refused has none."""
+    """[prompts] Row of each prompt in the file; refused rows are missing."""
     texts: TextKeys
+    """[prompts] Hash of each prompt's text (`text_key`)."""
     digests: npt.NDArray[np.uint8]
-    """[prompts, 16]."""
+    """[prompts, 16] Digest of each prompt (`digest`)."""
     weights: Weights | None
     special: bool
-    """Some prompts bring token ids or a system prompt, which not every model can encode."""
+    """True if a prompt has token ids or a system prompt, which not every model can encode."""
     longest: int = 0
-    """Characters of the longest prompt, and its row."""
+    """Number of characters of the longest prompt; `longest_row` is its row."""
     longest_row: int = 0
     columns: Counter[str] = field(default_factory=Counter)
-    """Column → rows that have it."""
+    """Column → number of rows that have it."""
     sizes: dict[Resolution, int] = field(default_factory=dict)
-    """Size that prompts bring → row of the first that does."""
+    """Image size set by prompts → row of the first prompt that sets it."""
     sized: int = 0
-    """Prompts that bring one."""
+    """Number of prompts that set a size."""
     targets: int = 0
+    """Number of prompts with a target."""
     refused: list[PromptError] = field(default_factory=list)
-    """The first MAX_KEPT_REFUSALS, of a pass that keeps them."""
+    """The first MAX_KEPT_REFUSALS refusals, if the scan keeps them; `refusals` counts all."""
     refusals: int = 0
 
 
@@ -58,9 +64,9 @@ def scan(
     keep_refusals: bool = False,
     check: Callable[[Prompt], None] | None = None,
 ) -> Scan:
-    """Reads every row once. Raises the first refusal as PromptError, or keeps them and goes on.
+    """Reads every row once. Raises PromptError for the first refused row; with `keep_refusals` it stores them instead.
 
-    `check` may refuse a prompt by a ValueError of its own.
+    `check` may refuse a prompt by raising ValueError.
     """
     places = np.empty(len(rows), np.int64)
     texts, weights = np.empty(len(rows), np.uint64), np.empty(len(rows) if keys.weight else 0, np.float64)
@@ -108,19 +114,19 @@ def _note(found: Scan, prompt: Prompt, place: int) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """Some prompts of a file, or all, in its order; `Prompt.index` is the place in this sequence."""
+    """The prompts of a file, or some of them, in file order; `Prompt.index` is the index in this sequence."""
 
     def __init__(self, source: Scan, chosen: npt.NDArray[np.bool_] | None = None) -> None:
-        """`chosen`: which of the scanned prompts; None for all."""
+        """`chosen` [prompts] is True for the prompts of the scan to include; None includes all."""
         pick = slice(None) if chosen is None else chosen
         self.rows, self._keys, self._places = source.rows, source.keys, source.places[pick]
         self.texts: TextKeys = source.texts[pick]
         self.weights: Weights | None = None if source.weights is None else source.weights[pick]
         self.digest = digest_all([source.digests[pick].tobytes()])
-        """Of all that is in the prompts, and of their order."""
+        """Digest of the contents of all prompts and of their order."""
         self.special = source.special
         self.sizes = {size: source.rows.where(place) for size, place in source.sizes.items()}
-        """Sizes that prompts of the file bring, and where the first of each stands."""
+        """Image size set by prompts of the file → place of the first prompt that sets it."""
         self.all_sized = source.sized == len(source.places)
         self._cached = lru_cache(maxsize=1024)(self._read)
 
@@ -150,7 +156,7 @@ class Prompts(Sequence[Prompt]):
 
     @property
     def duplicates(self) -> int:
-        """Prompts whose text stands further up, too."""
+        """Number of prompts whose text occurs earlier in the sequence."""
         return len(self) - len(np.unique(self.texts))
 
     def check_targets(self) -> None:
@@ -160,7 +166,7 @@ class Prompts(Sequence[Prompt]):
                 raise PromptError(f"{self.where(index)}: {no_target(prompt.text)}")
 
     def where(self, index: int) -> str:
-        """File and line, or file and row."""
+        """Returns the place of a prompt: file and line, or file and row."""
         return self.rows.where(int(self._places[index]))
 
     def _read(self, index: int) -> Prompt:
@@ -169,12 +175,12 @@ class Prompts(Sequence[Prompt]):
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Of all that is in the prompts and of their order, whatever sequence holds them."""
+    """Returns the digest of the contents of all prompts and of their order, for any sequence of prompts."""
     return prompts.digest if isinstance(prompts, Prompts) else digest_all(digest(prompt) for prompt in prompts)
 
 
 def shared_texts(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> int:
-    """How many of `prompts` have a text that is among `others`, too."""
+    """Returns the number of `prompts` whose text also occurs among `others`."""
     return int(np.isin(_texts(prompts), _texts(others)).sum())
 
 

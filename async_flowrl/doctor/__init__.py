@@ -1,1 +1,1 @@
-"""Doctor: what a machine has, and with `--gpu` an ordered series of checks whose report can be sent on."""
+"""Doctor: describes a machine, checks if a configuration can start there, and with `--gpu` tests its GPUs."""

@@ -1,9 +1,9 @@
-"""python -m async_flowrl.doctor [--config-name NAME] [key=value ...] | [--gpu ...]: look at this machine.
+"""Command line of the doctor: python -m async_flowrl.doctor [--config-name NAME] [key=value ...] | [--gpu ...].
 
-With a configuration: whether it can start here, or on the cluster at its `runtime.address`. With `--gpu`: an ordered
-series of checks, each with a time limit and in a process of its own, and a report to send on. Without either: versions,
-devices and optional parts. Exit code 0 where nothing failed, 1 where something did, 2 where there is no GPU or no such
-configuration.
+With a configuration it checks if that can start here, or on the cluster at its `runtime.address`. With `--gpu` it runs
+a series of checks, each in a process of its own with a time limit, and writes a report. Without either it shows
+versions, devices and optional parts. The exit code is 0 if nothing failed, 1 if something failed, and 2 for wrong
+arguments, a configuration that cannot be read, or `--gpu` without a GPU.
 """
 
 import argparse
@@ -41,8 +41,9 @@ NO_GPU = (
 MORE = "--gpu checks determinism, transports, memory, speed, whole runs and tests/gpu, in at most 15 minutes"
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
 MINUTES = 15.0
+"""Default of --minutes, the time for all checks; other values scale every check's limit."""
 NODES_SECONDS = 120.0
-"""How long `--nodes` waits for a cluster that is still being started."""
+"""Seconds that `--nodes` waits for a cluster that is still starting."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,12 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refused(sentence: str) -> int:
+    """Prints why the command cannot run; returns exit code 2."""
     sys.stderr.write(f"doctor: {sentence}\n")
     return exit_codes.CONFIG
 
 
 def look() -> int:
-    """Versions, devices and optional parts, without computing anything."""
+    """Prints versions, devices and optional parts without computing anything; returns the exit code."""
     rows = [machine.versions_finding(machine.versions()), machine_finding(Machine("here", facts(Asked())))]
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rows += [machine.device_finding(machine.device(index)) for index in range(devices)]
@@ -100,7 +102,7 @@ def look() -> int:
 
 
 def started(given: argparse.Namespace) -> int:
-    """Whether the configuration can start here: a line per finding, then the answer."""
+    """Prints one line per finding on the configuration, then the answer; returns the exit code."""
     try:
         config: Config = compose_config(given.config_name or DEFAULT, given.overrides, given.config_dir)
     except ConfigError as error:
@@ -119,7 +121,7 @@ def started(given: argparse.Namespace) -> int:
 
 
 def examine(given: argparse.Namespace, command: str) -> int:
-    """All checks in their order, whatever the earlier ones found."""
+    """Runs all checks in order, even after failures, and rewrites the report after each; returns the exit code."""
     out = given.out.expanduser()
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,7 @@ def examine(given: argparse.Namespace, command: str) -> int:
 
 
 def one(name: str, report: Report, left: float, scale: float) -> None:
-    """One check, its lines and its place in the report."""
+    """Runs one check, prints its findings and adds them to the report; `left` and `scale` are those of `supervise`."""
     sys.stdout.write(f"{name}: {CHECKS[name].what}\n")
     sys.stdout.flush()
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""The checks in their order, and one of them in a process of its own: `python -m async_flowrl.doctor.checks`.
+"""The checks of `--gpu` in order, and the process that runs one of them: `python -m async_flowrl.doctor.checks`.
 
-A check is a function of the setting and of the seconds it has; it yields findings. A process of its own means that
-what crashes, hangs or fills a device ends one check and no other, and what was found before counts.
+A check is a function of the setting and the seconds it has; it yields findings. It runs in a process of its own, so a
+crash, a hang or a full GPU ends only this check, and findings made before are kept.
 """
 
 import faulthandler
@@ -21,12 +21,15 @@ from async_flowrl.doctor.processes import GRACE_SECONDS, run_within
 from async_flowrl.doctor.setting import Setting
 
 RESERVE_SECONDS = 3 * GRACE_SECONDS
-"""Of a check's limit, so that what it starts is over before it is itself."""
+"""Seconds subtracted from a check's limit, so that processes it started end before it does."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`place`: `module:function`; `seconds`: its limit where all of them have 15 minutes, and with `--quick`."""
+    """One check. `place` is `module:function`; `what` is its description.
+
+    `seconds` is its time limit when all checks have 15 minutes, `quick_seconds` the limit with `--quick`.
+    """
 
     place: str
     what: str
@@ -34,7 +37,7 @@ class Check:
     quick_seconds: float
 
     def limit(self, *, quick: bool, left: float, scale: float = 1.0) -> float:
-        """Seconds it may take where so many are left of the whole, which is `scale` times 15 minutes."""
+        """Returns the limit in seconds: the check's own times `scale` (--minutes / 15), but at most `left`."""
         return min(scale * (self.quick_seconds if quick else self.seconds), left)
 
 
@@ -46,12 +49,14 @@ CHECKS = {
     "runs": Check("async_flowrl.doctor.runs:check", "the whole program", 420.0, 120.0),
     "tests": Check("async_flowrl.doctor.gpu_tests:check", "tests/gpu of a checkout", math.inf, 30.0),
 }
+"""All checks by name, in the order in which they run."""
 
 
 def supervise(name: str, setting: Setting, left: float, scale: float = 1.0) -> list[Finding]:
-    """One check in a process of its own; a finding that says so where it ended without an answer.
+    """Runs one check in a process of its own and returns its findings; a crash or a timeout adds a failed finding.
 
-    `left`: seconds that remain of all checks together; `scale`: of a slow machine, whose checks have more than usual.
+    `left` is the seconds that remain for all checks; `scale` multiplies the check's own limit. Without enough time
+    left, the only finding is a skipped one.
     """
     check = CHECKS[name]
     limit = check.limit(quick=setting.quick, left=left, scale=scale)
@@ -74,9 +79,9 @@ def supervise(name: str, setting: Setting, left: float, scale: float = 1.0) -> l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What `supervise` starts: PLACE SETTING ANSWER SECONDS. Errors propagate into the log.
+    """Runs one check in the process that `supervise` starts, with arguments PLACE SETTING ANSWER SECONDS.
 
-    When the time is over SIGTERM comes, and the log says where every thread was.
+    Errors go to the log. SIGTERM, sent when the time is over, writes the stack of every thread to the log.
     """
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     place, told, answer, seconds = sys.argv[1:] if arguments is None else arguments

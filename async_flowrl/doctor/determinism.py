@@ -1,4 +1,4 @@
-"""Check `determinism`: the same work gives the same bits, twice in one process and once in another beside it."""
+"""Check `determinism`: the same work must give the same bits twice in one process and once in a second process."""
 
 import json
 import sys
@@ -16,10 +16,11 @@ ADVICE = (
     "name of the work that differs"
 )
 Digests = Mapping[str, Sequence[str]]
+"""Name of the work to one digest per round, as digests.py writes it."""
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """With `deterministic=true` as runs have it and, but for a quick pass, without it for information."""
+    """Runs the work with `deterministic=true`, as in runs; without `--quick` also without it, for information only."""
     ways: dict[str, tuple[str, ...]] = {"twice": ("--rounds=2", "--deterministic"), "beside": ("--deterministic",)}
     if not setting.quick:
         ways["free"] = ("--rounds=2",)
@@ -34,7 +35,7 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def run(setting: Setting, way: str, options: Sequence[str], seconds: float) -> Digests | Finding:
-    """The digests that one process makes, or the finding that it made none."""
+    """Returns the digests that one process makes, or a finding if it fails."""
     folder = setting.folder("digests")
     told, out = folder / f"{way}_setting.json", folder / f"{way}.json"
     setting.write(told)
@@ -49,7 +50,7 @@ def run(setting: Setting, way: str, options: Sequence[str], seconds: float) -> D
 
 
 def judged(twice: Digests, beside: Digests) -> list[Finding]:
-    """One finding per kind of work: equal in one process, equal in another, or refused by torch."""
+    """One finding per kind of work: failed if the digests differ or torch has no deterministic kernel."""
     findings = []
     for work, digests in twice.items():
         everywhere = {*digests, *beside[work]}
@@ -66,7 +67,7 @@ def judged(twice: Digests, beside: Digests) -> list[Finding]:
 
 
 def without(digests: Digests) -> Finding:
-    """What repeats by itself; nothing depends on it."""
+    """Says which work repeats without `deterministic=true`; never a failure."""
     differ = sorted(work for work, made in digests.items() if len(set(made)) > 1)
     name = "without deterministic=true"
     if not differ:

@@ -1,7 +1,8 @@
-"""python -m async_flowrl.doctor.digests SETTING OUT --rounds N [--deterministic]: digests of the same work, N times.
+"""Digests of the same work, made N times in one process; check `determinism` starts several such processes.
 
-What the trainer and the rollout compute with, in bfloat16 and in float32, at the sizes of the setting. One process of
-check `determinism`, which compares the digests of several.
+python -m async_flowrl.doctor.digests SETTING OUT --rounds N [--deterministic]
+
+The work is what the trainer and the rollout compute, in bfloat16 and in float32, at the sizes of the setting.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from async_flowrl.types import ByteArray
 ROWS = 4
 """Images in a batch."""
 Work = Callable[[], Sequence[Tensor]]
-"""Computes from inputs that are the same every time; what comes out is digested."""
+"""Function that computes tensors from inputs that are equal in every call; its results are digested."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_digests(setting: Setting, device: torch.device, rounds: int) -> dict[str, list[str]]:
-    """`<work> in <dtype>` → a digest per round; the sentence of a kernel that refused in place of a digest."""
+    """Returns `<work> in <dtype>` → one digest per round, or, instead of a digest, why a kernel refused."""
     found: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         work = {**products(setting, dtype, device), **of_the_model(setting, name, device)}
@@ -61,7 +62,7 @@ def all_digests(setting: Setting, device: torch.device, rounds: int) -> dict[str
 
 
 def digest(compute: Work) -> str:
-    """XXH3-128 over the bytes of all results, in order; or the sentence of a kernel without deterministic form."""
+    """XXH3-128 over the bytes of all results, in order; "refused: …" if a kernel has no deterministic form."""
     try:
         results = compute()
     except RuntimeError as error:
@@ -76,12 +77,12 @@ def digest(compute: Work) -> str:
 
 
 def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal, the same in every process."""
+    """Standard normal values that depend only on the name and the shape: equal in every process."""
     return torch.randn(list(shape), generator=generator(derive(0, "doctor", name))).to(device, dtype)
 
 
 def products(setting: Setting, dtype: torch.dtype, device: torch.device) -> dict[str, Work]:
-    """A matrix product, and attention forward and backward, of the model's shapes."""
+    """Matrix products, and attention forward and backward, with the model's shapes."""
     heads = setting.sizes.heads
     tokens = (setting.sizes.resolution // 16) ** 2
     a, b = (drawn(name, (ROWS * tokens, 128 * heads), dtype, device) for name in ("a", "b"))
@@ -99,7 +100,7 @@ def products(setting: Setting, dtype: torch.dtype, device: torch.device) -> dict
 
 
 def of_the_model(setting: Setting, dtype: str, device: torch.device) -> dict[str, Work]:
-    """A LoRA layer and a network of one block, forward and backward, and an optimizer step on its adapter."""
+    """A LoRA layer and a network of one block, forward and backward, and an optimizer step on its LoRA."""
     config = configuration(setting, *model_overrides(setting, dtype=dtype, layers=1))
     policy = load_policy(resolve_model(config.model), dtype=dtype, device="cpu", parts="transformer")
     add_lora(policy.transformer, config.lora, policy, config.seed)
@@ -115,7 +116,7 @@ def of_the_model(setting: Setting, dtype: str, device: torch.device) -> dict[str
 
 
 def lora_layer(policy: Policy, dtype: torch.dtype, device: torch.device) -> Work:
-    """The first adapted layer, on a batch of image tokens."""
+    """The first adapted layer on a batch of image tokens, forward and backward."""
     layer = next(iter(lora_modules(policy.transformer).values()))
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     width = int(next(iter(layer.parameters())).shape[-1])
@@ -130,7 +131,7 @@ def lora_layer(policy: Policy, dtype: torch.dtype, device: torch.device) -> Work
 
 
 def network(config: Config, policy: Policy, parameters: FlatParameters, device: torch.device) -> Work:
-    """One velocity and the adapter's gradient."""
+    """One velocity and the gradient of the LoRA."""
     how = sampling(config)
     latents = drawn("latents", (ROWS, *policy.latent_shape(how.resolution)), torch.float32, device)
     prompt = {name: drawn(name, each.shape, each.dtype, device) for name, each in text(policy)}
@@ -146,12 +147,12 @@ def network(config: Config, policy: Policy, parameters: FlatParameters, device: 
 
 
 def text(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Names and shapes of a prompt's conditioning, on the meta device."""
+    """Names of a prompt's conditioning, with tensors on the meta device that give the shapes."""
     yield from conditioning(policy).items()  # type: ignore[arg-type]
 
 
 def optimizer_step(config: TrainerConfig, parameters: FlatParameters) -> Work:
-    """Norm, clipping and AdamW from the same weights, with no moments yet."""
+    """Gradient norm, clipping and one AdamW step, always from the same weights and with empty moments."""
     start = parameters.snapshot()
     gradient = drawn("gradient", start.shape, torch.float32, start.device)
 
@@ -168,4 +169,4 @@ def optimizer_step(config: TrainerConfig, parameters: FlatParameters) -> Work:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the answer is written; autograd's threads may still be ending, which is not what is asked
+    os._exit(code)  # the answer is written; a hang while autograd's threads end does not concern this check

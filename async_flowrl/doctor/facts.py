@@ -1,4 +1,7 @@
-"""Facts of one machine, gathered on it: the doctor runs `facts` on every node of a cluster. Without torch."""
+"""Facts of one machine, such as versions, memory and disks; the doctor runs `facts` on every node of a cluster.
+
+This module does not import torch.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -18,34 +21,34 @@ import psutil
 from separation.node_checks import code_of, sees
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
-"""Whose versions decide bits, or whether two nodes understand each other."""
+"""Packages whose versions affect results bit for bit, or the communication between nodes."""
 SHM, BOOT = Path("/dev/shm"), Path("/proc/sys/kernel/random/boot_id")
-"""Linux makes up a number when it starts: containers and pretended nodes of one machine share it, and its memory."""
+"""/dev/shm, and Linux's random number of the last start: containers and imitated nodes on one machine share it."""
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's control groups, which limit containers and Slurm jobs, and the file that says which this process is in."""
+"""Linux's control groups, which limit containers and Slurm jobs, and the file that names this process's groups."""
 CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with a group's limit and use, and what memory.stat calls files in memory that Linux gives up when asked."""
+"""Files with a group's memory limit and use, and the entry of memory.stat for file caches that Linux can free."""
 NVIDIA_SMI_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be told beside what a machine is."""
+    """Questions to a machine, in addition to the usual facts."""
 
     folders: tuple[str, ...] = ()
-    """Whose free space counts; of the nearest folder that exists."""
+    """Folders whose file system's free space is reported; for a missing one, that of its nearest parent."""
     packages: tuple[str, ...] = ()
-    """Whose code is compared."""
+    """Packages whose code is digested, for comparison between nodes."""
     modules: tuple[str, ...] = ()
-    """Import names; those that the machine lacks are told."""
+    """Import names; those that the machine lacks are reported."""
     mark: str = ""
-    """A file by which a shared folder is known, and its text."""
+    """Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked."""
     text: str = ""
 
 
 def facts(asked: Asked) -> dict[str, Any]:
-    """All that is told of a machine; sizes in bytes, as they are free now."""
+    """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
     return {
         "host": socket.gethostname(),
         "boot": BOOT.read_text().strip() if BOOT.is_file() else socket.gethostname(),
@@ -65,7 +68,7 @@ def facts(asked: Asked) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of PACKAGES; "none" where one is missing."""
+    """Versions of PACKAGES; "none" for a missing one."""
     return {package: version(package) for package in PACKAGES}
 
 
@@ -77,13 +80,16 @@ def version(package: str) -> str:
 
 
 def free_memory() -> int:
-    """Bytes that processes can still take: what Linux says, or less where a control group allows less."""
+    """Bytes of memory that processes can still take: Linux's figure, or less if a control group allows less."""
     left = [left_in(folder, names) for folder, names in control_groups()]
     return min([int(psutil.virtual_memory().available), *(bytes_ for bytes_ in left if bytes_ is not None)])
 
 
 def control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of this process's groups and of all around them: a container sees its own as the root, a job does not."""
+    """Yields the folders of this process's control groups and their parents, with the names of the files to read.
+
+    The roots are always included, because a container sees its own group as the root.
+    """
     for line in ["0::/", "0:memory:/", *(OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else [])]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -94,7 +100,7 @@ def control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
-    """Bytes that a group may still take; None where it has no limit."""
+    """Bytes that processes of a group can still take; None if it has no limit or cannot be read."""
     limit, used, files = names
     try:
         most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
@@ -105,7 +111,7 @@ def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
 
 
 def free_disk(folder: Path) -> dict[str, Any]:
-    """Free and all bytes of the file system that `folder` is on, or will be; whether one may write there."""
+    """Free and total bytes of the file system of `folder` or its nearest existing parent; whether it is writable."""
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -117,18 +123,18 @@ def _writable(folder: Path) -> bool:
 
 
 def temporary() -> str:
-    """Where Ray keeps its files on this machine, unless `ray start --temp-dir` said otherwise."""
+    """Folder of Ray's files on this machine, unless `ray start --temp-dir` gave another one."""
     return os.environ.get("RAY_TMPDIR") or str(Path(tempfile.gettempdir()) / "ray")
 
 
 def model_cache() -> str:
-    """Where Hugging Face keeps what it downloads on this machine."""
+    """Folder of Hugging Face's downloads on this machine."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     return os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")
 
 
 def importable(module: str) -> bool:
-    """Whether a module is found; it is not executed, its packages are."""
+    """Returns True if a module is found. It is not executed, but its parent packages are."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -136,7 +142,7 @@ def importable(module: str) -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and bytes of every GPU that nvidia-smi shows; none where it is missing, fails or does not answer."""
+    """Name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -1,4 +1,4 @@
-"""Check `tests`: `pytest -m gpu tests/gpu`, where the program is run from a checkout."""
+"""Check `tests`: runs `pytest -m gpu tests/gpu` if the package is imported from a checkout of the repository."""
 
 import importlib.util
 import re
@@ -12,12 +12,12 @@ from async_flowrl.doctor.processes import run_within
 from async_flowrl.doctor.setting import Setting
 
 NOT_HERE = ("tests/gpu/test_doctor.py",)
-"""Tests of the doctor itself, which would start another one."""
+"""Tests of the doctor itself, which would start a second doctor."""
 MIN_TEST_SECONDS = 10.0
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """One finding: how many passed, or what pytest said last."""
+    """Yields one finding: how many tests passed, or the last line of pytest."""
     yield tested(setting, seconds)
 
 
@@ -41,6 +41,6 @@ def tested(setting: Setting, seconds: float) -> Finding:
 
 
 def checkout() -> Path | None:
-    """The root of the checkout that this package is imported from; None for an installed wheel."""
+    """Root of the checkout from which this package is imported; None for an installed wheel."""
     root = Path(async_flowrl.__file__).parents[1]
     return root if (root / "tests" / "gpu").is_dir() else None

@@ -1,4 +1,4 @@
-"""Check `machine`: versions of what matters on GPUs, and the devices as torch sees them."""
+"""Check `machine`: versions of the software that matters on GPUs, and the devices as torch sees them."""
 
 import platform
 import shutil
@@ -17,17 +17,17 @@ from async_flowrl.observability.flops import device_peak
 
 PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "numpy")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-"""Distributions that bring the import name cupy."""
+"""Distributions that provide the module cupy."""
 LEAST_CAPABILITY = (8, 0)
-"""From there on tensor cores multiply bfloat16."""
+"""First compute capability whose tensor cores multiply bfloat16."""
 MIN_FREE_SHARE = 0.9
-"""Of a device's memory; less means that something else is on it."""
+"""Least free share of a device's memory; with less, another program uses the device."""
 GIB = 2**30
 NVIDIA_SMI_SECONDS = 20.0
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """Versions, one finding per device, and what the devices can do with one another."""
+    """Yields findings on the versions, on each device, on access between devices, and on the known peak speed."""
     yield versions_finding(versions())
     devices = [device(index) for index in range(setting.devices)]
     yield from map(device_finding, devices)
@@ -36,7 +36,7 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """By name; only what is there."""
+    """Returns name → version of what is installed."""
     found = {"Python": platform.python_version()}
     for package in (*PACKAGES, *CUPY):
         try:
@@ -55,14 +55,14 @@ def versions() -> dict[str, str]:
 
 
 def nccl_version() -> str | None:
-    """Of the library that torch brings; None where it brings none."""
+    """Version of torch's own NCCL; None without one."""
     if torch.version.cuda is None or not dist.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def driver_version() -> str | None:
-    """What nvidia-smi says; None where there is none, or where it fails or does not answer."""
+    """Version of the NVIDIA driver; None if nvidia-smi is missing, fails or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -75,7 +75,7 @@ def driver_version() -> str | None:
 
 
 def versions_finding(found: dict[str, str]) -> Finding:
-    """A warning where a transport lacks its library."""
+    """Reports the versions; warns if torch has CUDA but no NCCL."""
     sentence = ", ".join(f"{name} {number}" for name, number in found.items())
     if torch.cuda.is_available() and not dist.is_nccl_available():
         advice = "install a torch with NCCL, or use checkpoint_engine.transport=gloo or object_store"
@@ -84,7 +84,7 @@ def versions_finding(found: dict[str, str]) -> Finding:
 
 
 def device(index: int) -> dict[str, Any]:
-    """What torch says of one device; memory in bytes. `numa` and `peers` are None where they cannot be known."""
+    """Returns torch's facts on one device, memory in bytes; `numa` and `peers` are None if unknown."""
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     return {
@@ -99,7 +99,7 @@ def device(index: int) -> dict[str, Any]:
 
 
 def numa_node(properties: Any) -> int | None:
-    """The node of host memory next to a device, from sysfs; None where the kernel or torch does not say."""
+    """NUMA node (host memory near the device) from sysfs; None if the kernel or torch does not tell."""
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     if not all(hasattr(properties, name) for name in names):
         return None
@@ -110,7 +110,7 @@ def numa_node(properties: Any) -> int | None:
 
 
 def peers(index: int) -> list[int] | None:
-    """Devices whose memory this one reads directly; None where torch is no CUDA build."""
+    """Devices whose memory this one can read directly; None if torch has no CUDA."""
     if torch.version.cuda is None:
         return None
     others = (other for other in range(torch.cuda.device_count()) if other != index)
@@ -118,7 +118,7 @@ def peers(index: int) -> list[int] | None:
 
 
 def device_finding(found: dict[str, Any]) -> Finding:
-    """A failure where bfloat16 has no tensor cores, a warning where something else holds memory."""
+    """Reports a device: failed without bfloat16 tensor cores, a warning if another program uses its memory."""
     capability = ".".join(map(str, found["capability"]))
     sentence = (
         f"{found['name']}, {found['memory'] / GIB:.1f} GiB, {found['free'] / GIB:.1f} free, capability {capability}"
@@ -135,7 +135,7 @@ def device_finding(found: dict[str, Any]) -> Finding:
 
 
 def peers_finding(devices: list[dict[str, Any]]) -> Finding:
-    """Whether every device reaches every other one's memory: otherwise NCCL goes through the host."""
+    """Warns if a device cannot read another one's memory directly; NCCL then copies through host memory."""
     if len(devices) < 2:
         return Finding("peer access", SKIPPED, "one device", "needs two")
     if any(each["peers"] is None for each in devices):
@@ -153,7 +153,7 @@ def peers_finding(devices: list[dict[str, Any]]) -> Finding:
 
 
 def peak() -> Finding:
-    """What MFU is a share of."""
+    """Reports the device's peak speed, of which MFU (model FLOPs utilisation) is the reached share."""
     rate = device_peak()
     if rate is None:
         advice = "set hardware.peak_tflops in your runs to the dense bfloat16 figure of the data sheet"

@@ -1,4 +1,4 @@
-"""Findings on the machines of a run: each of them, what must be equal on all, and what a configuration needs."""
+"""Findings on the machines of a run: facts of each, equality of their software, and room for a configuration."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from async_flowrl.doctor.needs import Needs
 
 GIB, GB = 2**30, 10**9
 FULL_SHARE = 0.95
-"""Of a disk that is fuller Ray makes no objects any more (its local_fs_capacity_threshold)."""
+"""Used share of a disk above which Ray creates no more objects (its local_fs_capacity_threshold)."""
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
-"""Ray's object store where nothing else is said: of the memory; beyond SMALL_STORE at most this share of /dev/shm. What
-/dev/shm does not hold lies in Ray's folder for temporary files as a whole."""
+"""Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
+/dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
 SAME_CODE = "install the same there, or put both on one file system; a node with other code would give other weights"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`facts` as facts.py tells them. `store`: bytes of its object store; 0 where a run of this machine starts it."""
+    """One node with its `facts` (facts.py). `store` is its object store in bytes; 0 if the run starts Ray itself."""
 
     name: str
     facts: Mapping[str, Any]
@@ -32,22 +32,23 @@ class Machine:
 
     @property
     def object_store(self) -> float:
+        """Bytes of the object store; without a cluster, the size that Ray would choose."""
         most = min(LARGEST_STORE, max(SMALL_STORE, SHM_SHARE * self.facts["shm"]))
         return self.store or min(STORE_SHARE * self.memory, most)
 
     @property
     def store_on_disk(self) -> bool:
-        """Whether a cluster that a run starts here would have its object store outside of /dev/shm."""
+        """True if a cluster that the run starts here would have its object store outside /dev/shm, which is slower."""
         return not self.store and 0 < self.facts["shm"] < self.object_store
 
     def disk(self, folder: str) -> Mapping[str, Any]:
-        """Of the file system that one of the folders asked for is on."""
+        """Facts of the file system of one of the folders asked for."""
         found: Mapping[str, Any] = self.facts["disks"][folder]
         return found
 
 
 def machine_finding(machine: Machine) -> Finding:
-    """What there is, in one line."""
+    """Describes a node in one line; failed if its disk is too full for Ray."""
     facts, temporary = machine.facts, machine.disk(machine.facts["temporary"])
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or "no GPU"
@@ -62,7 +63,7 @@ def machine_finding(machine: Machine) -> Finding:
 
 
 def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Versions, code and modules: a failure names the nodes that have others than the machine that starts the run."""
+    """Compares versions, code and modules with this machine; a failure names the nodes that differ."""
     differing = [
         f"{machine.name} has {package} {number} instead of {here['versions'][package]}"
         for machine in machines
@@ -98,7 +99,7 @@ def _all(machines: Sequence[Machine]) -> str:
 
 
 def together(machines: Sequence[Machine]) -> int:
-    """Free memory in bytes; several nodes of one machine have what they may take each, and at most what it has."""
+    """Free memory of all nodes in bytes; nodes on one machine together count at most its free memory."""
     of_boot: dict[str, list[Machine]] = {}
     for machine in machines:
         of_boot.setdefault(machine.facts["boot"], []).append(machine)
@@ -109,7 +110,7 @@ def together(machines: Sequence[Machine]) -> int:
 
 
 def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Host memory, of all nodes together and of the largest process, and the object stores."""
+    """Compares the planned host memory, in total and of the largest process, and object stores with what is free."""
     free, largest = together(machines), needs.largest
     best = max(machines, key=lambda machine: machine.memory)
     counted = " + ".join(f"{p.count} × {p.pool} {p.bytes / GIB:.1f}" for p in needs.processes)
@@ -138,7 +139,7 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
 
 
 def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
-    """The run directory, and the models' files on every node."""
+    """Compares the planned sizes of the run directory and of the model files with the free disk space."""
     folder = run_folder(config)
     disk = here.disk(folder)
     sentence = f"{folder}: {needs.run_directory / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
@@ -164,11 +165,12 @@ def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequenc
 
 
 def run_folder(config: Config) -> str:
+    """Absolute path of the run directory."""
     return str(Path(config.output_dir).expanduser().absolute())
 
 
 def shared_finding(folder: str, machines: Sequence[Machine]) -> Finding:
-    """Whether every node sees what is written into the run directory here."""
+    """Reports whether every node sees what this machine writes into the run directory."""
     blind = [machine.name for machine in machines if not machine.facts["marked"]]
     name = "shared run directory"
     if not blind:

@@ -1,4 +1,4 @@
-"""A random Qwen-Image of the real layer's shape, built from shapes: no hub, no download, as large as the sizes say."""
+"""Random model for the doctor: layers of Qwen-Image's real shape, as many as the sizes say, without any download."""
 
 from typing import Any
 
@@ -11,14 +11,17 @@ from async_flowrl.doctor.setting import Setting, Sizes
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 
 HEAD_DIM, ROPE_AXES = 128, (16, 56, 56)
-"""Of Qwen/Qwen-Image: channels per attention head, and how positions share them."""
+"""Qwen/Qwen-Image's channels per attention head, and how they are divided among position axes (RoPE)."""
 PROMPTS = tuple(" ".join([color] * words) for color, words in (("red", 61), ("blue", 31)))
-"""About as many tokens as a memory plan counts on, 128, by the tiny model's tokenizer, which spells words out."""
+"""Prompts of about 128 tokens, as memory plans assume; the tiny model's tokenizer splits words into short pieces."""
 FAMILY = f"{__name__}:random_pipeline"
 
 
 def random_pipeline(config: TinyConfig) -> Any:
-    """The tiny pipeline with a transformer of full-sized heads in bfloat16; weights from the global CPU generator."""
+    """Builds the tiny pipeline with a transformer of full-sized heads in bfloat16.
+
+    Weights come from torch's global CPU generator. Runs name this function as `model.tiny.family` (FAMILY).
+    """
     pipeline = tiny_pipeline(config)
     small = pipeline.transformer.config
     before = torch.get_default_dtype()
@@ -41,12 +44,12 @@ def random_pipeline(config: TinyConfig) -> Any:
 
 
 def overrides(setting: Setting) -> list[str]:
-    """What makes a run of this setting's sizes out of any mode."""
+    """Returns the overrides that give a run of any mode the sizes of the setting."""
     return [*model_overrides(setting), *work_overrides(setting.sizes)]
 
 
 def model_overrides(setting: Setting, *, dtype: str = "bfloat16", layers: int | None = None) -> list[str]:
-    """The random model, and prompts of usual length for it."""
+    """Returns the overrides for the random model, and writes prompts for it."""
     sizes, prompts = setting.sizes, setting.folder("prompts") / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     return [
@@ -62,7 +65,7 @@ def model_overrides(setting: Setting, *, dtype: str = "bfloat16", layers: int | 
 
 
 def work_overrides(sizes: Sizes) -> list[str]:
-    """Two prompts a step, two trained denoising steps an image, half a group per forward pass."""
+    """Returns the overrides for the work: two prompts per step, two trained denoising steps per image."""
     return [
         f"rollout.resolution={sizes.resolution}",
         f"rollout.num_inference_steps={sizes.num_inference_steps}",
@@ -77,7 +80,7 @@ def work_overrides(sizes: Sizes) -> list[str]:
 
 
 def configuration(setting: Setting, *further: str) -> Config:
-    """Of a worker that no run surrounds: one_step_off with the random model."""
+    """Returns the configuration for a worker outside a run: one_step_off with the random model."""
     nowhere = f"output_dir={setting.folder('nowhere')}/none"
     config: Config = compose_config("one_step_off", [*overrides(setting), nowhere, *further])
     return config

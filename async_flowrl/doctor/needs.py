@@ -1,4 +1,4 @@
-"""Needs of a configuration: memory, disks and stores of the machines it runs on, by the planner's arithmetic."""
+"""Needs of a configuration: memory, disk space and object store, from the memory plan (async_flowrl.plan.memory)."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from async_flowrl.config.schema import Config
 from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
 
 PROCESS_BYTES = 700_000_000
-"""Host memory of a process beside its model, Python with torch and diffusers: `ps` shows 530 to 710 MB on a CPU."""
+"""Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
 FOLDER_BYTES = 200_000_000
-"""Of a run directory without checkpoints: logs, metrics, images, report."""
+"""Size of a run directory without checkpoints: logs, metrics, images, report."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """`count` processes of a pool that need `bytes` of host memory each."""
+    """`count` processes of a pool, each of which needs `bytes` of host memory."""
 
     pool: str
     count: int
@@ -24,27 +24,28 @@ class Process:
 
 @dataclass(frozen=True)
 class Needs:
-    """In bytes. `store` waits in the object stores at once, of all nodes together."""
+    """Needs of a whole run in bytes. `store` is the largest content of all object stores together."""
 
     processes: tuple[Process, ...]
     store: int
     run_directory: int
     model_files: int
     version: int
-    """One version of the adapter, as it is sent to rollout workers."""
+    """One version of the LoRA as it is sent to rollout workers."""
 
     @property
     def memory(self) -> int:
-        """Host memory of all processes; what waits in the object stores is extra."""
+        """Host memory of all processes, without the object stores."""
         return sum(process.count * process.bytes for process in self.processes)
 
     @property
     def largest(self) -> Process:
+        """The pool whose processes need the most memory each."""
         return max(self.processes, key=lambda process: process.bytes)
 
 
 def needs_of(config: Config, *, on_gpus: bool) -> Needs:
-    """Of a whole run. Raises ValueError where the model cannot be built without its weights."""
+    """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
     plan = plan_memory(config)
     processes = [
         Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
@@ -62,14 +63,14 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
 
 
 def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """On a GPU what is offloaded to the host; on a CPU all that would be on a device."""
+    """Host memory of a trainer worker: on a GPU only what is offloaded, on a CPU everything."""
     if on_gpus and config.trainer.gpus_per_worker > 0:
         return PROCESS_BYTES + plan.host
     return PROCESS_BYTES + on_host(plan.trainer)
 
 
 def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """On a GPU the text encoder that `rollout.text_encoder=offload` keeps on the host; on a CPU everything."""
+    """Host memory of a rollout worker: on a GPU only an offloaded text encoder, on a CPU everything."""
     if on_gpus and config.rollout.gpus_per_worker > 0:
         offloaded = config.rollout.text_encoder == "offload"
         return PROCESS_BYTES + offloaded * plan.model.text_parameters * plan.model.itemsize
@@ -77,12 +78,12 @@ def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
 
 
 def on_host(footprint: Footprint) -> int:
-    """Of a footprint whose device is the host: there is no runtime of CUDA."""
+    """Bytes of a footprint on the host, without the CUDA runtime."""
     return footprint.total - footprint.processes * RUNTIME_BYTES
 
 
 def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
-    """The newest checkpoints, the one under way and the best one; the LoRA, and what else a run writes."""
+    """Kept checkpoints, one more that is being written, the best one if configured, the LoRA, and other files."""
     return (
         FOLDER_BYTES
         + plan.adapter_bytes
@@ -91,7 +92,7 @@ def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Weights and both moments of Adam in float32, averages where the run has them, and every retained version."""
+    """Weights and both Adam moments in float32, moving averages if used, and every version that is kept."""
     averages = (config.trainer.ema_decay is not None) + samples_from_average(
         config.algorithm.name, config.algorithm.old_policy_decay
     )
@@ -100,6 +101,6 @@ def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def model_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Of the pipeline's weights in the dtype that is computed with."""
+    """Size of the pipeline's weights in the dtype used for computing."""
     model = plan.model
     return model.base_bytes + (model.text_parameters + model.vae_parameters) * model.itemsize

@@ -1,4 +1,4 @@
-"""Findings on what lies between the nodes: clocks, and how fast an object reaches all of them."""
+"""Findings on the network between nodes: clocks, and how fast an object reaches all of them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,17 +6,17 @@ from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from separation.survey import Node, Offset, Survey
 
 SKEW_SECONDS = 1.0
-"""Clocks that are further apart order the lines of several nodes' logs wrongly."""
+"""Clock difference above which the log lines of several nodes are in the wrong order."""
 BROADCAST_BYTES = 32_000_000
 STORE_PART = 8
-"""The broadcast takes at most this part of the smallest object store."""
+"""The broadcast object takes at most 1/STORE_PART of the smallest object store."""
 SLOW_BYTES_PER_SECOND = 50e6
-"""Half of gigabit Ethernet: below it something is wrong with a link."""
+"""Half of gigabit Ethernet; a slower link is suspicious."""
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
 
 
 def between(survey: Survey, version_bytes: int) -> Iterator[Finding]:
-    """Of several nodes; of one there is nothing to say but its own clock."""
+    """Measures clocks and a broadcast on all nodes; `version_bytes` is the size of one LoRA version."""
     names = {node.id: node.name for node in survey.nodes}
     yield clock_finding(names, survey.clocks())
     size = min(BROADCAST_BYTES, *(int(_store(node) / STORE_PART) for node in survey.nodes))
@@ -28,7 +28,7 @@ def _store(node: Node) -> float:
 
 
 def clock_finding(names: Mapping[str, str], clocks: Mapping[str, Offset | Exception]) -> Finding:
-    """No clock has an influence on weights; two that differ make logs hard to read."""
+    """Warns about clocks that differ. They do not affect the weights, but make logs hard to read."""
     errors = {names[node]: answer for node, answer in clocks.items() if isinstance(answer, Exception)}
     if errors:
         return _silent("clocks", errors)
@@ -50,7 +50,10 @@ def _apart(seconds: float) -> str:
 def broadcast_finding(
     names: Mapping[str, str], taken: Mapping[str, float | Exception], nbytes: int, version_bytes: int
 ) -> Finding:
-    """An object of `nbytes`, fetched by all nodes at once from this one's store, and what that means for a version."""
+    """Reports how long every node takes to fetch `nbytes` from this node, all at once, and so how long a version takes.
+
+    A slow link is a warning, a node without an answer a failure.
+    """
     errors = {names[node]: answer for node, answer in taken.items() if isinstance(answer, Exception)}
     if errors:
         return _silent("broadcast", errors)
@@ -75,5 +78,5 @@ def _silent(name: str, errors: Mapping[str, Exception]) -> Finding:
 
 
 def first(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

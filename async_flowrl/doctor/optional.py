@@ -1,4 +1,4 @@
-"""Parts that a run can do without: whether each is here, and why not."""
+"""Optional parts of the installation: whether each can be used here, and if not, why."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,12 +19,15 @@ EXTRAS = {
     "serve-rewards": (("fastapi", "uvicorn", "python_multipart"), "serve"),
     "reward hps": (("ftfy",), "hps"),
 }
-"""What needs modules that no class checks: their names, and the extra that brings them."""
+"""Parts without a check of their own: the modules they need, and the extra of the package that installs them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`what` it is for; `lack` says why it cannot be used here, None where it can; `wanted` by which settings."""
+    """An optional part. `what` is its purpose; `lack` returns why it cannot be used here, None if it can.
+
+    `wanted` returns whether a configuration needs it.
+    """
 
     what: str
     lack: Callable[[], str | None]
@@ -32,7 +35,7 @@ class Part:
 
 
 def why_not(check: Callable[[], object]) -> str | None:
-    """The sentence of a check that raises ValueError where something is missing."""
+    """Returns the message of the ValueError that `check` raises, None if it raises none."""
     try:
         check()
     except ValueError as error:
@@ -41,14 +44,14 @@ def why_not(check: Callable[[], object]) -> str | None:
 
 
 def nccl() -> str | None:
-    """Why torch cannot broadcast by NCCL here."""
+    """Returns why torch cannot broadcast with NCCL here; None if it can."""
     if not torch.cuda.is_available():
         return f"no CUDA device: torch {torch.__version__} sees none"
     return None if dist.is_nccl_available() else f"torch {torch.__version__} was built without NCCL"
 
 
 def pynccl() -> str | None:
-    """Why cupy's NCCL cannot be used here."""
+    """Returns why cupy's NCCL cannot be used here; None if it can."""
     if not importable("cupy"):
         return "no cupy: pip install 'async-flowrl[nccl]' (CUDA 13) or 'async-flowrl[nccl-cuda12]'"
     if not torch.cuda.is_available():
@@ -57,13 +60,13 @@ def pynccl() -> str | None:
 
 
 def modules(names: tuple[str, ...], extra: str) -> str | None:
-    """Which of the modules are missing, and what brings them."""
+    """Returns which of the modules are missing and the command that installs them; None if none is missing."""
     missing = [name for name in names if not importable(name)]
     return f"no {' and no '.join(missing)}: pip install 'async-flowrl[{extra}]'" if missing else None
 
 
 def asks_servers(config: Config) -> bool:
-    """Whether any term is an HTTP server's, one that the run starts included."""
+    """Returns True if any reward is behind HTTP, in a server that the run starts or in another one."""
     terms = (*config.reward.terms.values(), *config.evaluate.reward.terms.values())
     return any(term.serve is not None or term.name == HTTP_NAME for term in terms)
 
@@ -85,7 +88,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
-    """One finding per part: `ok`, or why it is missing; a failure where the configuration names it."""
+    """One finding per part: ok or skipped, or failed if the configuration needs a missing part."""
     return [finding_of(name, part, config) for name, part in PARTS.items()]
 
 

@@ -1,6 +1,6 @@
-"""Check `pools`: a rollout worker and a trainer rank, one after the other on the first device, on the random model.
+"""Check `pools`: memory and speed of a rollout worker and then of a trainer rank, on the first device.
 
-Their peak memory is held against the memory plan, and what they compute per second against the device's peak.
+Both use the random model. Peak memory is compared with the memory plan, and speed with the device's peak.
 """
 
 import gc
@@ -32,28 +32,28 @@ from checkpoint_engine import Publisher
 
 GIB = 2**30
 JUDGED_FROM = GIB
-"""Bytes; below, libraries' workspaces are most of a peak, and a plan counts them as its runtime."""
+"""Peak in bytes from which a plan is judged; smaller peaks are mostly workspaces of libraries."""
 AGREEMENT = 0.10
-"""A plan may be off by so much of the peak."""
+"""Relative error of a plan above which there is a warning."""
 LOW_MFU = 0.15
-"""Full-sized layers in bfloat16 reach more on a device that is free and cool."""
+"""MFU (model FLOPs utilisation) that full-sized layers in bfloat16 exceed on a free, cool device."""
 
 
 @dataclass(frozen=True)
 class Worked:
-    """One pool's measured rounds, without the first. `peak`: bytes, above what the process held before."""
+    """Measurements of one pool, without the first round. `peak` is in bytes above what the process held before."""
 
     peak: int
     seconds: float
-    """Median of a round."""
+    """Median seconds of a round."""
     flops: float | None
-    """Of a round; None where the network's are not known."""
+    """Floating-point operations of a round; None if unknown."""
     images: int
-    """Images, or samples trained on, in a round."""
+    """Images (for a trainer: samples trained on) per round."""
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """Memory and speed of both pools. What a pool raises ends the check: nothing after it would mean anything."""
+    """Yields memory and speed of both pools. An error in a pool ends the check."""
     prepared = prepare(configuration(setting))
     plan = plan_memory(prepared.at_largest, torch.cuda.get_device_properties(0).total_memory)
     rollout, trajectories = rolled_out(prepared, setting.sizes.rounds)
@@ -67,7 +67,10 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory]]:
-    """A worker that holds every version it can be asked for makes one step's tickets, again and again."""
+    """Generates one step's tickets `rounds` times on a worker that holds all versions it can need.
+
+    Returns the measurements and the trajectories of the last round.
+    """
     config, before = prepared.config, start()
     worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
     worker.load()
@@ -89,7 +92,7 @@ def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory
 
 
 def deliver(worker: RolloutWorker, versions: int) -> None:
-    """Versions 0, 1, … with the weights that the worker was loaded with."""
+    """Delivers `versions` versions, all with the weights that the worker was loaded with."""
     weights = {name: tensor.detach().clone() for name, tensor in worker.engine.live_tensors().items()}
     receiver = worker.receiver
     publisher = Publisher({name: t.cpu() for name, t in weights.items()}, alpha=receiver.alpha, rank=receiver.rank)
@@ -100,7 +103,7 @@ def deliver(worker: RolloutWorker, versions: int) -> None:
 
 
 def trained(prepared: Prepared, trajectories: Sequence[Trajectory], rounds: int) -> Worked:
-    """A rank alone trains on those trajectories as if each step's images were new."""
+    """Trains a single rank on the same trajectories in every round, as if they were new."""
     config, before = prepared.config, start()
     worker = TrainerWorker(config, prepared.model, 0, "trainer-0")
     worker.load()
@@ -121,12 +124,12 @@ def trained(prepared: Prepared, trajectories: Sequence[Trajectory], rounds: int)
 
 
 def tickets(config: Config) -> list[Ticket]:
-    """Of the first step, a whole group each."""
+    """Tickets of the first step, one whole group each."""
     return [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
 
 
 def meta(config: Config, group: int, step: int) -> GroupMeta:
-    """A group as one_step_off hands it over at this step, with advantages drawn from its number."""
+    """Metadata of a group as one_step_off has it at this step, with random advantages that depend on step and group."""
     size, version = config.group_size, max(0, step - config.max_staleness)
     advantages = np.random.default_rng([step, group]).standard_normal(size)
     return GroupMeta(
@@ -143,11 +146,12 @@ def meta(config: Config, group: int, step: int) -> GroupMeta:
 
 
 def images(config: Config) -> int:
+    """Images per training step."""
     return config.prompts_per_step * config.group_size
 
 
 def start() -> int:
-    """Bytes that are live before; the peak counts from here."""
+    """Resets the peak counter; returns the bytes in use now."""
     torch.cuda.reset_peak_memory_stats(0)
     return torch.cuda.memory_allocated(0)
 
@@ -157,7 +161,7 @@ def peak_since(before: int) -> int:
 
 
 def timed(work: Callable[[], Any], rounds: int) -> float:
-    """Median seconds of a round until the device is done; one round before is not measured."""
+    """Median seconds of a round, with the device's work finished; a first round is not counted."""
     taken = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
@@ -169,13 +173,16 @@ def timed(work: Callable[[], Any], rounds: int) -> float:
 
 
 def total(spans: Sequence[Span]) -> float | None:
-    """FLOPs of all spans together; None where none says how many it has."""
+    """Sum of the spans' FLOPs; None if no span has them."""
     known = [span.flops for span in spans if span.flops is not None]
     return sum(known) if known else None
 
 
 def memory_finding(pool: str, worked: Worked, plan: Footprint, *, pretended: bool = False) -> Finding:
-    """The allocator's peak against the plan without its margin: too small a plan is worse than too large a one."""
+    """Compares the allocator's peak with the plan without its margin.
+
+    It is a failure if the peak exceeds the plan and its margin, a warning if they differ by more than AGREEMENT.
+    """
     planned = sum(plan.parts.values())
     ratio = planned / worked.peak
     sentence = f"planned {planned / GIB:.3f} GiB, peak {worked.peak / GIB:.3f} GiB, ratio {ratio:.3f}"
@@ -192,7 +199,7 @@ def memory_finding(pool: str, worked: Worked, plan: Footprint, *, pretended: boo
 
 
 def speed_finding(pool: str, worked: Worked, setting: Setting, *, what: str) -> Finding:
-    """Images or samples per second, and the share of the device's peak that the network's products make up."""
+    """Reports images or samples per second, and the MFU if the device's peak is known."""
     rate = worked.images / worked.seconds
     share = utilisation(worked.flops, worked.seconds, device_peak()) if worked.flops is not None else None
     name = f"speed of a {pool}"

@@ -1,4 +1,4 @@
-"""The doctor's look at a configuration, taken by a run before it starts (`preflight=true`)."""
+"""The doctor's checks of a configuration before a run starts (`preflight=true`)."""
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.doctor.findings import FAILED, WARNING
@@ -7,7 +7,7 @@ from async_flowrl.run.prepare import Prepared
 
 
 def preflight(prepared: Prepared) -> list[str]:
-    """Sentences to warn with. Raises ConfigError with every finding that says that the run cannot start here."""
+    """Returns the warnings. Raises ConfigError with all failed findings if the run cannot start here."""
     findings = list(start_findings(prepared))
     if broken := [finding for finding in findings if finding.status == FAILED]:
         lines = "\n".join(f"  {finding.line()}" for finding in broken)

@@ -1,4 +1,4 @@
-"""Processes with a time limit: a check that hangs in a driver or in NCCL can only be ended from outside."""
+"""Processes with a time limit. A check that hangs in a driver or in NCCL can only be ended from outside."""
 
 import os
 import subprocess
@@ -10,18 +10,18 @@ from pathlib import Path
 import psutil
 
 GRACE_SECONDS = 5.0
-"""From the request to end until processes are killed."""
+"""Seconds between the request to end (SIGTERM) and the kill."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`code`: the exit code, negative for a signal; None where the time limit ended the process."""
+    """A process that has ended. `code` is its exit code, negative for a signal, None if the time limit ended it."""
 
     code: int | None
     log: Path
 
     def last_words(self) -> str:
-        """The last line of the log that says something; empty where there is none."""
+        """The last line of the log that is not blank; empty if there is none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -29,9 +29,9 @@ class Ended:
 def run_within(
     command: Sequence[str], seconds: float, log: Path, *, environment: Mapping[str, str], cwd: Path | None = None
 ) -> Ended:
-    """Runs a command until it ends or the time is over; both of its streams go to `log`.
+    """Runs a command until it ends or `seconds` are over; its output and errors go to `log`.
 
-    The command gets a session of its own; whatever of that session still lives afterwards is ended as well.
+    The command gets a session of its own; remaining processes of that session are ended as well.
     """
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -47,7 +47,10 @@ def run_within(
 
 
 def end_session(leader: int) -> None:
-    """Ends all processes of a session and what they have started, politely first. The leader may have ended before."""
+    """Ends all processes of a session and their descendants: SIGTERM first, then kill.
+
+    The session's leader may have ended before.
+    """
     living = members(leader)
     for process in living:
         with suppress(psutil.NoSuchProcess):
@@ -59,7 +62,7 @@ def end_session(leader: int) -> None:
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """The living processes of a session, and their descendants in whatever session."""
+    """Living processes of a session, and their descendants in any session."""
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The report: doctor.json for programs, doctor.md for people, both written anew after every check."""
+"""The report of `doctor --gpu`: doctor.json for programs and doctor.md for people, rewritten after every check."""
 
 import json
 from collections import Counter
@@ -15,16 +15,16 @@ PRETENDED_DEVICE = (
     "anything about a GPU; it shows that the checks run."
 )
 ROW = ("date", "devices", "versions", "findings", "report")
-"""Of the table in docs/gpu_runs.md."""
+"""Columns of the table in docs/gpu_runs.md."""
 
 
 @dataclass
 class Report:
-    """Everything found so far; `checks` in the order they ran."""
+    """All findings so far, by check, in the order of the checks; `seconds` is the duration of each check."""
 
     command: str
     started: str
-    """Date and time, UTC."""
+    """Date and time in UTC."""
     setting: Setting
     checks: dict[str, list[Finding]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Report:
         return [finding for found in self.checks.values() for finding in found]
 
     def counts(self) -> str:
-        """`12 ok, 1 warning, 0 failed, 2 skipped`."""
+        """Number of findings by status, e.g. `12 ok, 1 warning, 0 failed, 2 skipped`."""
         counted = Counter(finding.status for finding in self.findings)
         return ", ".join(f"{counted[status]} {status}" for status in STATUSES)
 
@@ -55,7 +55,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        """A section per check; figures in full are in doctor.json."""
+        """Returns a section per check; all figures are only in doctor.json."""
         setting = self.setting
         sections = [
             f"# {setting.devices} × {setting.device_name}",
@@ -77,7 +77,7 @@ class Report:
 
 
 def row(report: Report) -> str:
-    """This report as a line of the table of runs on GPUs."""
+    """Returns this report as a row of the table in docs/gpu_runs.md."""
     setting = report.setting
     cells = (
         report.started[:10],

@@ -1,4 +1,4 @@
-"""Check `runs`: the whole program on the random model, one_step_off twice and sync once, with the same seeds."""
+"""Check `runs`: whole runs with the random model and the same seed, one_step_off twice and sync once."""
 
 import json
 import shutil
@@ -17,13 +17,16 @@ from async_flowrl.doctor.processes import run_within
 from async_flowrl.doctor.setting import Setting
 
 FIRST_STEPS = 2
-"""Not counted: kernels are chosen and memory is found in them."""
+"""Number of first steps that are not timed, because kernels are chosen and memory is allocated in them."""
 DETERMINISM = "see the lines on determinism above; where they are ok, the report is worth an issue"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A finished run. `step_seconds`: median over the steps after the first ones."""
+    """Results of a finished run. `step_seconds` is the median over the steps after `FIRST_STEPS`.
+
+    `publishes` counts versions sent, `fallbacks` those sent by the object store instead of NCCL.
+    """
 
     digest: str
     step_seconds: float
@@ -33,7 +36,7 @@ class Ran:
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """Two runs of one_step_off with equal digests, and the step times of both modes."""
+    """Yields findings: equal digests of the two runs of one_step_off, their deliveries, and the step times."""
     until, ran = time.monotonic() + seconds, {}
     wanted = {"first": "one_step_off", "second": "one_step_off", **({} if setting.quick else {"sync": "sync"})}
     for left, (name, mode) in zip(range(len(wanted), 0, -1), wanted.items(), strict=True):
@@ -49,7 +52,7 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def run(setting: Setting, name: str, mode: str, seconds: float) -> Ran | Finding:
-    """One run as a user would start it, in a fresh process; a finding, and its logs, where it did not end with 0."""
+    """Makes one run by the normal command line in a new process; returns a finding and copies its logs if it fails."""
     folder = setting.folder("runs") / name
     log = Path(setting.logs) / f"run_{name}_{mode}.log"
     if seconds <= 0:
@@ -68,8 +71,12 @@ def run(setting: Setting, name: str, mode: str, seconds: float) -> Ran | Finding
 
 
 def placed(setting: Setting, mode: str) -> Sequence[str]:
-    """A device per pool where there are two, and NCCL between them; on one device sync takes turns on it, and the pools
-    of one_step_off share it. Quick runs are threads of one process: Ray's start would be most of the time."""
+    """Returns the overrides that place the workers.
+
+    With two devices each pool has one, and NCCL sends the weights. On a single device sync uses it in turns, and the
+    pools of one_step_off share it. With `--quick` workers are threads of one process, because most of the time would go
+    to starting Ray.
+    """
     workers = ("rollout.num_workers=1", "trainer.num_workers=1")
     if setting.quick:
         return (*workers, "checkpoint_engine.transport=object_store", "runtime.backend=local")
@@ -82,7 +89,7 @@ def placed(setting: Setting, mode: str) -> Sequence[str]:
 
 
 def read(folder: Path) -> Ran:
-    """What a run wrote."""
+    """Reads the results of a finished run."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line["timing/step"] for line in lines if "timing/step" in line]
@@ -93,7 +100,7 @@ def read(folder: Path) -> Ran:
 
 
 def repeats(first: Ran, second: Ran) -> Finding:
-    """Whether two runs with the same seed end with the same weights, bit for bit."""
+    """Checks that two runs with the same seed end with bitwise equal weights."""
     name, figures = "one_step_off twice", {"digests": [first.digest, second.digest]}
     if first.digest != second.digest:
         sentence = f"the same run ended with other weights: {first.digest[:12]} and {second.digest[:12]}"
@@ -102,7 +109,7 @@ def repeats(first: Ran, second: Ran) -> Finding:
 
 
 def collective(ran: Ran, setting: Setting) -> Finding:
-    """Whether every version of a run on two devices went by NCCL."""
+    """Checks that NCCL sent every version of a run on two devices."""
     name = "deliveries of that run"
     if setting.quick or setting.devices < 2:
         why = "with --quick a run is one process" if setting.quick else "one device: versions went by the object store"
@@ -115,7 +122,7 @@ def collective(ran: Ran, setting: Setting) -> Finding:
 
 
 def modes(setting: Setting, ran: dict[str, Ran]) -> Finding:
-    """Step times of both modes. On one device overlap gains little: both pools compute on it."""
+    """Reports the step times of both modes. On one device one_step_off gains little: both pools compute there."""
     name = "one_step_off against sync"
     if setting.pretended:
         return Finding(name, SKIPPED, "CPU kernels computed this", "needs a real device")

@@ -1,4 +1,4 @@
-"""Setting of the doctor's checks: the machine, the folders, and how large the work may be."""
+"""Setting of the doctor's checks: the machine, the folders, and the sizes of the work."""
 
 import json
 import os
@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PRETENDED = "pretended"
-"""In a device's name: CPU kernels behind a device that says it is a GPU, for rehearsals of this program."""
+"""Part of a device's name that marks a CPU acting as a GPU, with which these checks are tested."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the random model and of the work on it; `width` is 128 channels times the heads."""
+    """Sizes of the random model and of the work on it; the model's width is 128 channels times `heads`."""
 
     layers: int
     heads: int
@@ -21,9 +21,9 @@ class Sizes:
     group_size: int
     lora_rank: int
     adapter_megabytes: float
-    """Of the version whose delivery is timed; scaled down where a device has too little memory for it."""
+    """Megabytes of the version whose delivery is timed; less if the device has too little memory."""
     rounds: int
-    """Measured repetitions of a ticket, an update or a delivery."""
+    """Number of measured repetitions of tickets, updates and deliveries."""
     run_steps: int
     """Training steps of a whole run."""
 
@@ -39,8 +39,8 @@ FULL = Sizes(
     rounds=3,
     run_steps=8,
 )
-"""Qwen-Image's own layer (24 heads of 128 channels) six times instead of sixty, about 2 B parameters; its adapter of
-rank 64 at full length is what is delivered."""
+"""Six of Qwen-Image's own layers (24 heads of 128 channels) instead of sixty, about 2 B parameters. The delivered LoRA
+has the size of one of rank 64 on all sixty layers."""
 SMALL = Sizes(
     layers=2,
     heads=2,
@@ -52,12 +52,12 @@ SMALL = Sizes(
     rounds=1,
     run_steps=2,
 )
-"""Everything runs, nothing is large enough to be judged."""
+"""Sizes of `--quick`: everything runs, but no figure is large enough to be judged."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The machine as the driver found it, and where checks may write."""
+    """The machine as the doctor found it, and the folders that checks may write to."""
 
     devices: int
     device_name: str
@@ -65,16 +65,16 @@ class Setting:
     work: str
     """Scratch folder; it is deleted at the end."""
     logs: str
-    """Folder of what the checks say while they run."""
+    """Folder for the logs of the checks."""
 
     @property
     def pretended(self) -> bool:
-        """Whether the device only pretends to be a GPU, so that no figure means anything."""
+        """True if the device is a CPU acting as a GPU; then no figure is meaningful."""
         return PRETENDED in self.device_name.lower()
 
     @property
     def small(self) -> bool:
-        """Whether sizes are those of `--quick`; a pretended device is a CPU and gets no other."""
+        """True if the sizes are SMALL: with `--quick`, and always on a pretended device."""
         return self.quick or self.pretended
 
     @property
@@ -82,13 +82,13 @@ class Setting:
         return SMALL if self.small else FULL
 
     def folder(self, name: str) -> Path:
-        """A scratch folder of this name."""
+        """Returns a scratch folder of this name and creates it if needed."""
         path = Path(self.work) / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def environment(self) -> dict[str, str]:
-        """Of every process of the checks: models are built below the scratch folder, and nothing asks the hub."""
+        """Environment of all processes of the checks: models are built in the scratch folder, without the Hub."""
         return {
             **os.environ,
             "ASYNC_FLOWRL_CACHE": str(self.folder("models")),

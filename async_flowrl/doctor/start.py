@@ -1,4 +1,4 @@
-"""Whether a configuration can start here: this machine, and with `runtime.address` every node of that cluster."""
+"""Checks if a configuration can start: on this machine, or with `runtime.address` on every node of that cluster."""
 
 import os
 import secrets
@@ -40,14 +40,17 @@ FACTS = "async_flowrl.doctor.facts:facts"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A cluster of at least so many nodes, waited for so many seconds."""
+    """Least number of nodes in the cluster, and the seconds to wait for them."""
 
     nodes: int = 1
     seconds: float = 0.0
 
 
 def configuration_findings(config: Config, wanted: Wanted = Wanted()) -> Iterator[Finding]:
-    """Everything, from what a run refuses by itself to the nodes; stops where nothing more can be known."""
+    """Yields all findings on a configuration: its own checks, then the machines.
+
+    It stops after a failure that leaves nothing more to check.
+    """
     try:
         prepared = prepare(config)
     except ConfigError as error:
@@ -60,7 +63,7 @@ def configuration_findings(config: Config, wanted: Wanted = Wanted()) -> Iterato
 
 
 def start_findings(prepared: Prepared, wanted: Wanted = Wanted()) -> Iterator[Finding]:
-    """As `configuration_findings`, of what is prepared already."""
+    """Yields the findings of `configuration_findings` for a configuration that is already prepared."""
     config = prepared.config
     yield from optional_findings(config)
     try:
@@ -78,7 +81,7 @@ def start_findings(prepared: Prepared, wanted: Wanted = Wanted()) -> Iterator[Fi
 
 
 def alone(prepared: Prepared, here: Machine) -> Iterator[Finding]:
-    """This machine is all there is."""
+    """Yields findings for a run that uses only this machine."""
     config = prepared.config
     what = "threads of one process" if config.runtime.backend == "local" else "a run starts a cluster of its own here"
     yield Finding("Ray", OK, f"not asked: {what}, which has room for every worker")
@@ -87,7 +90,7 @@ def alone(prepared: Prepared, here: Machine) -> Iterator[Finding]:
 
 
 def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) -> Iterator[Finding]:
-    """Every node of the cluster at `runtime.address`; a finding where nothing answers there."""
+    """Yields findings on every node of the cluster at `runtime.address`; a failure if nothing answers there."""
     config, address = prepared.config, str(prepared.config.runtime.address)
     try:
         with survey(address, nodes=wanted.nodes, wait=wanted.seconds) as looked:
@@ -107,7 +110,7 @@ def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) 
 def judged(
     config: Config, here: Machine, machines: Sequence[Machine], looked: Survey | None = None
 ) -> Iterator[Finding]:
-    """What the configuration needs of the machines, and what lies between them."""
+    """Compares the needs of the configuration with the machines, and measures the network if `looked` is given."""
     if not machines:
         return
     cards = [gpu for machine in machines for gpu in machine.facts["gpus"]]
@@ -127,7 +130,7 @@ def judged(
 
 
 def reached(nodes: Sequence[Node], address: str, wanted: Wanted) -> Finding:
-    """Whether the cluster is as large as it should be."""
+    """Checks that the cluster has as many nodes as wanted."""
     found = totals(node.resources for node in nodes)
     sentence = f"{address} has {len(nodes)} nodes, {found['CPU']:g} CPU and {found['GPU']:g} GPU"
     if len(nodes) < wanted.nodes:
@@ -137,7 +140,7 @@ def reached(nodes: Sequence[Node], address: str, wanted: Wanted) -> Finding:
 
 
 def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
-    """Whether all workers find a place, and whether somebody else holds it now."""
+    """Checks that all workers find a place in the cluster; warns if other programs hold those places now."""
     everything = [node.resources for node in nodes]
     try:
         reservations = reserve(wanted, totals(everything), placement=config.placement, colocated=(ROLLOUT, TRAINER))
@@ -153,7 +156,7 @@ def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> 
 
 
 def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
-    """The memory of the smallest GPU against the plan."""
+    """Compares the memory plan with the smallest GPU."""
     pooled = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
     if config.rollout.engine == "vllm_omni":
         del pooled[ROLLOUT]
@@ -170,7 +173,7 @@ def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
 
 
 def told_here(asked: Asked) -> Machine:
-    """This machine, its GPUs as torch sees them where nvidia-smi does not say, or shows more than a run may use."""
+    """Returns this machine; its GPUs are torch's if nvidia-smi shows none or CUDA_VISIBLE_DEVICES limits them."""
     told = facts(asked)
     if not told["gpus"] or VISIBLE_DEVICES in os.environ:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -180,7 +183,7 @@ def told_here(asked: Asked) -> Machine:
 
 
 def modules_of(config: Config) -> list[str]:
-    """Modules that the configuration names as `pkg.module:attr`: every worker imports them."""
+    """Returns the modules that the configuration names as `pkg.module:attr`; every worker imports them."""
     terms = [*config.reward.terms.values(), *config.evaluate.reward.terms.values()]
     named = [config.model.family, config.model.tiny.family, config.algorithm.name, *(term.name for term in terms)]
     return sorted({name.partition(":")[0] for name in named if name is not None and ":" in name})
@@ -195,21 +198,24 @@ def _store(node: Node) -> float:
 
 
 def silent(node: Node, error: Exception) -> Finding:
-    """A node that cannot say what it is: most often it has no async_flowrl."""
+    """Finding on a node that cannot run `facts`; usually async_flowrl is not installed there."""
     advice = "install this package there, in the same environment, and start Ray from it"
     return Finding(f"node {node.name}", FAILED, f"{type(error).__name__}: {first(error)}", advice)
 
 
 @contextmanager
 def marked(folder: str) -> Iterator[tuple[str, str]]:
-    """A file beside where the run directory is or will be, and its text, by which nodes know that it is shared."""
+    """Context with a temporary file in the run directory or its nearest existing parent; yields its path and its text.
+
+    A node that can read the text shares the folder. Yields two empty strings if the file cannot be written.
+    """
     place = Path(folder)
     while not place.is_dir():
         place = place.parent
     text = secrets.token_hex(16)
     try:
         mark = tempfile.NamedTemporaryFile("w", prefix=".async_flowrl_doctor_", dir=place)  # noqa: SIM115
-    except OSError:  # a folder of others, or a file system that is read-only: the finding on the run directory says it
+    except OSError:  # not writable; the finding on the run directory reports that
         yield "", ""
         return
     with mark:

@@ -1,7 +1,8 @@
-"""Check `transports`: an adapter's delivery, in this process on the device and between two of Ray's actors.
+"""Check `transports`: delivery of LoRA weights inside this process on the device, and between two processes of Ray.
 
-Between actors it is `python -m checkpoint_engine.benchmark`: staged, sealed, sent, verified and acknowledged, beside
-the raw primitive. NCCL needs a device per process; on one device it opens a group whose only member is the sender.
+A delivery stages a version (copies it for sending), seals it (computes digests), sends it, verifies it and activates
+it. Between processes, `python -m checkpoint_engine.benchmark` times this and the transport alone. NCCL needs one device
+per process; on a single device only a group with one member is opened.
 """
 
 import json
@@ -28,9 +29,9 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_
 MEGABYTE = 10**6
 TENSORS = 32
 DEVICE_COPIES = 8
-"""Payload-sized buffers on a device at most: sender and receiver share it in the first part."""
+"""Largest number of payload-sized buffers on a device; sender and receiver share it in the first part."""
 HOST_COPIES = 16
-"""Payload-sized buffers in host memory at most, Ray's object store among them."""
+"""Largest number of payload-sized buffers in host memory, Ray's object store included."""
 OPEN_SECONDS = 60.0
 OTHERS = "needed for that transport alone"
 ADVICE = {
@@ -42,7 +43,7 @@ ADVICE = {
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """The device's own part of a delivery, each group of one, and each transport between two processes."""
+    """Yields the delivery on the device, a group of one per NCCL transport, and each transport between processes."""
     size = megabytes(setting)
     until = time.monotonic() + seconds
     yield on_the_device(size, setting.sizes.rounds)
@@ -53,20 +54,20 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def megabytes(setting: Setting) -> float:
-    """Of the adapter that is delivered: the sizes' own, or what the device and the host have room for."""
+    """Size of the delivered LoRA in MB: that of the sizes, or less if the device or the host lacks room."""
     free = torch.cuda.mem_get_info(0)[0] / DEVICE_COPIES
     host = psutil.virtual_memory().available / HOST_COPIES
     return float(round(min(setting.sizes.adapter_megabytes, free / MEGABYTE, host / MEGABYTE), 1))
 
 
 def adapter(size: float) -> dict[str, torch.Tensor]:
-    """32 float32 tensors on the first device, of so many megabytes together."""
+    """32 float32 tensors on the first device, of `size` MB together."""
     rows = max(1, int(size * MEGABYTE) // (TENSORS * 64 * 4))
     return {f"t{i:02d}": torch.full((rows, 64), float(i), device="cuda:0") for i in range(TENSORS)}
 
 
 def on_the_device(size: float, rounds: int) -> Finding:
-    """Staging (what a trainer waits for), sealing, receiving and activating (what a rollout waits for), by events."""
+    """Times the parts of a delivery: stage (the trainer waits), seal, receive, and activate (the rollout waits)."""
     source = adapter(size)
     publisher = Publisher(source, retain=1)
     receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in source.items()}, capacity=1)
@@ -97,7 +98,7 @@ def hand_over(publisher: Publisher, receiver: Receiver, version: int) -> None:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the device is done."""
+    """Seconds until the device has finished."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     work()
@@ -106,7 +107,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def alone(transport: str, size: float) -> Finding:
-    """Opens a group whose only member is the sender, and broadcasts to nobody: the library loads and answers."""
+    """Opens a group whose only member is the sender and broadcasts in it: shows that the library loads and answers."""
     name = f"group of one by {transport}"
     if (missing := lacking(transport)) is not None:
         return Finding(name, SKIPPED, missing, OTHERS)
@@ -129,7 +130,7 @@ def alone(transport: str, size: float) -> Finding:
 
 
 def lacking(transport: str) -> str | None:
-    """Why a transport's library cannot be used here; None where it can."""
+    """Returns why a transport's library cannot be used here; None if it can."""
     try:
         resolve_transport(transport, "cuda")
     except ValueError as error:
@@ -138,7 +139,7 @@ def lacking(transport: str) -> str | None:
 
 
 def between_actors(setting: Setting, transport: str, size: float, seconds: float) -> Finding:
-    """One sender and one receiver, each in a process and, with NCCL, on a device of its own."""
+    """Times a sender and a receiver in two processes, with NCCL on two devices."""
     name = f"transport {transport}"
     if transport in (NCCL, PYNCCL) and setting.devices < 2:
         return Finding(name, SKIPPED, "NCCL refuses two processes on one device", "needs two devices")
@@ -160,7 +161,7 @@ def between_actors(setting: Setting, transport: str, size: float, seconds: float
 
 
 def delivered(name: str, result: Mapping[str, Any], advice: str) -> Finding:
-    """What the benchmark measured, in GB/s."""
+    """Turns the benchmark's result into a finding, in GB/s."""
     if not result["cells"]:
         return Finding(name, SKIPPED, "; ".join(result["skipped"]), "not measured")
     (cell,) = result["cells"]

@@ -1,7 +1,9 @@
-"""python -m async_flowrl.evaluate RUN_OR_LORA: rewards before and after training, in a fresh pipeline.
+"""Evaluation after training: rewards of the base model and of the trained weights, in a new diffusers pipeline.
 
-Nothing of the training loop takes part but the rewards: diffusers' own pipeline loads the weights and makes the images,
-from the same initial noises before and after. With a run's own evaluation seed they are those of its evaluations.
+python -m async_flowrl.evaluate RUN_OR_LORA
+
+Of the training loop only the rewards take part. diffusers' own pipeline loads the weights and makes the images, from
+the same initial noises before and after. With the run's evaluation seed, these are the noises of the run's own evaluations.
 """
 
 from async_flowrl.evaluate.command import main

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.evaluate."""
+"""Entry point of `python -m async_flowrl.evaluate`."""
 
 import sys
 

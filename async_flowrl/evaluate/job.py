@@ -1,4 +1,7 @@
-"""An evaluation job: weights, prompts, rewards and noises, from a run's configuration or from the command line."""
+"""Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
+
+command.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
+"""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -20,14 +23,18 @@ from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt, Resolution
 
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
-"""Where a score comes from: `--reward`, or a run's trained or held-out terms."""
+"""Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""
 TOTAL = "reward"
 """Name of the weighted sum of a run's trained terms."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`terms` are scored one by one; `kinds` says of each where it comes from. `config` says how images are sampled."""
+    """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own.
+
+    `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
+    `lora` None means that only the base model is measured.
+    """
 
     config: Config
     trained_weights: Path | None
@@ -36,19 +43,20 @@ class Job:
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
     chosen: str
-    """Which prompts they are, in words."""
+    """Description of the prompts in words, for the table."""
     seeds: tuple[int, ...]
+    """Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt."""
     one_size: bool = False
-    """Every image has `rollout.resolution`, whatever its prompt brings."""
+    """True if every image has `rollout.resolution`, even if its prompt has a size of its own."""
 
     def resolution(self, place: int) -> Resolution:
-        """Of the images of a prompt, as the run's own evaluations make them."""
+        """Size of the images of the prompt at index `place`, as in the run's own evaluations."""
         own = None if self.one_size else self.prompts[place].resolution
         return evaluation_resolution(self.config, place) if own is None else own
 
     @property
     def reward(self) -> RewardConfig:
-        """The run's settings of rewards, with the terms that are asked for."""
+        """The run's reward settings, with the terms of this job."""
         return replace(self.config.reward, terms=dict(self.terms))
 
     @property
@@ -57,17 +65,21 @@ class Job:
 
     @property
     def trained(self) -> dict[str, float]:
-        """Weights of the terms whose sum is `reward`."""
+        """Weights of the trained terms, whose weighted sum is the score `reward`."""
         return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
 
 
 def job_of_run(config: Config, trained: Path | None) -> Job:
-    """What the run's last evaluation measured: its prompts, noises, trained and held-out terms. Raises ValueError."""
+    """Returns the job that repeats a run's last evaluation: its prompts, noises, trained and held-out terms.
+
+    `trained` is the LoRA or transformer that the run has written. Raises ValueError if the rewards or prompts cannot be
+    used.
+    """
     return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
 
 
 def job_of(given: Namespace) -> Job:
-    """What the command line asks for. Raises ValueError, one sentence, for what cannot be evaluated."""
+    """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
     for name in ("images", "seeds", "steps", "max_prompts"):
         if (value := getattr(given, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -110,8 +122,10 @@ def _job(
 
 
 def _origin(given: Namespace) -> tuple[Config, Path]:
-    """The run's configuration, or one that suits the model, and what was trained. `data.train` is empty where no run
-    is."""
+    """Returns the run's configuration, or one that suits the model, and what was trained.
+
+    `data.train` is empty if there is no run.
+    """
     source: Path = given.source.expanduser()
     ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
     trained: Path = source if ran is None else RunDirectory(source).trained(ran.tune)
@@ -148,7 +162,7 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
 
 
 def _sampling(config: Config, given: Namespace) -> None:
-    """What the command line says of the images, put into the configuration."""
+    """Writes the sampling options of the command line into the configuration."""
     evaluate, rollout = config.evaluate, config.rollout
     evaluate.seed = evaluate.seed if given.seed is None else given.seed
     evaluate.images_per_prompt = given.images or evaluate.images_per_prompt
@@ -171,7 +185,7 @@ def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
 
 
 def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
-    """A run's term of that name with its options, a registered reward, or `pkg.module:attr`, which is then `attr`."""
+    """Returns the terms of `--reward` by name: a run's term, a registered reward, or `pkg.module:attr` as `attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
     for name in names:
         key = name.rpartition(":")[2]
@@ -182,12 +196,12 @@ def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, t
 
 
 def _file(config: Config, file: str, *, needs_target: bool = False) -> tuple[Sequence[Prompt], str]:
-    """All prompts of a file, in its order, and which they are, in words."""
+    """Returns all prompts of a file, in its order, and their description in words."""
     alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
     return load_data(alone, needs_target=needs_target).train, f"of {file}"
 
 
 def _held_out(config: Config, needs_target: bool) -> tuple[Sequence[Prompt], str]:
-    """Those of the run's evaluations."""
+    """Returns the prompts of the run's evaluations and their description in words."""
     data = load_data(config.data, needs_target=needs_target)
     return data.evaluation, data.chosen

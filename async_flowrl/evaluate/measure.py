@@ -1,4 +1,7 @@
-"""Images of the base model and with trained weights from the same noises, their scores, and what they say."""
+"""Measurement of an evaluation `Job`: makes images of the base model and of the trained one, scores and compares them.
+
+Both start from the same initial noises. `evaluate` is the entry point and returns a `Comparison`.
+"""
 
 import asyncio
 import logging
@@ -31,14 +34,16 @@ from async_flowrl.types import ByteArray, Prompt, Resolution
 logger = logging.getLogger(__name__)
 
 SHOWN_PROMPTS, SHOWN_IMAGES = 4, 4
-"""In the picture: the first prompts, and the first images of each."""
+"""Numbers of prompts, and of images per prompt, that the picture shows: the first of each."""
 Images = dict[int, ByteArray]
+"""Index of a prompt in the job to its images, uint8 [n, H, W, 3]."""
 ByPrompt = dict[int, tuple[float, ...]]
+"""Index of a prompt in the job to its scores, one per image."""
 
 
 @dataclass
 class Scored:
-    """Of one model: by score and prompt (its place in the job) the numbers, one per image, and images to show."""
+    """Measurements of one model: scores by name and prompt, and the images to show."""
 
     scores: dict[str, ByPrompt] = field(default_factory=dict)
     images: Images = field(default_factory=dict)
@@ -46,9 +51,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after, paired by prompt and noise; without trained weights there is only `before`.
+    """One score before and after, paired by prompt and initial noise; without trained weights only `before`.
 
-    `improved` is the share of images whose score is better than that of the base model's image of the same noise.
+    `kind` is its origin (`Job.kinds`).
+
+    Without a LoRA `after`, `difference` and `improved` are None. `improved` is the share of images (0..1) that score
+    better than the base model's image of the same noise; for a negative weight lower is better. `scores` has the keys
+    "before" and "after".
     """
 
     kind: str
@@ -62,9 +71,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured: a row per score, over the prompts that have it before and after.
+    """Result of an evaluation: one row per score, over the prompts that have the score both before and after.
 
-    `missing` names scores of terms that are not required and that no prompt has before and after.
+    `before` and `after` are the images to show. `missing` names the scores without any such prompt; their terms are not
+    required.
     """
 
     job: Job
@@ -75,10 +85,11 @@ class Comparison:
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
-    """Makes and scores the images of the base model, then, given trained weights, those with it.
+    """Makes and scores images of the base model and then, if the job has trained weights, images with them.
 
-    Raises ValueError, one sentence, where they do not fit, where the model cannot make images of a size, and
-    where a score has none of the prompts.
+    Raises ValueError with one sentence if they do not fit, the model cannot make a size, a prompt has no score (unless
+    `reward.on_error=skip`), or a required score, or every score, is missing for all prompts. Raises ServerLost if the
+    server of a reward fails.
     """
     check_sizes(job)
     settings = from_config(job.config)
@@ -88,7 +99,7 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
 
 
 def check_sizes(job: Job) -> None:
-    """Raises ValueError, naming the prompt that brings it, for a size that the model cannot make."""
+    """Raises ValueError if the model cannot make an image's size; the message names the prompt that brings the size."""
     model = resolve_model(job.config.model)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
     for size, place in sorted(places.items(), key=lambda each: each[1]):
@@ -110,7 +121,7 @@ async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -
 
 
 def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
-    """A row per score. Raises ValueError where a required term has none, and where nothing has one."""
+    """Compares measurements, one row per score. Raises ValueError if a required term, or every score, has no row."""
     names = [*job.terms, *([TOTAL] if job.trained else [])]
     missing = tuple(name for name in names if not _common(name, before, after))
     required = [name for name in missing if name in job.terms and job.terms[name].required]
@@ -123,13 +134,13 @@ def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
 
 
 def _common(name: str, before: Scored, after: Scored | None) -> list[int]:
-    """The prompts that have the score before and, given trained weights, after."""
+    """Indices of the prompts that have the score before and, with trained weights, after."""
     first = before.scores.get(name, {})
     return sorted(first if after is None else first.keys() & after.scores.get(name, {}).keys())
 
 
 def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
-    """The statistics of one score, which at least one prompt has before and after."""
+    """Computes the row of one score, which at least one prompt must have before and after."""
     common = _common(name, before, after)
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
@@ -145,7 +156,7 @@ def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
 
 
 async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Servers) -> Scored:
-    """Without the prompts whose reward failed, where `reward.on_error` is skip."""
+    """Measures one model. With `reward.on_error=skip`, prompts without a score are left out."""
     config = job.config
     policy = family_of(pipeline, config.model.family).around(
         pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
@@ -157,7 +168,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
             parts = []
             for seed in job.seeds:
                 made = partial(_images, pipeline, policy, job, prompt, place, seed)
-                # Beside servers in a thread: they are looked after by this one.
+                # In a thread, because the event loop of this thread must keep watching the servers.
                 parts.append(made() if isinstance(servers, NoServers) else await asyncio.to_thread(made))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
@@ -178,7 +189,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
-    """Images uint8 [n, H, W, 3] of one prompt and one seed."""
+    """Makes images uint8 [n, H, W, 3] of one prompt with one seed."""
     settings = from_config(job.config)
     size = job.resolution(place)
     settings = replace(settings, sampling=replace(settings.sampling, resolution=size))
@@ -190,14 +201,14 @@ def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int,
 
 
 def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: int) -> Tensor:
-    """Initial latents [n, ...] in the family's layout; with `evaluate.seed`, those of a run's evaluations."""
+    """Initial latents [n, ...] in the model family's layout; `evaluate.seed` gives those of a run's evaluations."""
     shape = policy.latent_shape(size)
     seeds = [derive(seed, "evaluation", place, image) for image in range(config.evaluate.images_per_prompt)]
     return torch.stack([torch.randn(shape, generator=generator(each)) for each in seeds])
 
 
 def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
-    """The prompt as the pipeline takes it: as text, or as embeddings where it brings more than that."""
+    """Returns the prompt's text, or None and embeddings if it has a system prompt or token ids; and more options."""
     like = next(policy.transformer.parameters())
     options: dict[str, Any] = {}
     if prompt.negative_token_ids is not None:

@@ -1,4 +1,4 @@
-"""The scores of one prompt's images: terms that fail are asked again, as in a run."""
+"""Scoring of one prompt's images in an evaluation, with retries as in a run."""
 
 import asyncio
 from concurrent.futures import Executor
@@ -20,9 +20,10 @@ async def scored(
     prompt: Prompt,
     images: ByteArray,
 ) -> Scores:
-    """Scores of images uint8 [n, H, W, 3]; a term is asked again as often as `reward.retries` says.
+    """Returns the scores of images uint8 [n, H, W, 3] by all terms of `config`.
 
-    Raises RewardError if a required term fails for good, or all terms do.
+    A term that fails is tried again up to `reward.retries` times. Raises RewardError if a required term, or every term,
+    still has no score.
     """
     parts: list[Scores] = []
     asked = tuple(config.terms)

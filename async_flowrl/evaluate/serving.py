@@ -1,4 +1,4 @@
-"""The servers of rewards that have some, beside an evaluation: as in a run, in pools of this process, one per term."""
+"""Reward servers of an evaluation: terms with `serve` get one server each, started in this process's own pools."""
 
 import logging
 import os
@@ -25,30 +25,31 @@ logger = logging.getLogger(__name__)
 
 
 class Quiet:
-    """An observer that keeps nothing: what matters is in the log."""
+    """Observer of the servers that records nothing; the log has what a user needs."""
 
     def now(self) -> float:
         return 0.0
 
     def event(self, event: str, **fields: Any) -> None:
-        """Not kept."""
+        """Ignored."""
 
     def state(self, worker: str, state: str) -> None:
-        """Not kept."""
+        """Ignored."""
 
 
 @asynccontextmanager
 async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[Servers]:
-    """Starts them, says to the reward where they are, and stops them, whatever ends the body.
+    """Context that starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
 
-    Raises ServerLost for one that does not come up, or dies too often; what they wrote is then kept, and named.
+    Without served terms it yields `NoServers` and starts nothing. Raises ServerLost if a server does not start or dies
+    too often; the folder with the servers' output, which the log names, is then kept.
     """
     if not any(term.serve for term in job.terms.values()):
         yield NoServers()
         return
     folder = Path(tempfile.mkdtemp(prefix="async-flowrl-evaluate-"))
     config = _config(job, folder, device)
-    threads = torch.get_num_threads()  # local workers set this process's
+    threads = torch.get_num_threads()  # a local worker sets the thread count of this process: keep it
     pools = [replace(pool, threads=threads) for pool in server_pools(config)]
 
     def told(addresses: Mapping[str, Addresses]) -> None:
@@ -65,7 +66,7 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
 
 def _config(job: Job, folder: Path, device: str) -> Config:
-    """The job's terms with one server each, as the terms of a run in `folder` on this machine."""
+    """Returns a configuration with one server per served term, for a local run in `folder`."""
     free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
     terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
     config = job.config
@@ -79,15 +80,15 @@ def _config(job: Job, folder: Path, device: str) -> Config:
 
 
 def _visible(count: int) -> list[str]:
-    """What the devices of this process are called in CUDA_VISIBLE_DEVICES: it may itself have been shown but some."""
+    """Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them."""
     shown = os.environ.get(VISIBLE_DEVICES)
     return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
 
 
 def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
-    """With one server, on GPUs that are taken from `free`: the first one makes the images.
+    """Returns the term with one server, on GPUs taken from `free`, which lacks the GPU that makes the images.
 
-    Raises ValueError where there are too few.
+    Raises ValueError if there are too few GPUs.
     """
     serve = term.serve
     assert serve is not None

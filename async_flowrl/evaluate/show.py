@@ -1,4 +1,4 @@
-"""A comparison as a table, as JSON and as a picture."""
+"""Output of a `Comparison`: table, JSON and picture."""
 
 import json
 from dataclasses import asdict
@@ -17,13 +17,13 @@ from async_flowrl.types import Resolution
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
 _MAX_SIDE = 256
-"""Pixels of a shown image's side."""
+"""Largest side of a shown image in pixels."""
 _MAX_SCORES = 4
-"""Lines below it."""
+"""Largest number of score lines below an image."""
 
 
 def table(found: Comparison) -> Table:
-    """A row per score: means ± half of their 95 % intervals before and after, the paired difference with its own."""
+    """One row per score: means ± half their 95 % intervals before and after, and the paired difference likewise."""
     job, how = found.job, from_config(found.job.config).sampling
     sizes = sizes_of(found)
     title = (
@@ -41,7 +41,7 @@ def table(found: Comparison) -> Table:
 
 
 def sizes_of(found: Comparison) -> list[Resolution]:
-    """Of the images, smallest first."""
+    """Sizes of the images, smallest first."""
     sizes = {found.job.resolution(place) for place in range(len(found.job.prompts))}
     return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
 
@@ -63,7 +63,7 @@ def _difference(found: Estimate) -> str:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """Every number, with the settings that they belong to."""
+    """Returns every number of the comparison and the settings that produced it."""
     job, how = found.job, from_config(found.job.config).sampling
     sizes = sizes_of(found)
     scored = min(row.before.prompts for row in found.rows.values())
@@ -75,7 +75,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "scored": scored,
         "images_per_prompt": job.images_per_prompt,
         "seeds": list(job.seeds),
-        # One size as it is written; several are height and width each: [448, 576] is one image's, and not two squares'.
+        # A single size is written as in the configuration, so [448, 576] is one height and width. Several sizes are
+        # written as a list of (height, width).
         "resolution": sizes[0] if len(sizes) == 1 else [height_width(size) for size in sizes],
         "num_inference_steps": how.num_inference_steps,
         "true_cfg_scale": how.true_cfg_scale,
@@ -86,7 +87,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
 
 
 def picture(found: Comparison) -> Image.Image:
-    """The first prompts' first images before and after, with their scores below."""
+    """Draws the first images of the first prompts before and after, with their scores below."""
     places = sorted(found.before)
     sides = [("before", found.before), *([("after", found.after)] if found.after else [])]
     columns = [(title, [images[place] for place in places]) for title, images in sides]
@@ -96,7 +97,7 @@ def picture(found: Comparison) -> Image.Image:
 
 
 def _captions(found: Comparison, side: str, place: int) -> list[list[str]]:
-    """For each image a line per score; of several terms' sum there is none."""
+    """Returns, for each image, one line per score; the weighted sum is left out."""
     rows = [(name, row) for name, row in found.rows.items() if name != TOTAL][:_MAX_SCORES]
     scores = [(name, row.scores[side][place]) for name, row in rows if place in row.scores[side]]
     count = min(SHOWN_IMAGES, found.job.images_per_prompt)
@@ -104,7 +105,7 @@ def _captions(found: Comparison, side: str, place: int) -> list[list[str]]:
 
 
 def write(found: Comparison, folder: Path) -> list[Path]:
-    """Writes evaluation.json and before_after.png into `folder`."""
+    """Writes evaluation.json and before_after.png into `folder` and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS).write_text(json.dumps(as_json(found), indent=2) + "\n")
     picture(found).save(folder / GRID, format="PNG", optimize=True)

@@ -1,9 +1,14 @@
-"""python -m async_flowrl.export SOURCE OUT: a folder to publish, with a model card.
+"""Export of trained weights: a folder to publish, with a model card.
+
+python -m async_flowrl.export SOURCE OUT
 
 Of a LoRA it holds files for diffusers and PEFT; of a run with tune=full, the whole pipeline, or its transformer.
 
-A folder saved by PEFT's own `save_pretrained` does not do for diffusers: its names start with `base_model.model.`,
-diffusers matches none of them, warns, and generates with the untouched base model.
+python -m async_flowrl.export SOURCE OUT
+
+`export` and `save_lora` are the Python entry points. A folder that PEFT's `save_pretrained` wrote does not work in
+diffusers: its names start with `base_model.model.`, diffusers matches none of them, warns, and generates with the base
+model.
 """
 
 from importlib import import_module
@@ -18,7 +23,7 @@ _WHERE = {"export": "source", "main": "command", "save_lora": "source"}
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is asked for, so that the command can say what is wrong with its arguments before it loads torch."""
+    """Imports a public name on first use, so that the command can check its arguments before torch is imported."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

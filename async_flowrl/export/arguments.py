@@ -1,12 +1,12 @@
-"""The arguments of the export, known without torch."""
+"""Arguments of `python -m async_flowrl.export`; importing this module does not import torch."""
 
 import argparse
 from pathlib import Path
 
 FORMS = ("comfyui", "kohya")
-"""What `--format` takes: the names under which `policies/lora_formats.py` keeps them."""
+"""Choices of `--format`: the names of file layouts in `policies/lora_formats.py`."""
 WHAT = ("pipeline", "transformer")
-"""What `--merged` writes whole."""
+"""Choices of `--merged`: the part of the model that is written with the LoRA in its weights."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The model card of what is exported: README.md with the Hub's front matter, from the run's own records."""
+"""Model card of what is exported: README.md with the Hub's front matter, written from the run's own records."""
 
 import hashlib
 import json
@@ -21,21 +21,21 @@ from async_flowrl.policies.stored import FOLDER as WHOLE
 README = "README.md"
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
 RESULTS, RESULTS_GRID = "evaluation.json", "before_after.png"
-"""What `python -m async_flowrl.evaluate … --out FOLDER` leaves in FOLDER."""
+"""Files that `python -m async_flowrl.evaluate … --out FOLDER` writes into FOLDER."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What the person who exports adds. `files` are the other files of the folder, by name, with what they are."""
+    """Additions to the card: `files` maps further files of the folder to a description of each."""
 
     files: Mapping[str, str]
     licence: str | None = None
     evaluation: Path | None = None
-    """A folder that `python -m async_flowrl.evaluate` wrote."""
+    """Folder that `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations."""
 
 
 def write_card(out: Path, source: Source, extras: Extras) -> Path:
-    """Writes README.md and its pictures into `out`. Raises ValueError where `extras.evaluation` is no evaluation."""
+    """Writes README.md and its pictures into `out`. Raises ValueError if `extras.evaluation` is not such a folder."""
     from huggingface_hub import ModelCard, ModelCardData
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
@@ -103,7 +103,7 @@ def _training(source: Source) -> list[str]:
 
 def _sizes(config: Config) -> str:
     sizes = ", ".join(in_pixels(size) for size in configured(config.rollout))
-    # The prompts may be elsewhere by now; lines of text bring no sizes.
+    # The prompt file may no longer exist, so only its name is used; a .txt file cannot give prompts a size.
     return sizes if config.data.train.endswith(".txt") else f"{sizes} where a prompt brings no size of its own"
 
 
@@ -118,7 +118,7 @@ def _evaluation_prompts(config: Config) -> str:
 
 
 def _results(out: Path, source: Source, extras: Extras) -> list[str]:
-    """Scores before and after, the curve, and pictures: of an evaluation made afterwards, or else of the run's own."""
+    """Scores before and after, the curve and pictures: from `extras.evaluation` if given, else from the run."""
     parts = []
     records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
     if extras.evaluation is not None:
@@ -136,7 +136,7 @@ def _results(out: Path, source: Source, extras: Extras) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """What `async_flowrl.evaluate` wrote into a folder. Raises ValueError where it is no such folder."""
+    """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
         for name, each in found["rewards"].items():
@@ -148,7 +148,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, out: Path) -> str:
-    """The table of a folder that `async_flowrl.evaluate` wrote, whose picture is copied."""
+    """Returns the table of an evaluation folder and copies its picture."""
     found = read_results(folder)
     rows = [_row(name, each) for name, each in found["rewards"].items()]
     if (folder / RESULTS_GRID).is_file():
@@ -165,7 +165,7 @@ def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
-    """What the run's own evaluations say of the exported weights; their picture is drawn beside."""
+    """Returns a table from the run's own evaluations of the exported version, or None if they cannot be compared."""
     now = next((e for e in records if not e.baseline and e.version == source.step), None)
     before = first_comparable(records, now) if now is not None else None
     if now is None or before is None:
@@ -183,7 +183,7 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
 
 
 def draw_grid(out: Path, source: Source) -> None:
-    """The run's pictures of the base model and of the exported version, where it drew both."""
+    """Draws images of the base model beside those of the exported version, if the run drew both."""
     if source.run is not None and source.step is not None:
         write_grid(out / GRID, source.run / "images", last=source.step)
 
@@ -237,7 +237,7 @@ def _reproduction(source: Source) -> list[str]:
 
 
 def _command(run: Path) -> str:
-    """The configuration's name and the overrides as typed, without the folder they were written to."""
+    """Returns the configuration's name and the overrides as typed, without the output folder and `resume`."""
     recorded = run / ".hydra" / "overrides.yaml"
     typed = [str(each) for each in OmegaConf.load(recorded)] if recorded.is_file() else []
     own = run / ".hydra" / "hydra.yaml"
@@ -259,6 +259,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
+    """SHA-256 of a file in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

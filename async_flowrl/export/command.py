@@ -1,4 +1,4 @@
-"""The command line of the export."""
+"""Command line of `python -m async_flowrl.export`."""
 
 import argparse
 import logging
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments and files."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def publish(given: argparse.Namespace) -> list[Path]:
-    """Writes the folder that the arguments ask for; returns what is in it. Refuses before it writes where it can.
+    """Writes the folder that the arguments ask for; returns the paths it wrote.
 
-    Raises ValueError, one sentence.
+    Raises ValueError with one sentence. Arguments are checked before anything is written, as far as possible.
     """
     out: Path = given.out.expanduser()
     source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)

@@ -1,7 +1,7 @@
-"""The base model with the LoRA added into its weights, as `from_pretrained` loads it: W + alpha / rank · B A.
+"""Writes the base model with the LoRA merged into its weights, W + alpha / rank · B A, for `from_pretrained`.
 
-The files are copied, and in the copies the adapted matrices are overwritten one by one where they lie: besides one
-matrix nothing is held in memory, however large the model.
+The model's files are copied, and the adapted matrices are overwritten in the copies one by one. Only one matrix at a
+time is in memory, however large the model is.
 """
 
 import json
@@ -20,24 +20,24 @@ from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import resolve_model
 
 MERGED, TRANSFORMER = "merged", "transformer"
-"""What is written: the whole pipeline, or its transformer alone (in a folder of that name, too)."""
+"""Folder that is written, and the folder of the transformer inside it."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A matrix in a file: its first byte's position."""
+    """Position of a matrix: a file and the offset of its first byte."""
 
     file: Path
     offset: int
 
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
-    """Writes `out`/merged and returns it, whole or not at all.
+    """Writes the folder `out`/merged and returns it; after an error no part of it remains.
 
-    Raises ValueError, one sentence, where the model is not there or has not the adapted layers as plain matrices, where
-    the disk is too small, and where the folder exists.
+    `what` is "pipeline" or "transformer". Raises ValueError with one sentence if the model is not found, lacks an
+    adapted layer as a plain matrix, the disk is too small, or the folder exists.
     """
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     if target.exists():
@@ -72,7 +72,7 @@ def _folder(model: ModelConfig, what: str) -> Path:
 
 
 def _places(folder: Path) -> Mapping[str, _Place]:
-    """Every tensor of the transformer's safetensors files by name."""
+    """Positions of all tensors in the transformer's safetensors files, by name."""
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -106,13 +106,13 @@ def _check(places: Mapping[str, _Place], lora: LoraFile, base: Path) -> None:
 
 
 def _update(lora: LoraFile, module: str) -> Tensor:
-    """alpha / rank · B A, float32 [out, in]."""
+    """Returns alpha / rank · B A, float32 [out, in]."""
     a, b = lora.tensors[f"{module}.lora_A.weight"].float(), lora.tensors[f"{module}.lora_B.weight"].float()
     return (b @ a) * (lora.alpha / lora.rank)
 
 
 def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
-    """Overwrites one matrix in its file, summed in float32 and rounded once to its own dtype."""
+    """Adds `update` to one matrix in its file: summed in float32, then rounded once to the matrix's dtype."""
     with safe_open(file, framework="pt") as opened:
         weight: Tensor = opened.get_tensor(name)
     if weight.dtype not in _DTYPES:

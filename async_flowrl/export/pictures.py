@@ -1,4 +1,4 @@
-"""Pictures of a model card: the curve of a run, and its first and last evaluation side by side."""
+"""Pictures for a model card: the reward curve of a run, and the images of its first and an exported version."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,14 @@ from async_flowrl.observability.metrics import Metrics
 
 CURVE, GRID = "curve.png", "before_after.png"
 _GAP = 16
-"""Pixels between two sheets."""
+"""Pixels between the two images."""
 
 
 def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> Path | None:
-    """The training reward by step, and the evaluations' with their 95 % intervals; None where there is neither."""
+    """Draws the training reward by step, and the evaluations with their 95 % intervals.
+
+    Returns `path`, or None, without a file, if there is neither.
+    """
     from matplotlib.figure import Figure
 
     trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]
@@ -41,9 +44,9 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
 
 
 def write_grid(path: Path, images: Path, *, last: int) -> Path | None:
-    """The pictures that a run drew of the weights it began with and of version `last`, beside each other.
+    """Puts the pictures that a run drew of version 0 and of version `last` side by side.
 
-    None where the run has not both.
+    Returns `path`, or None, without a file, if one of the two is missing or `last` is 0.
     """
     before, after = (images / f"step_{version:06d}.png" for version in (0, last))
     if last == 0 or not before.is_file() or not after.is_file():

@@ -1,4 +1,4 @@
-"""The source of an export: what a checkpoint or a run trained, or a LoRA of any format, and what is known of it."""
+"""Source of an export: what a checkpoint or a run trained, or a LoRA file in any known format, and its origin."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +19,15 @@ from async_flowrl.training.checkpoint import MANIFEST, checkpoint_step, find_che
 from async_flowrl.types import FloatArray
 
 PEFT = "peft"
-"""The folder of PEFT's files inside an exported one."""
+"""Folder of PEFT's files inside an exported folder."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A LoRA, or a transformer's trained tensors, with their origin. `run` is None for a LoRA of somebody else's,
-    `step` where no checkpoint was read."""
+    """A LoRA, or a transformer's trained tensors, with their origin. `model` is the base model, None if unknown.
+
+    `config` and `run` are None for a LoRA that is not of a run; `step` is None if no checkpoint was read.
+    """
 
     weights: LoraFile | Mapping[str, Tensor]
     model: ModelConfig | None
@@ -33,7 +35,7 @@ class Source:
     run: Path | None
     step: int | None
     part: str = "weights"
-    """`weights` as trained, or `ema`, their average."""
+    """`weights`, the trained weights, or `ema`, their moving average."""
 
     @property
     def lora(self) -> LoraFile:
@@ -49,10 +51,10 @@ class Source:
 
 
 def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
-    """A run directory's newest sound checkpoint, one of its checkpoints, or a LoRA file or folder.
+    """Reads the newest valid checkpoint of a run directory, a single checkpoint, or a LoRA file or folder.
 
-    With `average`, the EMA of the weights where the run kept one. `base` is a name or folder of the base model that
-    takes the place of the one that is known. Raises ValueError, one sentence.
+    `average` prefers the moving average (EMA) of the weights, if the run kept one. `base`, a name or folder, replaces
+    the known base model. Raises ValueError with one sentence if nothing can be read.
     """
     checkpoint = _checkpoint(path)
     if checkpoint is None:
@@ -73,21 +75,21 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
 
 def family_of(source: Source) -> str:
-    """The model family of the base model. Raises ValueError where none is known, or where it cannot be found."""
+    """Returns the model family of the base model. Raises ValueError if no base model is known or it is not found."""
     if source.model is None:
         raise ValueError("--base is needed: SOURCE does not say which model it is for")
     return resolve_model(source.model).family
 
 
 def write_lora(source: Source, out: Path) -> Path:
-    """diffusers' file in `out` and PEFT's two in `out`/peft; returns diffusers'."""
+    """Writes diffusers' file into `out` and PEFT's two files into `out`/peft; returns the path of diffusers' file."""
     base = source.model.path if source.model is not None else None
     lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
     return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
 
 
 def export(source: Path, out: Path, *, average: bool = True) -> Path:
-    """The LoRA of a checkpoint, a run directory or a file, for diffusers and PEFT; returns diffusers' file.
+    """Writes the LoRA of a checkpoint, run directory or file for diffusers and PEFT; returns diffusers' file.
 
     Raises ValueError as `read_source` does.
     """
@@ -97,9 +99,10 @@ def export(source: Path, out: Path, *, average: bool = True) -> Path:
 def save_lora(
     folder: Path | str, source: nn.Module | Mapping[str, Tensor] | Mapping[str, FloatArray], *, alpha: float
 ) -> Path:
-    """Writes `folder`/pytorch_lora_weights.safetensors with its metadata from a live transformer or from named tensors.
+    """Writes `folder`/pytorch_lora_weights.safetensors from a transformer with a LoRA or from named tensors.
 
-    Names are layout names; the rank is read off the tensors. The file appears whole or not at all.
+    Names are those of the adapter's layout (`lora_parameters`); the rank is the tensors' own. An existing file is
+    always complete. Returns its path.
     """
     if isinstance(source, nn.Module):
         return lora_file.write(Path(folder), lora_parameters(source), alpha=alpha)
@@ -107,7 +110,7 @@ def save_lora(
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path means; None for a LoRA. Raises ValueError where it means neither."""
+    """Returns the checkpoint that a path means, None for a LoRA. Raises ValueError if it is neither."""
     if not path.exists():
         raise ValueError(f"{path} is not a folder or a file; give a run directory, a checkpoint or a LoRA")
     if path.is_file():

@@ -1,4 +1,4 @@
-"""The bottleneck of a run in one sentence, from its events, and what to change to make the run shorter."""
+"""Diagnosis of a run from its events: one sentence that names the bottleneck and what would make the run shorter."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,13 +9,16 @@ from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import Track
 
 MIN_LOST_SHARE = 0.1
-"""Shares of its time below this that a pool loses are not mentioned."""
+"""Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
 MAX_SPLIT_SHARE = 0.97
-"""Another split of the devices is mentioned if steps would take at most this share of their time."""
+"""Another split of the devices is proposed only if a step would take less than this share of its present time."""
 
 
 def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str) -> str:
-    """The bottleneck of a run, from its events and the shape of its step."""
+    """The sentence about a run. `workers` are its tracks (timeline.py), `history` its events.
+
+    `placement` is the setting of that name; a split of devices is proposed only for "separate".
+    """
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
@@ -24,10 +27,7 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = None) -> str:
-    """One sentence from the pools' seconds per state: what to change to make the run shorter.
-
-    `split` (see better_split) is tried first where one of the pools is too small.
-    """
+    """The sentence from `pools` (pool → state → seconds); the advice is `split` (see better_split) if one is given."""
     share = {
         (pool, state): value / sum(seconds.values())
         for pool, seconds in pools.items()
@@ -63,9 +63,9 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
 
 
 def better_split(workers: Sequence[Track], window: Interval) -> str | None:
-    """ "5:3" if so many rollout and trainer devices would do the same work in less time than the ones there were.
+    """The best split of the present devices, e.g. "5:3" for 5 rollout and 3 trainer devices; None if none is better.
 
-    Work is what each pool was busy with; colocated pools have nothing to split.
+    It assumes that the busy seconds of each pool in `window` can be divided evenly over its devices.
     """
     work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
     for track in workers:
@@ -84,7 +84,7 @@ def better_split(workers: Sequence[Track], window: Interval) -> str | None:
 
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
-    """Seconds per pool and state inside the window, from the events; start-up and the end do not count."""
+    """Pool → state → seconds inside `window`, summed over the pool's places."""
     pools: dict[str, dict[str, float]] = {}
     for track in workers:
         seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))
@@ -95,7 +95,7 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
 
 
 def step_window(history: Sequence[Event]) -> Interval:
-    """From the start of the first step to the end of the last; without any step, of all events."""
+    """(start of the first step, end of the last step) in unix seconds; the range of all events if there is no step."""
     steps = [event for event in history if event["event"] == "step"]
     if steps:
         return min(event["started"] for event in steps), max(event["ended"] for event in steps)

@@ -1,4 +1,4 @@
-"""The console of a run: a live panel on a terminal, one plain line per step elsewhere, or nothing (`console`)."""
+"""Console output of a run during training: a live panel, one plain line per step, or nothing (setting `console`)."""
 
 import io
 import os
@@ -16,18 +16,18 @@ from async_flowrl.observability.terminal import say
 from async_flowrl.observability.trackers import Sample
 
 DUMB = ("", "dumb", "unknown")
-"""Values of TERM of what cannot move its cursor."""
+"""Values of the environment variable TERM for terminals that cannot move the cursor."""
 
 
 class Display(Protocol):
-    """A view of a run on the console, from its start to its end."""
+    """Interface of a console view. The run calls `phase` and `watch` itself, and the rest through a Monitor."""
 
     def phase(self, what: str) -> None:
-        """What the run does before it trains."""
+        """Shows what the run is doing before the first step, e.g. "loading the models"."""
         ...
 
     def watch(self, pools: PoolLedger, events: EventLog, peak: float | None) -> None:
-        """What the pools do from now on; `peak` is the FLOP/s of a worker's device, where it is known."""
+        """Called when training begins. `peak` is the peak FLOP/s of one worker's device, None if it is unknown."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
@@ -39,12 +39,12 @@ class Display(Protocol):
     def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None:
-        """Again does nothing."""
+        """Ends the view; may be called more than once."""
         ...
 
 
 class Silent:
-    """Nothing is shown."""
+    """View that shows nothing."""
 
     def phase(self, what: str) -> None: ...
 
@@ -62,7 +62,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """One plain line per step and per evaluation."""
+    """View that prints one plain line per step and per evaluation."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -83,7 +83,7 @@ class Lines(Silent):
 
 
 def step_line(progress: Progress) -> str:
-    """Of the newest step."""
+    """The line of the newest step: reward, skipped tickets, staleness, seconds per step and time left."""
     line = progress.line
     parts = [
         f"step {progress.done}/{progress.total}",
@@ -97,7 +97,10 @@ def step_line(progress: Progress) -> str:
 
 
 def console_of(wanted: str) -> str:
-    """`panel`, `lines` or `quiet`. Raises ConfigError for a panel where it cannot be drawn."""
+    """Resolves the setting `console` to `panel`, `lines` or `quiet`; `auto` is a panel if one can be drawn, else lines.
+
+    Raises ConfigError if a panel is asked for and stdout cannot show one.
+    """
     lacking = lacking_for_panel()
     if wanted == "panel" and lacking is not None:
         raise ConfigError(f"console=panel needs a terminal that it can draw on, but {lacking}: use auto or lines")
@@ -107,14 +110,14 @@ def console_of(wanted: str) -> str:
 
 
 def show_what_can_be_shown() -> None:
-    """From now on stdout and stderr replace characters that they cannot encode, where they would have raised."""
+    """Makes stdout and stderr replace characters that their encoding lacks, instead of raising UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def lacking_for_panel() -> str | None:
-    """Why there can be no panel; None where there can."""
+    """The reason why stdout cannot show a panel; None if it can."""
     if not sys.stdout.isatty():
         return "stdout is none"
     if (term := os.environ.get("TERM", "").lower()) in DUMB:
@@ -123,8 +126,10 @@ def lacking_for_panel() -> str | None:
 
 
 def open_display(config: Config, *, held_out: bool) -> Display:
-    """The view that `console` asks for, of a run that is starting. `held_out`: whether evaluations look at prompts that
-    are not trained. Raises ConfigError."""
+    """Opens the view that the setting `console` asks for; called once when a run starts.
+
+    `held_out` is True if no evaluated prompt is also a training prompt. Raises ConfigError as `console_of` does.
+    """
     kind = console_of(config.console)
     if kind == "quiet":
         return Silent()

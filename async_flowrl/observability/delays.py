@@ -1,4 +1,4 @@
-"""`debug.delays`: seeded waits that reorder what workers finish, to test that timing changes nothing but time."""
+"""Artificial delays (`debug.delays`) for tests: workers finish in another order, and results must stay the same."""
 
 import random
 import time
@@ -8,7 +8,10 @@ from async_flowrl.seeds import derive
 
 
 def debug_delay(delays: DelaysConfig, stage: str, seed: int, *moment: int | str) -> None:
-    """Sleeps up to `delays.<stage>` seconds, drawn from (seed, moment); exactly as long with `delays.constant`."""
+    """Sleeps for a time drawn uniformly from 0 to `delays.<stage>` seconds; for all of it with `delays.constant`.
+
+    The draw depends only on `seed` and `moment`, the names of this call.
+    """
     seconds: float = getattr(delays, stage)
     if seconds:
         draw = random.Random(derive(seed, "delay", *moment)).random()

@@ -1,10 +1,10 @@
-"""Memory of a worker's device, asked for before anything is loaded."""
+"""Memory of a worker's GPU; the controller asks each worker for it before models are loaded."""
 
 import torch
 
 
 def total_memory() -> int | None:
-    """Bytes of the first GPU that this process sees; None where it sees none."""
+    """Total memory in bytes of the first GPU that is visible to this process; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)

@@ -1,4 +1,4 @@
-"""The evaluations of a run, as summary.json tells them."""
+"""The part of summary.json about evaluations and reward hacking."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from async_flowrl.observability.statistics import CHANGE_FIELDS
 
 
 def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
-    """The keys `evaluations` and `hacking` of summary.json; what was not evaluated is null."""
+    """The values of the keys `evaluations` and `hacking` of summary.json; a missing evaluation is None."""
     policy = sorted((e for e in history if not e.baseline), key=lambda each: each.version)
     baseline = next((e for e in history if e.baseline), None)
     judged = config.evaluate.on_hacking != "ignore"
@@ -31,7 +31,7 @@ def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict
 
 
 def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """Curve, version and mean of the best evaluated version; None where none is kept or none was evaluated."""
+    """`curve`, `version` and `mean` of the best version; None if no best version is kept or none was evaluated."""
     curve = best_curve(config)
     found = None if curve is None else best(history, curve)
     if curve is None or found is None:

@@ -1,6 +1,8 @@
-"""evaluations.jsonl: every number that an evaluation measured, so that any two of them can be compared later.
+"""Evaluations of a run: their scores per image, the file evaluations.jsonl that keeps them, and their comparison.
 
-One JSON object per evaluation, oldest first; docs/run_directory.md lists the fields.
+Evaluations of one run use the same prompts and the same initial noises, so two of them can be compared image by image.
+The file has one JSON object per evaluation, oldest first; docs/run_directory.md lists the fields. A *curve* is one
+score followed over all evaluations, e.g. the reward; a *held-out* term is a score that nothing is trained on.
 """
 
 import json
@@ -16,22 +18,22 @@ from async_flowrl.observability.events import cut_unfinished_line, read_events
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
 
 TRAINED, HELD_OUT, DIVERSITY = "trained", "held_out", "diversity"
-"""Kinds of curves: by the training's reward and its terms, by terms that no image is trained on, and distances of
-images."""
+"""Kinds of curves: the trained reward and its terms, held-out terms, and the distance between images of a prompt."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What one score says of one evaluation's images."""
+    """One score of all images of one evaluation."""
 
     kind: str
+    """TRAINED, HELD_OUT or DIVERSITY."""
     weight: float
-    """Its sign says which way is better; 0 is judged by nothing."""
+    """Positive: larger scores are better. Negative: smaller ones are. 0: the hacking alarm ignores the curve."""
     source: str
-    """Digest of the term's name and options, and of the file that a term of one's own is in: only curves of the same
-    source are compared."""
+    """Digest of the reward term's name and options (and of its source file, if the user wrote the term). Only curves
+    with the same source are compared."""
     scores: Mapping[int, tuple[float, ...]]
-    """Place of the prompt → one number per image in the order of the noises; of diversity, one number."""
+    """Index of the prompt → one score per image, in the order of the noises; for DIVERSITY one number per prompt."""
 
     @property
     def sign(self) -> float:
@@ -47,16 +49,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a policy version, or of the base model as it is usually sampled (`baseline`)."""
+    """One evaluation of a policy version, or of the base model with its family's usual sampling (`baseline`)."""
 
     version: int
     baseline: bool
     setting: str
-    """Digest of prompts, noises, steps and guidance: evaluations of the same setting are compared image by image."""
+    """Digest of prompts, noises, denoising steps and guidance. Only evaluations with the same setting are compared."""
     steps: int
+    """Denoising steps per image."""
     guidance: float
+    """The larger of `true_cfg_scale` and `guidance_scale`."""
     curves: Mapping[str, Curve]
-    """Only those that have a score."""
+    """Name → curve; curves without any score are left out."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +80,7 @@ class Evaluation:
 
 
 def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
-    """Whether both have the curve, by the same term on images of the same prompts and noises."""
+    """True if both evaluations have the curve `name` with the same source, the same setting and a common prompt."""
     one, other = now.curves.get(name), before.curves.get(name)
     if one is None or other is None or now.setting != before.setting:
         return False
@@ -84,25 +88,32 @@ def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
 
 
 def between(name: str, now: Evaluation, before: Evaluation) -> Change | None:
-    """The change of one curve from one evaluation to another; None where they cannot be compared."""
+    """Paired change of the curve `name` from `before` to `now`; None if they are not comparable.
+
+    Raises ValueError if a prompt has different numbers of images in the two.
+    """
     if not comparable(name, now, before):
         return None
     return change(now.curves[name].scores, before.curves[name].scores)
 
 
 def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
-    """The oldest earlier evaluation of a policy version with the same prompts and noises: version 0's, usually."""
+    """The evaluation of the lowest version below `now`'s with the same setting (usually version 0), or None."""
     earlier = [e for e in history if not e.baseline and e.version < now.version and e.setting == now.setting]
     return min(earlier, key=lambda each: each.version, default=None)
 
 
 def first_of(name: str, history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
-    """The same, of one curve: the oldest evaluation that it can be compared with."""
+    """The evaluation of the lowest version below `now`'s whose curve `name` is comparable with `now`'s, or None."""
     return first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
 
 
 def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, float]:
-    """`<name>/mean` and so on of every curve; held-out ones are `held_out/<name>/mean`. Without what is not known."""
+    """Keys of an evaluation for metrics.jsonl and trackers: `<curve>/mean`, `/std`, `/stderr`, `/low`, `/high`.
+
+    If an earlier evaluation is comparable, `/change`, `/change_stderr`, `/change_low` and `/change_high` are added: the
+    paired change since the first one. Held-out curves get the prefix `held_out/`. Unknown numbers are left out.
+    """
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
@@ -115,7 +126,10 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
 
 
 class EvaluationLog:
-    """The file and what it holds, in the order in which the evaluations were recorded. Safe between threads."""
+    """All evaluations of a run, in the order in which they were recorded, kept in memory and in the file `path`.
+
+    An existing file is read, without an unfinished last line. Raises ValueError for a broken line. Thread-safe.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,19 +143,19 @@ class EvaluationLog:
             return tuple(self._records)
 
     def policy(self, version: int) -> Evaluation | None:
-        """The record of a version; of the base model's own row, see `baseline`."""
+        """The evaluation of a policy version (not the baseline's), or None."""
         return next((e for e in self.records if e.version == version and not e.baseline), None)
 
     def baseline(self) -> Evaluation | None:
         return next((e for e in self.records if e.baseline), None)
 
     def add(self, evaluation: Evaluation) -> None:
-        """On disk when it returns; takes the place of an earlier record of the same version."""
+        """Adds an evaluation, or replaces the one of the same version; the file is synced before this returns."""
         same = (evaluation.version, evaluation.baseline)
         self._keep(lambda e: (e.version, e.baseline) != same, evaluation)
 
     def truncate(self, version: int) -> None:
-        """Forgets the versions after `version`, for a run that goes on from its checkpoint."""
+        """Removes all evaluations of versions above `version`, for a run that goes on from a checkpoint."""
         self._keep(lambda e: e.version <= version)
 
     def _keep(self, wanted: Callable[[Evaluation], bool], *more: Evaluation) -> None:
@@ -156,5 +170,5 @@ class EvaluationLog:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Of a run directory's file; none where there is no such file."""
+    """The evaluations in a file, in its order; an empty list if the file does not exist."""
     return [Evaluation.from_json(line) for line in read_events(path)] if path.exists() else []

@@ -1,5 +1,6 @@
-"""events.jsonl: what happened to every ticket, version and worker, one JSON object per line. Nothing is decided by it.
+"""events.jsonl: the history of a run, one JSON object per event of a ticket, a version or a worker.
 
+The controller writes it; reports, planner and verification read it, and no decision of a run depends on it.
 docs/run_directory.md lists the events and their fields. Every event has `time`; all times are unix seconds.
 """
 
@@ -17,10 +18,11 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends to `path`; the newest events are also in `recent`. Safe between threads.
+    """Appends events to the file `path`; the newest `keep` events are also in `recent`. Thread-safe.
 
-    An event is on disk at most a second after the next one, after the next `step` event, and after `flush`. A line
-    that a killed process left unfinished is cut off when the file is opened again.
+    Events are buffered. All of them are written by `flush` and `close`, by each `step` event, and by the first event
+    that comes FLUSH_SECONDS or more after the last write. An unfinished last line of an existing file, left by a killed
+    process, is cut off. `clock` gives unix seconds.
     """
 
     def __init__(
@@ -36,23 +38,23 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8")
 
     def now(self) -> float:
-        """Unix seconds, as events are stamped."""
+        """The current time in unix seconds, from the clock that stamps events."""
         return self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Records one event, now."""
+        """Records an event of the kind `event` with the current time."""
         now = self._clock()
         record = {"time": now, "event": event, **fields}
         line = json.dumps(record, default=str)
         with self._lock:
             self.recent.append(record)
             self._buffer.append(line + "\n")
-            # A checkpoint follows its step: what it contains must be in the history of a run that is killed after it.
+            # A checkpoint is written after its step, and the file must have that step's events even after a kill.
             if event == "step" or now - self._flushed >= FLUSH_SECONDS:
                 self._write(now)
 
     def state(self, worker: str, state: str) -> None:
-        """Records that `worker` is now in `state`, if it was not, and books its time in the ledger if there is one."""
+        """Tells the ledger, if there is one, that `worker` is in `state` now; records an event if the state is new."""
         if self._ledger is not None:
             state = self._ledger.enter(worker, state)
         if self._states.get(worker) != state:
@@ -77,7 +79,7 @@ class EventLog:
 
 
 def cut_unfinished_line(path: Path) -> None:
-    """Truncates a file of lines after its last line end; a missing file is left missing."""
+    """Truncates a file of lines after its last line end; does nothing if the file is missing."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -86,7 +88,10 @@ def cut_unfinished_line(path: Path) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a file, oldest first, without an unfinished last line. Raises ValueError naming a broken line."""
+    """The JSON objects of a file of lines, oldest first; an unfinished last line is left out.
+
+    Raises FileNotFoundError for a missing file, and ValueError with file and line number for a line that is not JSON.
+    """
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             return
@@ -97,10 +102,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """The history that counts: what a rollback to step c undid is left out.
+    """The events without those that rollbacks made void (a rollback: the run went back to the checkpoint of step c).
 
-    That is: steps >= c, the transitions of tickets that had not been trained in a step < c, what their groups lacked,
-    and versions > c.
+    A rollback to step c removes the earlier events `ticket`, `step` and `unscored` of steps >= c, and the events
+    `version` of versions > c. All other events stay, the rollback included.
     """
     kept: list[Event] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""Extras of rewards for single images, as pictures show and keep them."""
+"""Extras of rewards in pictures; an extra is a text or number that a reward returns about an image beside its score."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from async_flowrl.types import Prompt, Scores
 
 
 def captions(scores: Sequence[Scores]) -> list[list[str]]:
-    """By prompt and image, the extras of all terms on one line, texts first; empty where no term has any."""
+    """One line per prompt and image with the extras of all terms, texts before numbers; [] if no term has extras."""
     if not any(each.extras for each in scores):
         return []
     return [[_caption(each, image) for image in range(len(each.total))] for each in scores]
 
 
 def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[dict[str, Any]]:
-    """By prompt its text, total, scores by term and extras by term and name, all in image order."""
+    """Per prompt a JSON-able dictionary: its text, and per image total, scores by term and extras by term and name."""
     return [
         {
             "prompt": prompt.text,

@@ -1,7 +1,8 @@
-"""Floating-point operations of rollout and training, counted from shapes, and the share of the device's peak they use.
+"""Floating-point operations (FLOPs) of rollout and training, and the peak FLOP/s of devices.
 
-Matrix products, convolutions and attention count, by torch's own formulas; norms, activations and the sampler do not.
-What runs counts: frozen weights have no gradient, and passes that gradient checkpointing repeats count every time.
+FLOPs are counted from tensor shapes with the formulas of torch.utils.flop_counter, for matrix products, convolutions
+and attention; norms, activations and the sampler are not counted. Only operations that really run are counted: there
+are no weight gradients for frozen weights, and forward passes that gradient checkpointing repeats count each time.
 """
 
 import re
@@ -34,19 +35,20 @@ TENSOR_PEAK_FLOPS_PER_SECOND = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 peak of tensor cores with float32 sums, by words of the device's name: NVIDIA's data sheets of these
-cards, half of what they give with sparsity. Where nothing else is said, of the SXM module."""
+"""Words of a device's name → peak FLOP/s of its tensor cores, dense bfloat16 with float32 accumulation.
+
+Source: NVIDIA's data sheets, half of the value with sparsity. The SXM module is meant if the name says nothing else."""
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
-"""Operation → torch's formula. The registry lacks the attention kernel of CPUs."""
+"""Operation → torch's FLOP formula. Two entries are added because torch's registry lacks attention on the CPU."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts, in `total`, what the thread that enters it computes, its backward passes included.
+    """Context manager that counts the FLOPs of the current thread, backward passes included, in `total`.
 
-    torch's FlopCounterMode does the same at twice the cost, and hooks every module of the process, those of other
-    threads too. Every operation runs as it would without the counter, so that no bit of a result changes.
+    It replaces torch's FlopCounterMode, which costs twice as much and also hooks the modules of other threads. The
+    operations themselves run unchanged, so results stay equal bit for bit.
     """
 
     supports_higher_order_operators = True
@@ -65,9 +67,9 @@ class FlopCounter(TorchDispatchMode):
 
 
 class Meter:
-    """FLOPs of work that comes again and again: counted when its shape is new, known from then on.
+    """FLOPs of repeated work: counted the first time for each shape, then looked up.
 
-    A compiled network is left alone: to look inside would make it compile, and round, differently.
+    Nothing is counted if `module` is compiled: a dispatch mode would change how it is compiled and thus its rounding.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,7 +78,7 @@ class Meter:
 
     @contextmanager
     def measure(self, shape: Hashable) -> Iterator[None]:
-        """Around work of this shape, its backward pass included."""
+        """Context manager around one piece of work, its backward pass included; `shape` is its key."""
         if shape in self._known or any(part._compiled_call_impl is not None for part in self._module.modules()):
             yield
             return
@@ -85,19 +87,19 @@ class Meter:
         self._known[shape] = counter.total
 
     def flops(self, shape: Hashable) -> int | None:
-        """Of one piece of work that was measured; None for a compiled network."""
+        """FLOPs of one piece of work with this key; None if it was not measured or the network is compiled."""
         return self._known.get(shape)
 
 
 def device_peak() -> float | None:
-    """FLOP/s of the device this process computes on, where its name is known."""
+    """Peak FLOP/s of this process's current GPU (see tensor_peak); None without a GPU or for an unknown one."""
     if not torch.cuda.is_available():
         return None
     return tensor_peak(torch.cuda.get_device_name())
 
 
 def tensor_peak(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device of this name; None for one that is not in the table."""
+    """Peak FLOP/s of the device with this name; None if no entry of the table matches. The longest match wins."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     known = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
     return TENSOR_PEAK_FLOPS_PER_SECOND[max(known, key=len)] if known else None

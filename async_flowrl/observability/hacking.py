@@ -1,11 +1,12 @@
-"""The alarm for reward hacking: the trained reward rises while a held-out score gets worse beyond its own noise.
+"""Alarm for reward hacking: the trained reward rises while a held-out score (one that is not trained on) gets worse.
 
-A pure function of an evaluation history. Evaluations share their prompts and noises, so two of them are compared prompt
-by prompt (statistics.py), with Student's t. The newest evaluation is compared with the first one, and with the one that
-had the best held-out score. Looking again and again would find something by chance; therefore look k may only spend
-level * 6 / (pi² k²) of the run's probability of a false alarm, which sums to `level` however many looks there are. It
-is shared by the held-out terms and by the two comparisons; the second divides its part by k once more, because the best
-of k evaluations was chosen after the fact. docs/reward_hacking.md has the measurements behind the thresholds.
+All functions depend only on the history of evaluations. The newest evaluation is compared with the first one and with
+the one that had the best held-out score, by paired t-tests over prompts (statistics.py).
+
+Many tests would give false alarms by chance, so `level`, the probability of a false alarm in a whole run, is divided:
+the k-th evaluation may use level * 6 / (pi² k²), which sums to `level` over all k (alpha spending). Its part is divided
+by the number of held-out terms and by two, for the two comparisons; for the best evaluation it is divided by k again,
+because that one was chosen from k evaluations. docs/reward_hacking.md shows how the thresholds were measured.
 """
 
 import math
@@ -22,20 +23,23 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Frozen on glyphs runs of seeds 0 to 3 and judged on others: `python -m examples.glyphs.hacking`."""
+    """Thresholds, chosen on runs of the glyphs example with seeds 0 to 3 and tested on other seeds.
+
+    `python -m examples.glyphs.hacking` repeats the measurement.
+    """
 
     level: float = 0.01
     """Probability of a false alarm in a whole run in which no held-out score changes."""
     rise_level: float = 0.05
-    """The trained reward counts as risen where its paired change is so unlikely without one."""
+    """The trained reward has risen if the one-sided p-value of its paired change is at most this."""
     least_fall: float = 0.2
-    """Falls below this many standard deviations (over images, at the earlier evaluation) are no matter: with very many
-    prompts the smallest ones are significant."""
+    """Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
+    evaluation. Without it, very many prompts would make even tiny falls significant."""
     most_correlation: float = -0.5
-    """Of the two curves from the earlier evaluation to the newest, where there are at least three: one must rise while
-    the other falls."""
+    """Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
+    negative) since the earlier evaluation; not tested with fewer than three evaluations."""
     diversity_loss: float = 0.5
-    """Share of the first evaluation's diversity whose loss is worth a notice."""
+    """A notice is given if diversity has fallen by at least this share of its first value."""
 
 
 THRESHOLDS = Thresholds()
@@ -43,13 +47,15 @@ THRESHOLDS = Thresholds()
 
 @dataclass(frozen=True)
 class Alarm:
-    """One held-out curve that fell while the trained reward rose, from version `since` to `version`."""
+    """A held-out curve got worse while the trained reward rose, from version `since` to `version`."""
 
     curve: str
     version: int
     since: int
     before: float
+    """Mean of the held-out score at version `since`."""
     now: float
+    """Mean of the held-out score at `version`."""
     held_out: Change
     reward: Change
 
@@ -66,7 +72,10 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Notice:
-    """The images of a prompt have become alike. Honest runs lose some variety, too."""
+    """The images of one prompt have become more alike; `before` and `now` are means of the curve DIVERSITY.
+
+    This is a notice and no alarm because runs without reward hacking lose some diversity, too.
+    """
 
     version: int
     since: int
@@ -82,19 +91,22 @@ class Notice:
 
 
 def alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
-    """Every alarm that evaluations raised as they came, at most one per version and held-out curve."""
+    """All alarms of a run, oldest first: each version is judged by the evaluations up to it only.
+
+    There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
+    """
     past = _policy(history)
     return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1], thresholds)]
 
 
 def newest_alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
-    """Those of `alarms` that the newest version raises."""
+    """The alarms of the newest version only."""
     past = _policy(history)
     return list(_look(past, thresholds)) if past else []
 
 
 def notices(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Notice]:
-    """The first loss of diversity beyond its noise and beyond `diversity_loss`, or none."""
+    """At most one notice: the first version whose loss of diversity is significant and at least `diversity_loss`."""
     past = _policy(history)
     for k in range(1, len(past)):
         now = past[k]
@@ -115,12 +127,12 @@ def _policy(history: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _spent(look: int, level: float) -> float:
-    """What look 1, 2, … may spend of `level`; over all looks the sum is `level`."""
+    """Part of `level` for the test number `look` (1, 2, …); the parts sum to `level`."""
     return level * 6.0 / (math.pi * look) ** 2
 
 
 def _look(past: Sequence[Evaluation], thresholds: Thresholds) -> Iterator[Alarm]:
-    """What the newest of `past` shows against those before it."""
+    """Alarms of the last evaluation of `past`, compared with the earlier ones."""
     now = past[-1]
     judged = [name for name, curve in now.curves.items() if curve.kind == HELD_OUT and curve.weight != 0]
     for name in judged:
@@ -162,16 +174,16 @@ def _holds(
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Pearson's; 0 where one of the curves is flat."""
+    """Pearson correlation; 0 if one of the curves is constant."""
     a, b = (np.asarray(each) - np.mean(each) for each in (one, other))
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return 0.0 if norm == 0.0 else float(a @ b) / norm
 
 
 def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
-    """The evaluation of a policy version with the best mean of a curve, of equal ones the earliest; None without any.
+    """The policy version's evaluation with the best mean of the curve `name`; the lowest version if means are equal.
 
-    Only evaluations with the newest one's prompts and noises count, where there are such.
+    Only evaluations with the same setting and source as the newest one with this curve count. None if there are none.
     """
     past = [e for e in _policy(history) if name in e.curves]
     if not past:

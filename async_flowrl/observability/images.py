@@ -1,4 +1,4 @@
-"""Pictures of evaluations: grids with a row per prompt, its text above, each image's reward below; and single files."""
+"""Image files of evaluations: one grid (a row per prompt), and single files for the report."""
 
 import json
 import shutil
@@ -12,24 +12,25 @@ from PIL.PngImagePlugin import PngInfo
 from async_flowrl.types import ByteArray
 
 MAX_SHOWN_CHARACTERS = 500
-"""Of a prompt; more would not fit any line."""
+"""Characters of a prompt that a grid may show at most."""
 MIN_SIDE, MAX_SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 96, 256, 6, 18, 12
-"""Pixels: sides of a shown image, the space between images, the height of a line of text and of its letters."""
+"""In pixels: smallest and largest side of a shown image, space between images, height of a line and of its font."""
 
 INDEX = "index.json"
-"""What a folder of single images holds, written last."""
+"""File that describes a folder of single images. It is written last, so a folder with this file is complete."""
 MAX_LOSSLESS_SIDE = 128
-"""Pixels: larger images are kept as WebP of quality WEBP_QUALITY, smaller ones as PNG, bit for bit."""
+"""Images with at most this many pixels per side are kept as PNG (lossless), larger ones as WebP of WEBP_QUALITY."""
 WEBP_QUALITY = 90
 
 
 def write_images(
     folder: Path, images: Mapping[int, ByteArray], details: Sequence[Mapping[str, Any]], *, most: int, side: int
 ) -> None:
-    """The first `most` images uint8 [n, H, W, 3] of every prompt, by the prompt's place, as files of their own.
+    """Writes the first `most` images of every prompt as single files; an existing `folder` is replaced.
 
-    Longer sides than `side` pixels are reduced to it. `details` says of each prompt, in the same order, what belongs to
-    it (`extras.picture_data`); that, with each prompt's place and files, is `index.json`. The folder is made new.
+    `images` maps the prompt's index to uint8 [n, H, W, 3]. Sides above `side` pixels are reduced to it. `details` holds
+    one dictionary per prompt in the same order (see `extras.picture_data`); it goes into `index.json` together with
+    `place` (the prompt's index) and `files` (the names of its images).
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -60,11 +61,12 @@ def write_grid(
     captions: Sequence[Sequence[str]] = (),
     data: Any = None,
 ) -> None:
-    """A PNG of at most `columns` images uint8 [n, H, W, 3] per prompt.
+    """Writes a PNG file with one row per prompt: its text, and below it at most `columns` of its images.
 
-    Small images are enlarged by a whole factor, without smoothing, and large ones reduced to MAX_SIDE pixels. Below an
-    image stand its reward and what `captions` has for it, by prompt and image; `data` is kept in the file as JSON, in
-    its text `data`. Raises ValueError if the three lists differ in length or are empty.
+    `images[i]` is uint8 [n, H, W, 3] of prompt i and `rewards[i]` its n rewards; each reward is shown below its image,
+    and `captions[i][j]` below that. Small images are enlarged without smoothing, large ones reduced to MAX_SIDE pixels.
+    `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk). Raises ValueError if prompts, images and
+    rewards differ in length or are empty.
     """
     if not len(prompts) == len(images) == len(rewards) or not prompts:
         raise ValueError(
@@ -105,7 +107,7 @@ def _side(side: int) -> int:
 
 
 def within(image: ByteArray, side: int) -> Image.Image:
-    """uint8 [H, W, 3] with `side` pixels along its longer side: reduced smoothly, enlarged by repeating pixels."""
+    """The image uint8 [H, W, 3] scaled to `side` pixels along its longer side (Lanczos if reduced, else nearest)."""
     height, width = image.shape[:2]
     longest = max(height, width)
     resampling = Image.Resampling.LANCZOS if longest > side else Image.Resampling.NEAREST
@@ -114,7 +116,7 @@ def within(image: ByteArray, side: int) -> Image.Image:
 
 
 def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
-    """The text on one line, shortened with an ellipsis where it is too long."""
+    """The text on one line, shortened with an ellipsis if it is wider than `width` pixels."""
     line = " ".join(text[:MAX_SHOWN_CHARACTERS].split())
     if len(text) <= MAX_SHOWN_CHARACTERS and draw.textlength(line, font=font) <= width:
         return line

@@ -1,4 +1,4 @@
-"""Arithmetic of time intervals (start, end), in seconds."""
+"""Set operations on time intervals (start, end) in seconds."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted, disjoint intervals that cover the same instants; empty ones are dropped."""
+    """Sorted, disjoint intervals that cover the same time as the given ones; empty intervals are dropped."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if merged and start <= merged[-1][1]:
@@ -17,7 +17,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
-    """The instants in both, of two unions."""
+    """The time that is in both arguments, each sorted and disjoint as `union` returns it."""
     left, right = list(one), list(other)
     common: list[Interval] = []
     i = j = 0
@@ -33,7 +33,7 @@ def intersect(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interv
 
 
 def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
-    """The instants of the first union that are not in the second."""
+    """The time that is in `one` and not in `other`, each sorted and disjoint as `union` returns it."""
     remaining: list[Interval] = []
     cuts = list(other)
     first = 0

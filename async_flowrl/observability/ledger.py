@@ -1,11 +1,15 @@
-"""The ledger of every pool's time: each worker is in exactly one named state at every instant, idle too."""
+"""Time ledger of the worker pools: how many seconds the workers spent in each state.
+
+A worker is in exactly one of STATES at any time. A *place* is a numbered seat in a pool, e.g. "rollout-0"; a
+replacement of a dead worker ("rollout-0.1") takes over its place.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
 BOOKED_AS = {"wait_work": "idle", "gone": "idle"}
-"""The controller's names for causes of idle time: nothing to run, and no process in the place."""
+"""Further states that the controller enters and that count as idle: no ticket to run, and no process in the place."""
 
 
 def pool_of(worker: str) -> str:
@@ -20,10 +24,10 @@ def place_of(worker: str) -> str:
 
 
 class PoolLedger:
-    """Seconds per place and state, from one clock.
+    """Seconds per place and state, measured with `clock`.
 
-    A place is idle until its worker enters another state. A replacement takes over the place of the worker it replaces,
-    so the seconds of a place always sum to the time since the ledger was opened.
+    Every place is idle from the start of the ledger until its worker enters another state, so the seconds of a place
+    always sum to the time since the ledger was made.
     """
 
     def __init__(self, clock: Callable[[], float], workers: Iterable[str] = ()) -> None:
@@ -36,7 +40,10 @@ class PoolLedger:
             self._open(place_of(worker))
 
     def enter(self, worker: str, state: str) -> str:
-        """`worker` is in `state` from now on; returns the name it is booked under. Raises ValueError if unknown."""
+        """Notes that `worker` is in `state` from now on; returns the state it counts as, one of STATES.
+
+        Raises ValueError for an unknown state.
+        """
         booked = BOOKED_AS.get(state, state)
         if booked not in STATES:
             raise ValueError(f"a worker's state must be one of {', '.join(STATES)}, got {state!r} for {worker}")
@@ -47,18 +54,18 @@ class PoolLedger:
         return booked
 
     def now(self) -> dict[str, Counter[str]]:
-        """Per pool: how many of its places are in which state at this moment. Other threads may ask, too."""
+        """Pool → state → number of places in this state now. May be called from any thread."""
         pools: dict[str, Counter[str]] = {}
         for place, (state, _) in list(self._now.items()):
             pools.setdefault(pool_of(place), Counter())[state] += 1
         return pools
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Per pool: seconds per state since the start, averaged over its places; together the wall clock."""
+        """Pool → state → seconds since the start, averaged over the pool's places; a pool's sum is the wall clock."""
         return _by_pool(self._settled())
 
     def lap(self) -> dict[str, dict[str, float]]:
-        """The same for the time since the last lap; a place that is new since then counts from the start."""
+        """Like `totals`, but only since the last call of `lap`; a new place counts from the start of the ledger."""
         before, self._lap = self._lap, {place: dict(seconds) for place, seconds in self._settled().items()}
         return _by_pool(
             {

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per training step."""
+"""metrics.jsonl: the metrics of a run, one JSON object per training step; docs/metrics.md lists the keys."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Metrics = dict[str, Any]
 
 
 class MetricsLog:
-    """Appends to `path`; a line is on disk when `append` returns."""
+    """The file of metrics at `path`. Existing lines stay, without an unfinished last one. `append` does not sync."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,17 +23,17 @@ class MetricsLog:
         path.touch()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers that are not finite become null: JSON has no name for them."""
+        """Appends the line of a step. Numbers that are not finite become null, since JSON cannot express them."""
         line: Metrics = {"step": step, **{name: _finite(value) for name, value in metrics.items() if name != "step"}}
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def truncate(self, step: int) -> None:
-        """Cuts back to the steps before `step`, for a run that goes on from its checkpoint."""
+        """Removes the lines of `step` and later, for a run that goes on from the checkpoint of `step`."""
         self._rewrite([line for line in self.read() if line["step"] < step])
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Adds keys to the line of a step that is written already (an evaluation finishes after its step)."""
+        """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step."""
         with self._lock:
             added = {name: _finite(value) for name, value in more.items()}
             self._rewrite([line | added if line["step"] == step else line for line in self.read()])

@@ -1,4 +1,4 @@
-"""Live views of a run: its console, TensorBoard and W&B, as `console` and the configuration group `monitor` say."""
+"""Monitor: passes metrics and images of a running training to its views, i.e. console, TensorBoard and W&B."""
 
 import logging
 import threading
@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
+    """Interface of a view; Monitor explains the methods."""
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
@@ -27,8 +29,8 @@ class Sink(Protocol):
 class Monitor:
     """Passes steps, evaluations and pictures on to each view that is switched on.
 
-    A view that raises is switched off, with a warning, and named in `failures`: it ends no run. Steps and evaluations
-    may come from two threads.
+    A view that raises an exception is switched off, with a warning and an entry in `failures`; the run goes on. The
+    methods may be called from several threads.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Monitor:
         settings: Mapping[str, Any],
         display: Sink | None = None,
     ) -> None:
-        """`settings` is the resolved configuration; `display` is the console's view, which is open already."""
+        """`folder` is the run directory, `settings` the resolved configuration, `display` the console's view."""
         self.failures: list[str] = []
         self._turn = threading.Lock()
         self._sinks: list[Sink] = []
@@ -52,23 +54,23 @@ class Monitor:
             self._sinks.append(Wandb(config, name, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Metrics of a finished step, by the names of metrics.jsonl."""
+        """Passes on the metrics of a finished step, under the names of metrics.jsonl."""
         self._each(lambda sink: sink.log(step, metrics))
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Means over the images of an evaluation of a policy version, by the names behind `evaluation/`."""
+        """Passes on the metrics of an evaluation, under the names of metrics.jsonl without the prefix `evaluation/`."""
         self._each(lambda sink: sink.evaluation(version, metrics))
 
     def image(self, path: Path, version: int) -> None:
-        """The picture grid of an evaluation."""
+        """Passes on the picture grid of an evaluation, a PNG file."""
         self._each(lambda sink: sink.image(path, version))
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """Images of an evaluation, one by one, in the order of the prompts."""
+        """Passes on single images of an evaluation, in the order of the prompts."""
         self._each(lambda sink: sink.samples(version, samples))
 
     def close(self) -> None:
-        """Again does nothing."""
+        """Closes all views; may be called more than once."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 
@@ -77,7 +79,7 @@ class Monitor:
             for sink in list(self._sinks):
                 try:
                     work(sink)
-                except Exception as error:  # a view's own trouble, a network's for example
+                except Exception as error:  # a view must not end the run, e.g. when the network fails
                     self._sinks.remove(sink)
                     name = type(sink).__name__.lower()
                     self.failures.append(f"monitor {name}: {type(error).__name__}: {error}")

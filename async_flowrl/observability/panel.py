@@ -1,4 +1,7 @@
-"""The live panel of a run on a terminal: redrawn by a timer below whatever else is written, never by the run itself."""
+"""Live panel of a run on a terminal: a few rows at the bottom, with other output scrolling above them.
+
+A timer thread redraws the panel every REFRESH_SECONDS; calls from the run only store what they are given.
+"""
 
 import atexit
 import logging
@@ -25,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.5
 MAX_WARNINGS = 2
-"""Warnings that the panel keeps in view; all of them stand above it."""
+"""Newest warnings that the panel shows; the terminal above it has all of them."""
 MIN_ROOM = 2
-"""Rows of the terminal that the panel leaves to what is above it."""
+"""Rows of the terminal that the panel leaves free above itself."""
 
 
 class Panel:
-    """Implements `Display` (console.py).
+    """Implements `Display` (console.py); it draws from the time it is made.
 
-    What is written to stdout and, where it is the same terminal, stderr appears above the panel. The cursor is never
-    hidden and the terminal's modes stay as they are, so that a process that is killed leaves nothing to restore.
+    Text written to stdout appears above the panel, and so does stderr if it is a terminal. The cursor stays visible and
+    the terminal's modes stay unchanged, so the terminal remains usable after the process is killed.
     """
 
     def __init__(self, progress: Progress, now: Now, console: Console | None = None) -> None:
@@ -48,7 +51,7 @@ class Panel:
         self._failure: Exception | None = None
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._turn = threading.Lock()
-        """Of the progress: a step that is entered while the timer's thread goes over it would make that raise."""
+        """Guards the progress: the timer thread must not read it while a step is being added."""
         self._closed = threading.Event()
         own_stderr = sys.stderr.isatty()
         self._live = Live(
@@ -67,7 +70,7 @@ class Panel:
         self._progress.begin()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Raises what went wrong when the panel was drawn last."""
+        """Stores a step. Raises the timer thread's exception if drawing failed; the Monitor then drops the panel."""
         if self._failure is not None:
             raise self._failure
         with self._turn:
@@ -82,13 +85,13 @@ class Panel:
         )
 
     def image(self, path: Path, version: int) -> None:
-        """Pictures are in the run directory."""
+        """Does nothing: a terminal shows no pictures."""
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """Likewise."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Draws the panel a last time and leaves it there."""
+        """Draws the panel a last time, leaves it on the terminal and restores the log handlers."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -99,7 +102,7 @@ class Panel:
             for handler, stream in self._redirected:
                 handler.setStream(stream)
             self._live.stop()
-        except Exception as error:  # the terminal is gone, for example; the run is whole all the same
+        except Exception as error:  # e.g. the terminal was closed; the run's results do not depend on it
             logger.warning("the panel could not be drawn a last time: %s: %s", type(error).__name__, error)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -113,7 +116,10 @@ class Panel:
         yield Text("\n", end="", no_wrap=True).join(drawn)
 
     def _start(self, own_stderr: bool) -> None:
-        """A cursor that is hidden, as Live does it, would stay so behind a killed process: it is shown again."""
+        """Starts rich's Live and lets log handlers write through it.
+
+        Live hides the cursor; it is shown again at once, since a killed process could not do so.
+        """
         streams = {sys.stdout, *([sys.stderr] if own_stderr else [])}
         handlers = [handler for handler in stream_handlers() if handler.stream in streams]
         self._live.start()
@@ -129,7 +135,7 @@ class Panel:
         while not self._closed.is_set():
             try:
                 self._refresh()
-            except Exception as error:  # said by the next `log`, which switches this view off
+            except Exception as error:  # raised by the next `log`
                 self._failure = error
                 return
             self._closed.wait(REFRESH_SECONDS)
@@ -146,7 +152,7 @@ class Panel:
             self._live.refresh()
 
     def _clear_wrapped(self) -> None:
-        """On a terminal that has become narrower, what was drawn takes more rows than Live goes back over."""
+        """Erases the extra rows of a panel that a terminal has wrapped after becoming narrower; Live ignores them."""
         width, drawn = self._widths
         narrow = self._console.width
         if narrow < width:
@@ -155,7 +161,7 @@ class Panel:
 
 
 class Warnings(logging.Handler):
-    """Remembers the newest warnings, with the step during which they came."""
+    """Log handler that keeps the newest MAX_WARNINGS warnings, each with the number of finished steps."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -173,14 +179,17 @@ class Warnings(logging.Handler):
 
 
 class Rates:
-    """MFU of each pool over the newest steps, from the FLOPs that workers report of their spans."""
+    """Model FLOPs utilisation of each pool over the last five steps, from the FLOPs in the spans of its workers.
+
+    `peak` is the peak FLOP/s of one worker's device.
+    """
 
     def __init__(self, events: EventLog, peak: float) -> None:
         self._events, self._peak = events, peak
         self._step, self._shares = -1, dict[str, float]()
 
     def shares(self, progress: Progress) -> Mapping[str, float]:
-        """Counted once for each step."""
+        """Pool → share of the peak; computed once per step, {} before the first."""
         if progress.done != self._step and progress.line:
             self._step = progress.done
             self._shares = self._counted()
@@ -204,7 +213,10 @@ class Rates:
 
 
 def stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Handlers of all loggers that write to a stream: those of libraries keep the stream that they found."""
+    """Handlers of all loggers that write to a stream and not to a file.
+
+    Handlers of libraries hold a stream object of their own, so redirecting sys.stderr alone does not reach them.
+    """
     loggers = [logging.getLogger(), *logging.root.manager.loggerDict.values()]
     handlers = dict.fromkeys(handler for logger in loggers for handler in getattr(logger, "handlers", ()))
     for handler in handlers:

@@ -1,4 +1,4 @@
-"""The rows of the live panel: what a run looks like at this moment, cut to the width of the terminal."""
+"""Rows of the live panel (panel.py): the state of a run as styled text, cut to the size of the terminal."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rich.text import Text
 from async_flowrl.observability.progress import Progress, duration, number, with_change
 
 LABEL = 11
-"""Columns of a row's name, as of the first and the last lines of a run."""
+"""Columns for the name of a row; the plain lines at the start and the end of a run use the same width."""
 MIN_BAR, MAX_BAR = 8, 40
 MIN_SPARK, MAX_SPARK = 8, 40
 WORDS = {
@@ -27,15 +27,15 @@ USUALLY = {
     "sync": "weights",
     "idle": "idle",
 }
-"""State of the ledger → what a pool does then; of pools that WORDS does not name, which score."""
+"""State of the ledger → words for the reward pools, which WORDS does not name."""
 LABELS = {"reward": "rewards"}
-"""Pools that are not called by their name: the reward itself has a row."""
+"""Pool → name of its row if it differs, because the row "reward" shows the value of the reward."""
 STYLES = {"busy": "green", "sync": "cyan", "idle": "red"}
 
 
 @dataclass(frozen=True)
 class Glyphs:
-    """Characters that a terminal can show."""
+    """Characters that the panel is drawn with."""
 
     spark: str = "▁▂▃▄▅▆▇█"
     full: str = "━"
@@ -47,30 +47,32 @@ class Glyphs:
 
 
 ASCII = Glyphs(spark="_.-=*#", full="#", empty="-", cut="~", dot="*", plus_minus="+-", rule="-")
-"""For terminals that do not show Unicode."""
+"""Characters for terminals without Unicode."""
 
 
 @dataclass
 class Now:
-    """What the panel is drawn from, besides the progress."""
+    """State that the panel shows besides the progress; the panel updates it."""
 
     title: str
     phase: str = "starting"
+    """Text shown until the first step is done."""
     pools: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Pool → state → places that are in it at this moment."""
+    """Pool → state → number of places in this state now."""
     mfu: Mapping[str, float] = field(default_factory=dict)
-    """Pool → share of its devices' peak, over the newest steps; only where that is known."""
+    """Pool → share of the peak FLOP/s of its devices over the last steps; only pools for which it is known."""
     held_out: bool = False
-    """Whether the prompts of evaluations are."""
+    """True if no evaluated prompt is also a training prompt."""
     bound: int = 0
-    """max_staleness."""
+    """The setting max_staleness."""
     warnings: Sequence[str] = ()
-    """Newest last."""
+    """Warnings to show, the newest last."""
     ended: bool = False
+    """True in the last drawing."""
 
 
 def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    """At most `height` rows of at most `width` columns, what matters most first."""
+    """The panel's rows, at most `width` columns wide; they are ordered by importance and cut to `height` rows."""
     found = [
         _rule(progress, now, width, glyphs),
         _steps(progress, now, width, glyphs),
@@ -90,7 +92,7 @@ def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) 
 
 
 def _row(label: str, parts: Sequence[Text], width: int) -> Text:
-    """The name, and as many of the parts as there is room for; the first one is cut where it has to be."""
+    """A row with its name and as many parts as fit; the first part is cut if it does not fit."""
     row = Text(f"{label:{LABEL}}"[: LABEL - 1] + " ", "dim", no_wrap=True, end="")
     for index, part in enumerate(parts):
         if index and len(row) + 3 + part.cell_len > width:
@@ -145,7 +147,7 @@ def _reward(progress: Progress, width: int, glyphs: Glyphs) -> list[Text]:
 
 
 def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """The values as bars, each the mean of as many neighbours as it takes to fit the width."""
+    """A bar chart in one line of at most `width` characters; each bar is the mean of neighbouring values."""
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -157,7 +159,7 @@ def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 
 def _evaluation(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> list[Text]:
-    """The reward of the newest evaluation, then every held-out term, each with its error or its change."""
+    """One row for the reward of the newest evaluation and one per held-out term, each with its change or its error."""
     if progress.evaluation is None:
         return []
     title, metrics = progress.evaluation
@@ -183,7 +185,7 @@ def _age(progress: Progress, now: Now, width: int) -> list[Text]:
 
 
 def _pool(pool: str, states: Mapping[str, int], progress: Progress, now: Now, *, width: int, glyphs: Glyphs) -> Text:
-    """What the workers of a pool do at this moment, what most do first; then its busy share of the newest step."""
+    """The states of a pool's workers now (busy first, then by count), its busy share of the last step, and its MFU."""
     whole = sum(states.values())
     ranked = sorted(states.items(), key=lambda item: (item[0] != "busy", -item[1]))
     words = [_does(pool, state) + (f" {count}/{whole}" if whole > 1 else "") for state, count in ranked if count]

@@ -1,4 +1,7 @@
-"""Traces of chosen steps by torch.profiler: `profile.steps=[5,6]` writes profile/<worker>-step-N….json for Perfetto."""
+"""Traces of chosen steps with torch.profiler, written as profile/<worker>-step-N….json for https://ui.perfetto.dev.
+
+The setting `profile.steps=[5,6]` chooses the steps.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,7 @@ from async_flowrl.config.schema import Config
 
 
 class StepProfiler:
-    """One worker's traces. Costs nothing in steps that were not asked for."""
+    """Profiler of one worker; it does nothing in steps that `profile.steps` does not name."""
 
     def __init__(self, config: Config, worker: str) -> None:
         self._steps, self._worker = frozenset(config.profile.steps), worker
@@ -19,7 +22,10 @@ class StepProfiler:
         self._running: tuple[profile, Path] | None = None
 
     def start(self, step: int, what: str = "") -> None:
-        """Begins a trace if `step` was asked for; one that was never stopped (its update failed) is thrown away."""
+        """Begins a trace if `step` is chosen; `what` is added to the file's name.
+
+        A trace that is still running, because its step failed, is discarded first.
+        """
         self.stop(write=False)
         if step not in self._steps:
             return
@@ -29,7 +35,7 @@ class StepProfiler:
         self._running = tracer, self._directory / f"{self._worker}-step-{step:06d}{what}.json"
 
     def stop(self, *, write: bool = True) -> None:
-        """Ends the trace, if there is one, and writes it or throws it away."""
+        """Ends a running trace and writes it, or discards it if `write` is False."""
         if self._running is None:
             return
         (tracer, path), self._running = self._running, None
@@ -40,7 +46,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int, what: str = "") -> Iterator[None]:
-        """A trace of the block, if `step` was asked for and the block ends well."""
+        """Context manager: traces the block if `step` is chosen; the trace is discarded if the block raises."""
         self.start(step, what)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The numbers of a run so far, as the console shows them, and how they are written."""
+"""Numbers of a running training for the console (steps, rewards, speed, time left), and their text forms."""
 
 import re
 import time
@@ -10,38 +10,39 @@ from typing import Any
 AVERAGED_STEPS = 20
 """Steps over which seconds per step, images per second and the time left are measured."""
 MAX_REWARDS = 1024
-"""Newest steps whose reward is kept for the spark line."""
+"""Newest steps whose reward is kept for the bar chart."""
 
 
 @dataclass
 class Progress:
-    """Steps and evaluations of a run, as its console has heard of them."""
+    """Steps and evaluations that the console of a run has been told of."""
 
     total: int
+    """Steps of the whole run."""
     clock: Callable[[], float] = time.monotonic
     done: int = 0
-    """Steps."""
+    """Number of finished steps, those before a resume included."""
     line: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of the newest step."""
+    """Metrics of the newest step; empty before the first."""
     rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_REWARDS))
-    """Step and mean reward of each step that had one."""
+    """(step, mean reward) of the newest steps that had a reward."""
     lost: dict[int, Counter[str]] = field(default_factory=dict)
-    """By step, what could not be scored: tickets that were skipped, and groups trained without an optional term."""
+    """Step → what it could not score: number of skipped tickets, and of groups trained without an optional term."""
     evaluation: tuple[str, Mapping[str, float]] | None = None
-    """The newest evaluation of a policy version: its title, and its metrics."""
+    """(title, metrics) of the newest evaluation of a policy version."""
 
     def __post_init__(self) -> None:
         self.began = self.clock()
         self._ends: deque[tuple[float, int]] = deque([(self.began, 0)], maxlen=AVERAGED_STEPS + 1)
 
     def begin(self) -> None:
-        """Training begins now: what came before it is no part of the first step."""
+        """Starts the clock of the first step; called when training begins."""
         if not self.line:
             self._ends[0] = self.clock(), 0
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done."""
-        if step < self.done:  # A trainer rank has died: the steps since the last checkpoint are made again.
+        """Adds the metrics of a finished step."""
+        if step < self.done:  # The run went back to its last checkpoint because a trainer rank died.
             self.rewards = deque((entry for entry in self.rewards if entry[0] < step), maxlen=MAX_REWARDS)
             self.lost = {earlier: counts for earlier, counts in self.lost.items() if earlier < step}
         self.done, self.line = step + 1, metrics
@@ -53,19 +54,19 @@ class Progress:
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean seconds of the newest steps; None before the first."""
+        """Mean seconds per step over the last AVERAGED_STEPS steps; None before the first step."""
         return (self._ends[-1][0] - self._ends[0][0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
 
     @property
     def images_per_second(self) -> float | None:
-        """Of training, over the newest steps."""
+        """Training images per second over the last AVERAGED_STEPS steps; None if there are none."""
         seconds = self._ends[-1][0] - self._ends[0][0]
         images = sum(count for _, count in list(self._ends)[1:])
         return images / seconds if seconds > 0 and images else None
 
     @property
     def seconds_left(self) -> float | None:
-        """From the end of the newest step to the end of the last."""
+        """Expected seconds from the end of the newest step to the end of the run; None before the first step."""
         each = self.step_seconds
         return None if each is None else each * (self.total - self.done)
 
@@ -76,13 +77,13 @@ class Progress:
 
     @property
     def losses(self) -> list[str]:
-        """What was trained without, in words."""
+        """Texts about skipped tickets and missing reward terms; [] if there are none."""
         total = sum(self.lost.values(), Counter())
         return [f"{count} {what}" for what, count in total.items()]
 
 
 def _lost(metrics: Mapping[str, Any]) -> Counter[str]:
-    """What a step trained without, by the words that follow the count; empty where nothing is missing."""
+    """Counts of what a step trained without, by the words that follow the count; empty if nothing is missing."""
     lost = Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0)})
     for key, value in metrics.items():
         if value and (missing := re.fullmatch("reward/([^/]+)/missing", key)):
@@ -95,7 +96,10 @@ def number(value: Any, form: str = ".4f") -> str:
 
 
 def with_change(metrics: Mapping[str, float], name: str) -> str:
-    """A mean, and in brackets what it has changed by since the first evaluation, ± half of the 95 % interval."""
+    """The mean of a curve and, in brackets, its change since the first evaluation ± half its 95 % interval.
+
+    `metrics` has the keys of `evaluations.metric_keys`. Example: "0.4312 (+0.12 ± 0.03)".
+    """
     changed, high = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_high")
     text = number(metrics.get(f"{name}/mean"))
     if changed is None:
@@ -104,14 +108,14 @@ def with_change(metrics: Mapping[str, float], name: str) -> str:
 
 
 def evaluated(metrics: Mapping[str, float]) -> tuple[str | None, Mapping[str, float]]:
-    """Whose metrics these are, "the baseline" or None for a policy version, and the metrics by their plain names."""
+    """("the baseline", metrics without the prefix `baseline/`), or (None, metrics) for a policy version."""
     if any(name.startswith("baseline/") for name in metrics):
         return "the baseline", {name.removeprefix("baseline/"): value for name, value in metrics.items()}
     return None, metrics
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """The reward and the held-out terms of an evaluation."""
+    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes."""
     parts = [f"reward {with_change(metrics, 'reward')}"]
     held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
     parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
@@ -119,7 +123,7 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours, minutes and seconds."""
+    """Text "M:SS" or "H:MM:SS"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

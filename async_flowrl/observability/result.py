@@ -1,5 +1,8 @@
-"""The result of a run in sentences that console and report share: what evaluations measured before and after,
-paired prompt by prompt, or what the training reward did."""
+"""Result of a run in sentences, for the console and the report.
+
+If two evaluations can be compared, the result is the paired change of their scores from the first to the last one.
+Otherwise it is the change of the training reward.
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +11,7 @@ from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
 CERTAIN = 0.025
-"""One-sided probability below which a change is told from noise."""
+"""A change is significant if its one-sided p-value, in either direction, is at most this."""
 REWARD = "reward"
 PROMPTS = {"held_out": "held-out prompts", "training": "training prompts"}
 
@@ -16,15 +19,18 @@ Ends = tuple[Evaluation, Evaluation]
 
 
 def ends_of(history: Sequence[Evaluation]) -> Ends | None:
-    """The newest evaluation of a policy version, after the oldest one that is comparable to it; None without both."""
+    """(oldest evaluation with the newest one's setting, newest evaluation) of policy versions; None without two."""
     policy = sorted((e for e in history if not e.baseline), key=lambda each: each.version)
     first = first_comparable(policy, policy[-1]) if policy else None
     return None if first is None else (first, policy[-1])
 
 
 def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]:
-    """The reward, then each held-out term; none without two evaluations that compare. `evaluated`: held_out, training
-    or nothing, of the evaluations' prompts. Errors are half of the 95 % interval."""
+    """One sentence about the reward and one about each held-out term; [] without two comparable evaluations.
+
+    `evaluated` says which prompts evaluations use: "held_out", "training" or "" if that is unknown. The numbers after ±
+    are half the 95 % interval.
+    """
     ends = ends_of(history)
     if ends is None:
         return []
@@ -33,7 +39,7 @@ def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]
 
 
 def reward_sentence(ends: Ends, evaluated: str) -> str | None:
-    """What the reward did; None where the two evaluations do not have it from the same terms."""
+    """The sentence about the reward; None if the two evaluations computed it from different terms."""
     first, last = ends
     moved = between(REWARD, last, first)
     if moved is None:
@@ -44,7 +50,7 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
 
 
 def held_out_sentences(ends: Ends) -> list[str]:
-    """What terms that nothing is trained on say, one sentence each."""
+    """One sentence for each held-out term that both evaluations have."""
     first, last = ends
     names = [name for name, curve in last.curves.items() if curve.kind == HELD_OUT]
     changes = [(name, moved) for name in names if (moved := between(name, last, first)) is not None]
@@ -52,7 +58,10 @@ def held_out_sentences(ends: Ends) -> list[str]:
 
 
 def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:
-    """Mean training reward over the first and the last tenth of the steps that had one, at least one step each."""
+    """Mean training reward over the first and over the last tenth of the steps that had a reward; None without any.
+
+    A tenth is at least one step.
+    """
     rewards = [line["reward/mean"] for line in metrics if line.get("reward/mean") is not None]
     if not rewards:
         return None
@@ -61,7 +70,7 @@ def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:
 
 
 def training_sentence(first: float | None, last: float | None) -> str:
-    """Of a run whose evaluations do not compare: the means over the first and the last tenth of its steps."""
+    """The sentence for a run without comparable evaluations, from the two means of `tenths` (None: no reward)."""
     if first is None or last is None:
         return "No step had a reward."
     return (
@@ -71,7 +80,7 @@ def training_sentence(first: float | None, last: float | None) -> str:
 
 
 def certain(moved: Change) -> bool:
-    """Whether a change is told from noise."""
+    """True if the change is significant (see CERTAIN)."""
     return min(moved.p_above(), moved.p_below()) <= CERTAIN
 
 

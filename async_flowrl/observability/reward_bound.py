@@ -1,4 +1,4 @@
-"""Whether a reward pool held a run up, and how many workers would have been enough."""
+"""Test whether a reward pool (workers that score images) limited the speed of a run, and how many workers it needs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.timeline import Track
 
 MIN_TAKEN = 0.85
-"""Share of its time that a pool's workers must be taken to be the bottleneck: a slower one costs latency only."""
+"""A reward pool can be the bottleneck only if its workers are occupied for at least this share of the time."""
 MIN_WAITED = 0.1
-"""Share of its time that the trainer must wait for images."""
+"""A reward pool can be the bottleneck only if the trainer waits for images for at least this share of the time."""
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
-    """One sentence if the slowest reward pool is the bottleneck: which it is, and the setting that would cure it.
+    """One sentence with the name of the reward pool that is the bottleneck in `window` and the settings that help.
 
-    None where generation or training is, or where the trainer hardly waits.
+    None if rollout or trainer workers are occupied longer, or if one of the two thresholds above is not reached.
     """
     whole = window[1] - window[0]
     pools: dict[str, list[Track]] = {}
@@ -43,12 +43,15 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
 
 
 def taken(track: Track, window: Interval) -> float:
-    """Seconds in which a worker had something to do: all that it did not wait."""
+    """Seconds of `window` in which a worker was in no waiting state."""
     return length(subtract([window], union(interval for _, interval in track.waits)))
 
 
 def enough(rewards: Mapping[str, Sequence[float]], others: float) -> dict[str, int]:
-    """Workers by reward pool with which none is taken for longer than `others` seconds; only where more are needed."""
+    """Reward pool → number of workers it needs so that each is occupied for at most `others` seconds.
+
+    `rewards` is pool → occupied seconds per worker. Pools that have enough workers are left out.
+    """
     found = {}
     for pool, each in rewards.items():
         needed = math.ceil(sum(each) / others) if others > 0 else len(each) + 1

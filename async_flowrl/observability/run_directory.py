@@ -1,4 +1,4 @@
-"""The run directory: where everything a run leaves behind is, and the lock that keeps a second controller out."""
+"""Run directory: the paths of a run's files (docs/run_directory.md), and its lock against a second controller."""
 
 import fcntl
 import json
@@ -16,17 +16,17 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, LORA, Config
 
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
-"""What is written before a run has its first result."""
+"""Entries that a run writes before it starts to train."""
 
 ATTEMPT = "an attempt begins"
-"""In the controller's log, where what an earlier attempt wrote ends."""
+"""Line of the controller's log at which an attempt begins (a resumed run has several attempts)."""
 
 LOCK_ATTEMPTS, LOCK_PAUSE = 4, 0.05
-"""Times that a lock is tried, and the seconds between them: `is_held` takes it for an instant."""
+"""Number of attempts to take the lock, and seconds between them: `is_held` in another process holds it very briefly."""
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a controller has this lock file; the lock is let go of at once if it was free."""
+    """True if a running controller holds this lock file; False if it does not exist."""
     try:
         file = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def is_held(lock: Path) -> bool:
 
 
 class RunDirectory:
-    """Paths of the contract in docs/run_directory.md."""
+    """Paths below `root` (output_dir), and the lock. The constructor creates nothing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -69,14 +69,14 @@ class RunDirectory:
         return trained.with_name(f"{trained.name}_best")
 
     def used(self) -> bool:
-        """Whether a run began here; what one leaves that could not start does not count."""
+        """True if a run began to train here. Files of a run that could not start (LEFT_BY_A_START) do not count."""
         entries = self.root.iterdir() if self.root.is_dir() else iter(())
         return any(
             entry.name not in LEFT_BY_A_START and not (entry.is_dir() and not any(entry.iterdir())) for entry in entries
         )
 
     def claim(self) -> None:
-        """Raises ConfigError if `create` would. Leaves nothing behind that was not there."""
+        """Raises ConfigError if `create` would do so; used by `dry_run`. It removes what it creates for the test."""
         made = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
         lock = self.root / ".lock"
         new = not lock.exists()
@@ -93,10 +93,10 @@ class RunDirectory:
                 folder.rmdir()
 
     def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Makes the folders, takes the lock and records the resolved configuration.
+        """Makes the folders, takes the lock (until `release`) and writes the resolved configuration.
 
-        `hydra_record` holds the files of `.hydra/` by name. Raises ConfigError if the directory cannot be written or
-        another controller runs in it.
+        `hydra_record` maps the names of files in `.hydra/` to their texts. Raises ConfigError if the directory cannot
+        be written or another controller runs in it.
         """
         try:
             for folder in (self.root, self.images, self.checkpoints, self.logs):

@@ -1,7 +1,8 @@
-"""Statistics of evaluations: means with errors clustered by prompt, and differences paired by prompt and by noise.
+"""Statistics of evaluations: means with standard errors, paired differences, and the diversity of images.
 
-Images of one prompt are alike, so that prompts, not images, are what an error counts (cluster-robust standard errors;
-Miller 2024, "Adding Error Bars to Evals", sections 2.2 and 4). With a single prompt, its images are counted.
+Scores of images of one prompt are correlated, so standard errors are computed over the means of prompts and not over
+images (cluster-robust standard errors; Miller 2024, "Adding Error Bars to Evals", sections 2.2 and 4). With a single
+prompt they are computed over its images.
 """
 
 import math
@@ -16,9 +17,9 @@ from async_flowrl.types import ByteArray
 
 Numbers = npt.NDArray[np.float64]
 ByPrompt = Mapping[int, Sequence[float]]
-"""Place of the prompt → one number per image, in image order."""
+"""Index of the prompt → one score per image, in image order."""
 LEVEL = 0.95
-"""Of the intervals."""
+"""Confidence level of all intervals."""
 CHANGE_FIELDS = ("change", "change_stderr", "change_low", "change_high")
 DIVERSITY_SIDE = 64
 """Pixels to which larger images are reduced before their distance is taken."""
@@ -26,48 +27,52 @@ DIVERSITY_SIDE = 64
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over images and what is known of its error; `stderr`, `low` and `high` are None for a single number."""
+    """A mean score and its error; `stderr`, `low` and `high` are None if there is only one image."""
 
     mean: float
+    """Mean over prompts of their means over images."""
     std: float
-    """Population standard deviation over images."""
+    """Population standard deviation over all images."""
     stderr: float | None
     low: float | None
     high: float | None
-    """The interval of LEVEL by Student's t, with one degree of freedom less than there are prompts."""
+    """`low` and `high` are the confidence interval by Student's t, with (prompts - 1) degrees of freedom, or
+    (images - 1) for a single prompt."""
     prompts: int
+    """Number of prompts."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The mean of paired differences, now less before. `stderr` is None where there is a single pair."""
+    """The mean of paired differences (now - before) and its standard error, None for a single pair."""
 
     mean: float
     stderr: float | None
     freedom: int
+    """Degrees of freedom of Student's t."""
 
     @property
     def half(self) -> float | None:
-        """Half the interval of LEVEL around the mean."""
+        """Half the width of the confidence interval around the mean; None without `stderr`."""
         return None if self.stderr is None else _quantile(self.freedom) * self.stderr
 
     def fields(self) -> dict[str, float | None]:
-        """`change`, `change_stderr` and the ends of the interval, `change_low` and `change_high`."""
+        """The keys CHANGE_FIELDS: mean, standard error and the two ends of the confidence interval."""
         half = self.half
         ends = (None, None) if half is None else (self.mean - half, self.mean + half)
         return dict(zip(CHANGE_FIELDS, (self.mean, self.stderr, *ends), strict=True))
 
     def p_above(self) -> float:
-        """Probability of a mean so large or larger, were there no change: one-sided, Student's t."""
+        """One-sided p-value (Student's t) of the hypothesis of no change against an increase; 1 without `stderr`."""
         return _tail(self.mean, self.stderr, self.freedom)
 
     def p_below(self) -> float:
-        """Probability of a mean so small or smaller, were there no change."""
+        """One-sided p-value of the hypothesis of no change against a decrease; 1 without `stderr`."""
         return _tail(-self.mean, self.stderr, self.freedom)
 
 
 def estimate(scores: ByPrompt) -> Estimate:
-    """Of at least one prompt with at least one image; all prompts count alike."""
+    """The estimate from at least one prompt with at least one image; all prompts have the same weight."""
     images = [float(x) for group in scores.values() for x in group]
     units = _units([np.asarray(group, dtype=np.float64) for group in scores.values()])
     mean, stderr = float(np.mean(units)), _stderr(units)
@@ -83,9 +88,9 @@ def estimate(scores: ByPrompt) -> Estimate:
 
 
 def change(now: ByPrompt, before: ByPrompt) -> Change | None:
-    """Over the prompts that both have, image against image of the same noise; None where there is no such prompt.
+    """The change over the prompts that both have, pairing images of the same initial noise; None without any.
 
-    Raises ValueError where a prompt has another number of images.
+    Raises ValueError if a prompt has different numbers of images in the two.
     """
     common = [place for place in now if place in before]
     if not common:
@@ -97,8 +102,11 @@ def change(now: ByPrompt, before: ByPrompt) -> Change | None:
 
 
 def diversity(images: ByteArray) -> float | None:
-    """Mean distance of two images of a prompt: root mean square over pixels and channels, of images uint8 [n, H, W, 3]
-    as numbers in 0 .. 1, reduced to DIVERSITY_SIDE pixels where they are larger. None for a single image."""
+    """Mean distance between two of the images uint8 [n, H, W, 3] of one prompt; None for fewer than two images.
+
+    The distance of two images is the root mean square of their differences over pixels and channels, with values in
+    0 .. 1, after images larger than DIVERSITY_SIDE pixels were reduced to that size.
+    """
     if len(images) < 2:
         return None
     small = [_reduced(image) for image in images]
@@ -106,7 +114,7 @@ def diversity(images: ByteArray) -> float | None:
 
 
 def _reduced(image: ByteArray) -> Numbers:
-    """[h, w, C] in 0 .. 1 with at most DIVERSITY_SIDE pixels along each side: means of squares of pixels."""
+    """The image as [h, w, C] in 0 .. 1, averaged over square blocks so that no side exceeds DIVERSITY_SIDE pixels."""
     height, width = image.shape[:2]
     factor = min(-(-max(height, width) // DIVERSITY_SIDE), height, width)
     rows, columns = height // factor, width // factor
@@ -116,7 +124,7 @@ def _reduced(image: ByteArray) -> Numbers:
 
 
 def _units(groups: Sequence[Numbers]) -> Numbers:
-    """What is independent of each other: the means of the prompts, or the images of the only one."""
+    """The independent observations: the means of the prompts, or the scores of the images if there is one prompt."""
     return groups[0] if len(groups) == 1 else np.asarray([group.mean() for group in groups])
 
 

@@ -1,4 +1,8 @@
-"""summary.json: the run in numbers."""
+"""summary.json: the numbers of a finished run; docs/metrics.md explains the keys.
+
+Two of them compare a run with the best possible one: its *bound* is max(G, T) per step (see docs/glossary.md), and its
+*efficiency* is that bound divided by the measured seconds per step.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,39 +21,42 @@ from async_flowrl.observability.result import tenths
 from async_flowrl.observability.timeline import Track, tracks
 
 WARM_UP_STEPS = 2
-"""Steps before the steady state: the pipeline fills and caches are cold."""
+"""Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""
 MIN_GRADIENT_KEPT = 0.8
-"""Share of the gradient that clip and mask should leave; below it the run warns."""
+"""The run warns if clipping and masking leave less than this share of the gradient."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The part of the summary that is in no file: what the controller counted."""
+    """Counts of the controller that are in no file and go into the summary."""
 
     wall_seconds: float
     weights_digest: str
     tickets: Mapping[str, int]
-    """issued, trained, skipped, failed, retried, duplicate."""
+    """Keys: issued, trained, skipped, failed, retried, duplicate."""
     pools: Mapping[str, Mapping[str, float]]
-    """Totals of the PoolLedger."""
+    """`PoolLedger.totals()`: pool → state → seconds."""
     sync: Mapping[str, Any]
-    """publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt, fallbacks."""
+    """Publishing of weights: publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt,
+    fallbacks."""
     peak: float | None = None
-    """FLOP/s of a worker's device, where it is known."""
+    """Peak FLOP/s of one worker's device; None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The stretch in which the pipeline is full: after the warm-up, before generation has nothing left to do."""
+    """The part of a run in which all pools have work: all but the first WARM_UP_STEPS and last max_staleness steps."""
 
     window: Interval
+    """Start and end of this part, unix seconds."""
     steps: int
+    """Steps in it."""
     generation: list[Interval]
-    """When any rollout worker worked, inside the window."""
+    """Times in `window` at which any rollout worker was busy."""
     update: list[Interval]
-    """When the first trainer rank worked, inside the window."""
+    """Times in `window` at which the first trainer rank was busy."""
     generation_per_step: float
-    """Seconds a step's generation keeps one rollout worker busy, spread evenly over the workers."""
+    """G: busy seconds of rollout per step, divided by the number of rollout workers."""
 
     @property
     def update_per_step(self) -> float:
@@ -70,14 +77,14 @@ class Steady:
 
     @property
     def bound(self) -> float:
-        """max(G, T): no schedule of these two pools takes less per step."""
+        """max(G, T): a lower bound on the seconds per step for these two pools, whatever the schedule."""
         return max(self.generation_per_step, self.update_per_step)
 
 
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
-    """The keys of summary.json. What cannot be known (too few steps, say) is null.
+    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
 
-    After a resume, steps, images, rewards and staleness are of the whole run; times and rates are of the time since.
+    After a resume, steps, images, rewards and staleness cover the whole run; times and rates only the time since then.
     """
     history = effective(events)
     _, attempt = last_attempt(history)
@@ -135,7 +142,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
 
 
 def flops_per_second(workers: Sequence[Track], window: Interval) -> dict[str, float]:
-    """Per pool that counts them: what a worker's network computes per second of wall clock, on average."""
+    """Pool → FLOPs per second of wall clock, averaged over its workers; pools without counted FLOPs are left out."""
     rates: dict[str, list[float]] = {}
     for track in workers:
         inside = [span["flops"] for span in track.spans if "flops" in span and window[0] <= span["end"] <= window[1]]
@@ -144,7 +151,7 @@ def flops_per_second(workers: Sequence[Track], window: Interval) -> dict[str, fl
 
 
 def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
-    """(step at which the run was last resumed, the events since then)."""
+    """(step of the last rollback, the events after it); (0, all events) if the run never went back."""
     for index in range(len(history) - 1, -1, -1):
         if history[index]["event"] == "rollback":
             return int(history[index]["step"]), history[index + 1 :]
@@ -162,7 +169,7 @@ def process_began(history: Sequence[Event]) -> int:
 
 
 def steady_state(workers: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
-    """The steady part of a run; None if the run is too short to have one."""
+    """The steady part of a run; None if no steps are left in it."""
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
     if not inner:
@@ -180,7 +187,7 @@ def steady_state(workers: Sequence[Track], history: Sequence[Event], max_stalene
 
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
-    """Age of the samples when they were trained on, in policy versions and in optimizer steps."""
+    """Age of the images when they were trained on: largest and mean in policy versions, largest in optimizer steps."""
     trained = [line for line in metrics if line.get("staleness/max") is not None]
     largest = max((line["staleness/max"] for line in trained), default=0)
     mean = sum(line["staleness/mean"] for line in trained) / max(1, len(trained))
@@ -190,7 +197,10 @@ def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[st
 
 
 def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """By age: the share of (sample, step) pairs with nonzero advantage whose gradient survived clip and mask."""
+    """Age in versions → share of rows that kept their gradient after clipping and masking.
+
+    A row is one image in one trained denoising step; rows with advantage 0 are not counted.
+    """
     kept: dict[str, float] = {}
     total: dict[str, float] = {}
     for line in metrics:
@@ -204,8 +214,8 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 
 def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
-    """Training tickets without a score in the whole run, steps that had some, and steps that had nothing else; and how
-    often a group was trained without an optional term."""
+    """Counts over the whole run: tickets without a score, steps with such tickets, those without any reward, and
+    (`optional_terms`) how often a group was trained without the score of an optional term."""
     tickets = [int(line.get("tickets_skipped") or 0) for line in metrics]
     nothing = sum(line.get("reward/mean") is None for line, count in zip(metrics, tickets, strict=True) if count)
     return {
@@ -217,7 +227,7 @@ def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
 
 
 def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
-    """By optional term, the groups that were trained without its score."""
+    """Optional term → number of groups that were trained without its score."""
     counts: dict[str, int] = {}
     for line in metrics:
         for key, value in line.items():
@@ -228,7 +238,7 @@ def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
 
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
-    """What the lines of metrics.jsonl give cause for: skipped tickets, terms left out, gradient clipped away."""
+    """Warnings, one sentence each, about skipped tickets, missing optional terms and too much clipped gradient."""
     kept, counts = gradient_kept(metrics), skipped(metrics)
     lost = [
         f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
@@ -252,7 +262,7 @@ def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
 
 
 def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
-    """When any place of the pool worked (or only its first place)."""
+    """Times at which any worker of the pool was busy, or with `first_only` its first worker."""
     members = [track for track in workers if pool_of(track.place) == pool]
     return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
 

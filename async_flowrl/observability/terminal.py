@@ -1,4 +1,4 @@
-"""Writing to stdout and stderr, be it a terminal, a pipe or nobody who reads."""
+"""Output to stdout and stderr that works for terminals, files, pipes and pipes whose reader has ended."""
 
 import logging
 import os
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WIDTH = 120
-"""Characters of a table that no terminal shows."""
+"""Width in characters of a table that is not written to a terminal."""
 
 
 def print_table(drawn: "Table") -> None:
-    """On stdout, as wide as the terminal is where there is one."""
+    """Prints a rich table on stdout, as wide as the terminal if there is one."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else WIDTH).print(drawn)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes to stdout, or to the stream that is given, at once.
+    """Writes to `stream` (None: stdout) and flushes.
 
-    Whoever reads it may be gone: `tee` dies of the same Ctrl-C as the run, `head` has enough. That ends no run: what is
-    written from then on is dropped, and the log says so.
+    If the reader of a pipe has ended (e.g. `head`, or `tee` after Ctrl-C), the run goes on: this and all later output
+    to the stream is dropped, and a warning is logged.
     """
     stream = stream or sys.stdout
     try:

@@ -1,4 +1,7 @@
-"""timeline.json: events.jsonl as a trace for chrome://tracing and https://ui.perfetto.dev, one track per worker."""
+"""timeline.json: the events of a run as a trace for chrome://tracing or https://ui.perfetto.dev, a track per worker.
+
+A run writes it at its end; `python -m async_flowrl.observability.timeline RUN` writes it at any time.
+"""
 
 import argparse
 import json
@@ -15,23 +18,23 @@ from async_flowrl.observability.ledger import place_of, pool_of
 
 MICROSECONDS = 1e6
 POOLS = ("rollout", "reward", "trainer")
-"""Order of the tracks; other pools come after them."""
+"""Order of the tracks by pool; other pools come last."""
 INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
-"""Events that are shown as a moment."""
+"""Events that the trace shows as a point in time."""
 
 
 @dataclass
 class Track:
-    """One place of a pool: what it did and what it waited for."""
+    """Activity of one place (a numbered seat of a pool, e.g. "rollout-0"); all times are unix seconds."""
 
     place: str
     spans: list[Event] = field(default_factory=list)
     waits: list[tuple[str, Interval]] = field(default_factory=list)
-    """(state, interval) of all states but busy, without the time in which a span ran."""
+    """(state, interval) for all states except "busy", without the times at which a span ran."""
 
     @cached_property
     def busy(self) -> list[Interval]:
-        """When any span ran; asked for when all spans are known."""
+        """Times at which any span ran. The result is cached, so all spans must be known before."""
         return union((span["start"], span["end"]) for span in self.spans)
 
     def waiting(self, *states: str) -> list[Interval]:
@@ -39,7 +42,7 @@ class Track:
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:
-    """The tracks of a run, in the order of POOLS and of the workers' numbers."""
+    """One track per place that has spans or states, ordered by pool (POOLS) and number."""
     by_place: dict[str, Track] = {}
     states: dict[str, list[tuple[float, str]]] = {}
     last = 0.0
@@ -74,7 +77,7 @@ def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) 
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:
-    """The trace as JSON objects. Times are microseconds since the first event."""
+    """The trace as a dictionary in Chrome's Trace Event Format; times are microseconds since the first event."""
     history = list(events)
     start: float = min((event["start"] if "start" in event else event["time"] for event in history), default=0.0)
     entries: list[dict[str, Any]] = []
@@ -85,7 +88,10 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def write_timeline(events: Path, path: Path) -> None:
-    """Writes the trace of `events` (events.jsonl) to `path`."""
+    """Writes the trace of the file `events` (an events.jsonl) to `path`.
+
+    Raises FileNotFoundError if `events` does not exist, ValueError for a line that is not JSON.
+    """
     path.write_text(json.dumps(trace(read_events(events))), encoding="utf-8")
 
 
@@ -107,7 +113,7 @@ def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any
 
 
 def lanes(spans: Iterable[Event]) -> list[list[Event]]:
-    """Spans spread so that within a lane any two are apart or one holds the other, as trace viewers demand."""
+    """The spans distributed over lanes so that two spans of one lane are disjoint or nested, as trace viewers need."""
     spread: list[list[Event]] = []
     open_ends: list[list[float]] = []
     for span in sorted(spans, key=lambda s: (s["start"], -s["end"])):

@@ -1,4 +1,4 @@
-"""Trackers of experiments: TensorBoard and Weights & Biases."""
+"""Experiment trackers as views of a Monitor: TensorBoard and Weights & Biases (W&B)."""
 
 import os
 import secrets
@@ -14,9 +14,9 @@ from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.types import ByteArray
 
 VERSION_KEY = "evaluation/version"
-"""W&B's axis of evaluations: the policy version that was evaluated."""
+"""Metric that is the x axis of evaluations in W&B: the policy version that was evaluated."""
 MAX_SAMPLES = 64
-"""Images of one evaluation that are sent to W&B one by one, at most: the same prompts and noises each time."""
+"""Largest number of single images per evaluation that are sent to W&B: the first ones, so prompts stay the same."""
 PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
 
 VERL_OMNI = {
@@ -36,13 +36,13 @@ VERL_OMNI = {
     "timing/update": "timing_s/update_actor",
     "timing/publish": "timing_s/update_weights",
 }
-"""Metric of ours → verl-omni's name for the same thing; what means something else there is left out."""
+"""Metric of this project → name of the same metric in verl-omni; metrics with another meaning there are left out."""
 ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One evaluated image uint8 [H, W, 3] with its prompt and scores."""
+    """One evaluated image uint8 [H, W, 3] with its prompt, its reward and term → score."""
 
     prompt: str
     image: ByteArray
@@ -51,13 +51,18 @@ class Sample:
 
 
 def scalars(metrics: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, float]:
-    """The numbers among the metrics but `step`, by their names and by their aliases, of `step` too."""
+    """All metrics that are numbers, as floats, under their names and under their aliases (name → alias).
+
+    `step` itself appears only under its alias.
+    """
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
     again = {alias: numbers[name] for name, alias in aliases.items() if name in numbers}
     return {name: value for name, value in numbers.items() if name != "step"} | again
 
 
 class Tensorboard:
+    """View that writes TensorBoard files into `folder`; `aliases` are further names of metrics."""
+
     def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -80,18 +85,18 @@ class Tensorboard:
         self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), version, dataformats="HWC")
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """The grid of `image` shows them."""
+        """Does nothing: the grid that `image` gets shows the same images."""
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """Offline unless WANDB_MODE says otherwise or an API key is known; the files lie in the run directory.
+    """View that logs to W&B: in the mode of WANDB_MODE if set, else online if an API key is known, else offline.
 
-    W&B's own step only counts calls, as an evaluation ends after later steps: the charts' axes are `step` and, of
-    evaluations and pictures, `evaluation/version`. A resumed run goes on under the id of its first attempt, which
-    `wandb/run_id` holds.
+    Its files are in the run directory `folder`. The x axis of charts is the metric `step`, or `evaluation/version` for
+    evaluations and pictures. W&B's own step is not used, because an evaluation may end after later training steps. A
+    resumed run keeps the W&B id of its first attempt (file `wandb/run_id`).
     """
 
     def __init__(self, config: MonitorConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -123,7 +128,7 @@ class Wandb:
         self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """Images with prompt and reward as captions, and a table of them with every term."""
+        """Logs the first MAX_SAMPLES images with prompt and reward as captions, and a table with their term scores."""
         names = sorted({name for sample in samples for name in sample.terms})
         rows, pictures = [], []
         for sample in samples[:MAX_SAMPLES]:
@@ -139,7 +144,7 @@ class Wandb:
 
 
 def run_id(folder: Path) -> str:
-    """The id that W&B knows this run directory by, made the first time."""
+    """The W&B id of this run: read from `folder`/run_id, which is made with a random id if it does not exist."""
     file = folder / "run_id"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,7 @@ def run_id(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on, of those that are installed."""
+    """Package → version for the installed ones of PACKAGES."""
     installed = {}
     for package in PACKAGES:
         try:
@@ -159,7 +164,10 @@ def versions() -> dict[str, str]:
 
 
 def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
-    """Trained rows by the age of their image, in versions, as counts and edges; None where nothing was trained."""
+    """Histogram (counts, bin edges) of trained rows by the age of their image in versions; None if none were trained.
+
+    A row is one image in one trained denoising step.
+    """
     rows = {int(name.removeprefix("kept_of/")): value for name, value in metrics.items() if name.startswith("kept_of/")}
     if not rows:
         return None

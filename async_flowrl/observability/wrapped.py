@@ -1,4 +1,4 @@
-"""Lines of a name and a sentence, at the start and the end of a run: broken at words on a terminal, whole elsewhere."""
+"""Text lines "name sentence" that a run prints at its start and end; a terminal gets them wrapped at words."""
 
 import shutil
 import sys
@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 MIN_WIDTH = 30
-"""Columns; on a narrower terminal the lines are left to it."""
+"""Lines are not wrapped if the terminal has fewer columns than this."""
 
 
 def named_lines(rows: Sequence[tuple[str, object]], label: int) -> str:
-    """Each name takes `label` columns and one space; what wraps stands below its sentence."""
+    """The rows (name, sentence) as text. A name takes `label` columns and one space; wrapped lines are indented so."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     return "".join(_line(name, str(sentence), label, width) for name, sentence in rows)
 

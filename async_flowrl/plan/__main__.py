@@ -1,4 +1,7 @@
-"""python -m async_flowrl.plan: step time, busy shares, ages and bytes before a run, and what to do about them.
+"""Entry point `python -m async_flowrl.plan`: the planner, which predicts a run and recommends settings for it.
+
+It predicts step time, busy shares, staleness and bytes, and recommends a split of the devices. `--memory` plans device
+memory, `--fit` lists recipes and hardware, `--rehearse` runs a configuration on tensors without values.
 
     python -m async_flowrl.plan --generate 40 --update 40 --sync 1 --devices 8
     python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
@@ -6,8 +9,9 @@
     python -m async_flowrl.plan --fit
     python -m async_flowrl.plan --rehearse --card H100 experiment=qwen_image_ocr
 
-`--generate` and `--update` are device-seconds per training step: what one rollout worker, or one trainer rank, would
-take alone. Every prediction runs the real loop, tickets and gate in virtual time, on workers that only wait.
+`--generate` and `--update` are device-seconds per training step: the time that a single rollout worker, or a single
+trainer rank, would take. Every prediction runs the real training loop with its tickets and gate, on a simulated clock
+and with workers that only wait.
 """
 
 import sys
@@ -18,6 +22,7 @@ from separation.imports import without_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the planner on `arguments` (None: the process's own) and returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--memory" in words:
         from async_flowrl.plan.memory_report import main as report_memory

@@ -1,4 +1,7 @@
-"""Recommendation of a split, of a max_staleness, and of whether to run asynchronously at all."""
+"""Recommendation for a run: the split of devices, `max_staleness`, `hand_over`, and whether to run asynchronously.
+
+`advise` is the entry point, called by `plan/command.py`; every candidate is simulated.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,18 +14,19 @@ from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
 
 ENOUGH_EFFICIENCY = 0.98
-"""Share of the bound from which more staleness is not worth its age."""
+"""Efficiency (share of the bound) that is enough: a layout that reaches it gains too little from more staleness."""
 MIN_SPEEDUP = 1.02
-"""Over colocated training on the same devices; an asynchronous layout that gains less is not recommended."""
+"""Speed-up over colocated training on the same devices below which separate pools are not recommended."""
 MIN_DEVICE_USE = 0.95
-"""Share of the devices; a split that leaves more of them idle is pointed out."""
+"""Share of the devices; if the best split uses less, the advice says so."""
 MAX_STALENESS = 8
+"""Largest `max_staleness` that is simulated."""
 MAX_ADVISED_STALENESS = 2
-"""Deeper pipelines stand in the table, but none is recommended."""
+"""Largest `max_staleness` that is recommended; larger ones only appear in the table."""
 TICKETS_PER_SIMULATION = 1000
-"""They take a few tenths of a second."""
+"""Approximate number of tickets per simulation; they take a few tenths of a second."""
 MAX_SPLITS = 8
-"""Splits that are simulated, the ones with the best bound."""
+"""Number of splits that are simulated: those with the best bound."""
 CLUSTER_CPU_SECONDS = 0.05
 """CPU seconds per step of the driver, the reward worker and Ray's own processes on one machine (docs/benchmarks.md)."""
 NOTABLE_CLUSTER_SHARE = 0.05
@@ -31,43 +35,51 @@ NOTABLE_CLUSTER_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Advice:
-    """Everything `plan` prints. `chosen` is what it recommends, unless `colocated` is faster or nothing else fits."""
+    """Result of the search: everything that the prediction command prints."""
 
     splits: tuple[Prediction, ...]
-    """By rollout devices, all with the hand-over and max_staleness of `chosen` (or one_step_off while searching)."""
+    """Simulated splits with the `max_staleness` and `hand_over` of `chosen`, sorted by rollout devices.
+
+    If nothing was chosen, they have `max_staleness` 1 and are sorted by their bound.
+    """
     depths: tuple[Prediction, ...]
-    """At the chosen split: every max_staleness tried, batch and stream."""
+    """Every `max_staleness` and `hand_over` that was simulated at the best split."""
     chosen: Prediction | None
+    """Best layout with separate pools; None if there are too few devices or too little object store."""
     colocated: Prediction | None
+    """Both pools on all devices; recommended if `chosen` is not enough faster. None if it does not fit the devices."""
     sentences: tuple[str, ...]
+    """The advice in sentences."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a plan."""
+    """Resources that a plan may use, and choices that are fixed."""
 
     devices: int
+    """Devices for trainer and rollout; reward workers are not counted among them."""
     memory: float = math.inf
     """Bytes of object store for images and trajectories."""
     reward: int = 1
-    """Workers of the shared reward pool, 0 where there is none; they are not counted among the devices."""
+    """Workers of the shared reward pool; 0 if there is none."""
     own_rewards: Mapping[str, int] = field(default_factory=dict)
-    """Workers of the reward pools of single terms."""
+    """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
     reward_gpus: Mapping[str, float] = field(default_factory=dict)
-    """GPUs of a worker, by reward pool; they come beside the devices that are split."""
+    """Reward pool → GPUs per worker, in addition to `devices`."""
     split: tuple[int, int] | None = None
-    """(rollout, trainer) if it is fixed."""
+    """(rollout devices, trainer devices); None = search for the best split."""
     steps: int | None = None
     """Steps to simulate; None = enough for about TICKETS_PER_SIMULATION tickets."""
     slow: tuple[float, ...] = ()
+    """Factors on the ticket durations of the first rollout workers."""
     colocate: bool = True
-    """Whether colocated training fits the devices' memory."""
+    """Whether both models fit one device, so that colocated training is possible."""
     backend: str = "ray"
     """`runtime.backend`: ray (processes) or local (threads of one process)."""
 
 
 def advise(work: Work, limits: Limits) -> Advice:
-    """Searches splits at one_step_off, then max_staleness at the best split."""
+    """Searches the best split at `max_staleness` 1, then the best `max_staleness` and `hand_over` at that split."""
     colocated = predict_colocated(work, limits) if limits.colocate else None
     candidates = splits(work, limits)
     if not candidates:
@@ -87,7 +99,7 @@ def advise(work: Work, limits: Limits) -> Advice:
 
 
 def splits(work: Work, limits: Limits) -> list[Layout]:
-    """The layouts worth simulating, best bound first."""
+    """Returns up to MAX_SPLITS layouts, best bound first; empty with a single device and no fixed split."""
     every = [(n, limits.devices - n) for n in range(1, limits.devices)]
     pairs = every if limits.split is None else [limits.split]
     common: dict[str, Any] = {"reward": limits.reward, "slow": limits.slow, "own_rewards": limits.own_rewards}
@@ -96,7 +108,10 @@ def splits(work: Work, limits: Limits) -> list[Layout]:
 
 
 def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Prediction]:
-    """Both hand-overs for K = 0, 1, 2, ... until one step after the bound is reached."""
+    """Simulates both values of `hand_over` for `max_staleness` 0, 1, 2 and so on, at most MAX_STALENESS.
+
+    The search ends when exactly two values of `max_staleness`, the last of them at least 2, are efficient enough.
+    """
     predictions: list[Prediction] = []
     enough = 0
     for k in range(MAX_STALENESS + 1):
@@ -109,9 +124,10 @@ def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Predict
 
 
 def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
-    """The freshest that reaches 98 % of the bound; where none does, the freshest within 2 % of the fastest.
+    """Returns the prediction with the least staleness among those efficient enough; None if none fits the store.
 
-    Never deeper than MAX_ADVISED_STALENESS: what a deeper pipeline evens out, smaller tickets do with fresher samples.
+    If none is efficient enough, it is the one with the least staleness among those within 2 % of the fastest. The
+    staleness is at most MAX_ADVISED_STALENESS: beyond that, smaller tickets help as much, with fresher images.
     """
     advised = [p for p in depths if p.layout.max_staleness <= MAX_ADVISED_STALENESS]
     fitting = [p for p in advised if p.payload_bytes <= limits.memory]
@@ -125,14 +141,14 @@ def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
 
 
 def predict_colocated(work: Work, limits: Limits) -> Prediction:
-    """Every device generates, then every device trains."""
+    """Simulates colocated pools: in each step, all devices generate and then all devices train."""
     layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow, limits.own_rewards)
-    # Handing the device over costs the switch once per step, where the trainer stages.
+    # The change of the devices from one pool to the other costs `switch` once per step; the stage law carries it.
     return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
 
 
 def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
-    """The advice in sentences, the most important first."""
+    """Returns the advice in sentences, the most important first; empty if no layout was chosen."""
     chosen = advice.chosen
     if chosen is None:
         return []
@@ -148,7 +164,7 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
 
 
 def on_rewards(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
-    """Whether a reward pool is the limit, and how many workers would cure that."""
+    """Returns the sentence on reward pools that limit the speed, if any."""
     cure = cures(work, chosen.layout, chosen.bounds)
     if not cure:
         return []
@@ -157,7 +173,7 @@ def on_rewards(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
 
 
 def on_tickets(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
-    """Whether smaller tickets do what more staleness would."""
+    """Returns the sentence on smaller tickets, if they gain as much as more staleness would."""
     if chosen.layout.max_staleness < 2 and chosen.efficiency >= ENOUGH_EFFICIENCY:
         return []
     if cures(work, chosen.layout, chosen.bounds):
@@ -167,6 +183,7 @@ def on_tickets(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
 
 
 def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: Limits) -> list[str]:
+    """Returns the comparison with colocated training, if that is possible."""
     if colocated is None:
         return []
     gain = colocated.step_seconds / chosen.step_seconds
@@ -183,10 +200,12 @@ def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: 
 
 
 def worth_it(chosen: Prediction, colocated: Prediction | None) -> bool:
+    """Returns whether separate pools are enough faster than colocated ones, or colocated ones are not possible."""
     return colocated is None or colocated.step_seconds / chosen.step_seconds >= MIN_SPEEDUP
 
 
 def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
+    """Returns the sentence with the settings to use and the predicted step time."""
     layout = chosen.layout
     use = "Use" if worth_it(chosen, colocated) else "If the pools have to be separate:"
     return (
@@ -197,7 +216,7 @@ def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
 
 
 def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
-    """What one version more would bring, and what this one brought."""
+    """Returns sentences on what more staleness would gain."""
     k = chosen.layout.max_staleness
     deeper = [p.step_seconds for p in depths if p.layout.max_staleness > k]
     sentences = []
@@ -216,7 +235,7 @@ def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
 
 
 def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
-    """What whole numbers of devices cost, and which pool waits."""
+    """Returns the sentence on devices that no whole-number split can use, if they are many."""
     sentences = []
     generation = work.tickets_per_step * work.generate.mean
     update = work.prompts_per_step * work.update.mean

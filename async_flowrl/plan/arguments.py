@@ -6,6 +6,7 @@ from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the prediction command, which `plan/__main__.py` calls."""
     command_line = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan", description="Predict a run, and choose its shape."
     )
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def seconds(value: str) -> float:
-    """Any finite number of at least 0."""
+    """Parses a finite number of at least 0. Raises argparse.ArgumentTypeError if it is negative, infinite or NaN."""
     number = float(value)
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {value}")
@@ -51,24 +52,28 @@ def seconds(value: str) -> float:
 
 
 def factor(value: str) -> float:
+    """Parses a finite number above 0."""
     if (number := seconds(value)) == 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
     return number
 
 
 def share(value: str) -> float:
+    """Parses a number between 0 and 1, both included."""
     if (number := seconds(value)) > 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {value}")
     return number
 
 
 def count(value: str) -> int:
+    """Parses a whole number of at least 1."""
     if (number := int(value)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return number
 
 
 def pair(value: str) -> tuple[int, int]:
+    """Parses `ROLLOUT:TRAINER`, two whole numbers of at least 1."""
     left, separator, right = value.partition(":")
     if not separator:
         raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")

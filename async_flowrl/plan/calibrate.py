@@ -1,4 +1,8 @@
-"""Laws of a run, from the events in its directory. Nothing that its configuration names is imported."""
+"""Calibration: reads the durations (laws), layout and sizes of a run from the records in its directory.
+
+`calibrate` returns them as a `Run` for `simulate`; `actual` measures what the run itself took. Only files are read:
+neither the model nor the rewards of the run's configuration are imported.
+"""
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -22,14 +26,14 @@ from async_flowrl.tickets.arithmetic import parts_per_group
 from async_flowrl.tickets.table import TRAIN, State
 
 MIN_SLOWNESS = 1.15
-"""A worker whose tickets take this many times the pool's median is slow; below that it is chance."""
+"""A worker is slow if its tickets take more than this many times those of the middle worker."""
 MIN_TICKETS = 4
-"""Of a worker; with fewer it is not called slow."""
+"""Fewest tickets of a worker with which it can be called slow."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a plan needs of a finished (or running) run."""
+    """Inputs of a simulation, measured in a finished or running run."""
 
     config: Config
     work: Work
@@ -39,19 +43,20 @@ class Run:
     steps: int
     """Steps that the last attempt has finished so far."""
     resized: bool = False
-    """Whether rollout workers joined or left for good: `layout` has rollout.num_workers all the same."""
+    """Whether rollout workers joined or left for good; `layout` has rollout.num_workers in any case."""
 
 
 @dataclass(frozen=True)
 class Actual:
-    """What a run did between two steps: seconds per step, and share of that time its pools were busy."""
+    """Measured speed of a run over some of its steps."""
 
     step_seconds: float
     busy: Mapping[str, float]
+    """Pool → share of the time that its workers were busy, from 0 to 1."""
 
 
 class NothingToLearn(ValueError):
-    """The run is too short, or was recorded without what a plan needs."""
+    """The run is too short, or its records lack the timings or tickets that a simulation needs."""
 
 
 def calibrate(run: Path, *, last: int | None = None) -> Run:
@@ -77,7 +82,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     ]
     finish = fmean(finishes) * config.trainer.updates_per_batch if finishes else 0.0
     parts = config.prompts_per_step // config.trainer.updates_per_batch * parts_per_group(config)
-    # The rank with most of them decided how long it took; on a single rank it would take as many times as long.
+    # The update took as long as the rank with the most parts. Dividing by its share gives the time of a single rank.
     share = largest_share(parts, config.trainer.num_workers)
     per_group = [max(0.0, line["timing/update"] - finish) / config.prompts_per_step / share for line in lines]
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
@@ -88,7 +93,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
         tickets_per_group=config.group_size // config.images_per_ticket,
         group_size=config.group_size,
         parts=parts,
-        # As if every worker were as fast as the middle one: the layout has the slow ones.
+        # Durations of slow workers are scaled to the middle worker's speed; the layout holds the slowness factors.
         generate=Law.measured([seconds / slow.get(place, 1.0) for place, seconds in tickets]),
         update=Law.measured(per_group),
         finish=Law(finish),
@@ -103,7 +108,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
 
 
 def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
-    """Configuration, and the last attempt's first step, events and metrics.
+    """Returns the configuration, and the first step, events and metrics since the run was last resumed.
 
     Raises ValueError if a file is missing or broken.
     """
@@ -116,6 +121,7 @@ def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
 
 
 def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
+    """Returns the run's layout; `slow` is worker place (`rollout-0`) → factor on the durations of its tickets."""
     pools = {pool.name: pool.workers for pool in reward_pools(config.reward)}
     places = [slow.get(f"rollout-{index}", 1.0) for index in range(config.rollout.num_workers)]
     return Layout(
@@ -130,7 +136,7 @@ def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
 
 
 def within(history: Sequence[Event], first: int, stop: int) -> list[Event]:
-    """The events from the beginning of step `first` to the end of step `stop` - 1."""
+    """Returns the events from the beginning of step `first` to the end of step `stop` - 1; empty without such steps."""
     steps = [event for event in history if event["event"] == "step" and first <= event["step"] < stop]
     if not steps:
         return []
@@ -139,9 +145,10 @@ def within(history: Sequence[Event], first: int, stop: int) -> list[Event]:
 
 
 def generation_times(history: Iterable[Event], steps: Container[int] | None = None) -> list[tuple[str, float]]:
-    """(place, seconds the worker was taken) of every training ticket made, of all steps or of `steps`.
+    """Returns (worker place, seconds) of every training ticket that was generated; `steps` None means of all steps.
 
-    From dispatch to result, or from the result before it: a worker is given its next ticket while it makes one.
+    The seconds run from the ticket's dispatch to its result, but begin with the worker's previous result if that is
+    later: a worker gets its next ticket while it generates one.
     """
     started: dict[tuple[str, int], tuple[float, str]] = {}
     last: dict[str | None, float] = {}
@@ -163,7 +170,7 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
 
 
 def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Rollout places that are slower than the middle one, and how many times."""
+    """Returns slow worker place → factor on its durations; empty with fewer than two workers to compare."""
     by_place: dict[str, list[float]] = {}
     for place, seconds in tickets:
         by_place.setdefault(place, []).append(seconds)
@@ -175,7 +182,7 @@ def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def score_times(history: Iterable[Event], pools: Sequence[str]) -> dict[str, list[float]]:
-    """By reward pool the seconds that one of its workers was taken for one group."""
+    """Returns reward pool → seconds that one of its workers was busy with one group, for each group."""
     began: dict[str, float] = {}
     times: dict[str, list[float]] = {pool: [] for pool in pools}
     for event in history:
@@ -188,7 +195,7 @@ def score_times(history: Iterable[Event], pools: Sequence[str]) -> dict[str, lis
 
 
 def delivery_times(history: Iterable[Event]) -> list[float]:
-    """Seconds from "staged" to each worker's acknowledgement."""
+    """Returns the seconds from the staging of a version to each worker's acknowledgement of it."""
     staged: dict[int, float] = {}
     acknowledged: list[tuple[int, float]] = []
     for event in history:
@@ -197,16 +204,16 @@ def delivery_times(history: Iterable[Event]) -> list[float]:
                 staged[event["version"]] = event["time"]
             elif event["state"] == "acknowledged":
                 acknowledged.append((event["version"], event["time"]))
-    # What is acknowledged later than the next version was staged is not this version's delivery but an evaluation's.
+    # A version that is acknowledged after the next one was staged was delivered again, for an evaluation.
     return [
         max(0.0, time - staged[v]) for v, time in acknowledged if v in staged and time < staged.get(v + 1, time + 1)
     ]
 
 
 def actual(run: Path, *, first: int | None = None) -> Actual | None:
-    """What the run did from step `first` on (by default after the warm-up), while generation still had work.
+    """Measures the run from step `first` on, without the last steps, for which generation had no more work.
 
-    None if there is no such step.
+    `first` None means after the warm-up. Returns None if no step is left.
     """
     config, began, history, _ = load(run)
     first = began + WARM_UP_STEPS if first is None else first
@@ -223,12 +230,12 @@ def actual(run: Path, *, first: int | None = None) -> Actual | None:
 
 
 def payload_bytes(history: Sequence[Event]) -> int:
-    """Bytes of the largest training ticket (images and trajectory); 0 where the run's engine did not record them."""
+    """Returns the largest number of bytes recorded for a ticket (images and trajectory); 0 if none was recorded."""
     return max((event["bytes"] for event in history if event["event"] == "span" and "bytes" in event), default=0)
 
 
 def adapter_bytes(run: Path) -> int:
-    """Bytes of one version, if the run has its summary."""
+    """Returns the bytes of one version, from the run's summary.json; 0 without that file."""
     path = run / "summary.json"
     if not path.is_file():
         return 0

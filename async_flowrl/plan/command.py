@@ -1,4 +1,7 @@
-"""The plan of a run from numbers or from an earlier run: its work, what is advised, and how it is said."""
+"""Prediction command of the planner: turns the command line into `Work` and `Limits` and prints the advice.
+
+`plan/__main__.py` calls `predict` when none of `--memory`, `--fit` and `--rehearse` is given.
+"""
 
 import argparse
 import json
@@ -18,7 +21,11 @@ GIB = 2**30
 
 
 def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
-    """From the command line; a run's laws first, then what was given beside it."""
+    """Returns the work and the limits that the parsed arguments describe.
+
+    With `--from-run` the durations come from that run's records, otherwise from the numbers on the command line.
+    Raises ValueError if both are missing, or if the run cannot be read.
+    """
     devices, split = given.devices, given.split
     limits = Limits(
         devices=devices or (sum(split) if split else 2),
@@ -37,6 +44,7 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
 
 
 def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
+    """Returns the measured work of the run `--from-run`; devices and reward workers not given are the run's."""
     run = calibrate(given.from_run.expanduser())
     if elastic(run.config.rollout):
         least, most = bounds(run.config.rollout)
@@ -58,6 +66,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
 
 
 def from_numbers(given: argparse.Namespace) -> Work:
+    """Divides the device-seconds per step among tickets and groups. Raises ValueError for an uneven ticket size."""
     size = given.group_size
     ticket = given.ticket_size or size
     if size % ticket:
@@ -80,7 +89,7 @@ def from_numbers(given: argparse.Namespace) -> Work:
 
 
 def predict(given: argparse.Namespace) -> int:
-    """Prints the plan that the arguments ask for; returns the exit code."""
+    """Prints the plan that the arguments ask for. Returns the exit code: 0, or 2 if no plan can be made."""
     try:
         advice = advise(*work_of(given))
     except ValueError as error:

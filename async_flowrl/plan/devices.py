@@ -1,4 +1,8 @@
-"""Comparison of the memory plan with the devices that a run has found, before its models are loaded."""
+"""Comparison of the memory plan with the devices of a run, made before its models are loaded.
+
+`async_flowrl.main` hands `check_devices` to the run. Process titles (`TRAINER`, `ROLLOUT`, `BOTH`, `ALL`) name a kind
+of process or several that share a device.
+"""
 
 import logging
 import math
@@ -30,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 TIGHT = 0.9
-"""Share of a device above which what is planned in all is warned of."""
+"""Share of a process's device memory; planned memory above it leads to a warning."""
 SHOWN = 3
-"""Settings that a refusal names."""
+"""Most settings that a message names."""
 
 TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
 ALL = "a trainer rank with all rollout workers of its process"
@@ -40,18 +44,19 @@ ALL = "a trainer rank with all rollout workers of its process"
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that needs less memory: the key, its value and what it does to the configuration."""
+    """Setting that reduces memory: a configuration key and its new value."""
 
     key: str
     value: Any
     also: tuple["Change", ...] = ()
-    """Settings that it goes with."""
+    """Further settings that must change with it."""
 
     def __str__(self) -> str:
         own = f"{self.key}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
         return " ".join([own, *map(str, self.also)])
 
     def applied(self, config: Config) -> Config:
+        """Returns a copy of the configuration with this setting."""
         changed = deepcopy(config)
         for other in self.also:
             changed = other.applied(changed)
@@ -63,7 +68,7 @@ class Change:
         return changed
 
     def accepted(self, config: Config) -> bool:
-        """Whether a run would start with it."""
+        """Returns whether the configuration with this setting passes the checks of a run's start."""
         changed = self.applied(config)
         try:
             check(changed)
@@ -75,18 +80,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Device:
-    """Bytes of a device, and of the part of it that a process has."""
+    """Memory of a device in bytes."""
 
     memory: int
     available: int
+    """Bytes that the process may use."""
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """Sentences to warn with, of a configuration on devices of `memory` bytes by pool.
+    """Returns warnings for processes whose planned memory exceeds, or nearly fills, their device.
 
-    A pool that is not there has no device, or one that is not planned. Raises ConfigError where weights, optimizer and
-    versions alone are larger than a device, unless `allow_oom` is set. A model that cannot be planned may well run:
-    whatever is wrong with its plan is a warning.
+    `memory` is pool → bytes of its smallest device; a pool that is missing is not checked. Raises ConfigError if
+    weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure, such as a
+    model that cannot be planned, becomes a warning, because the run may still succeed.
     """
     try:
         return compared(config, memory)
@@ -99,7 +105,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """As `check_devices`, for a model that can be planned."""
+    """As `check_devices`, but every failure of the planner is raised."""
     warnings = compared_rewards(config, memory)
     memory = {pool: size for pool, size in memory.items() if not is_reward_pool(pool)}
     model = build_meta_model(config)
@@ -120,7 +126,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """As `check_devices`, for the reward pools: what their models take is what they say of themselves."""
+    """As `check_devices`, for the reward pools alone, with the memory that the rewards declare."""
     warnings = []
     for seat in reward_seats(config):
         if (size := memory.get(seat.pool)) is None:
@@ -140,12 +146,18 @@ def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def enough_gpus(needed: int, device: int) -> float:
-    """The share of a device, in steps of a twentieth, that holds so many bytes; 1 where none of them is enough."""
+    """Returns the share of a device that holds `needed` bytes, rounded up to a twentieth and at most 1.
+
+    `device` is the memory of the device in bytes.
+    """
     return min(1.0, math.ceil(20 * needed / device) / 20)
 
 
 def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
-    """The device of each kind of process; a process has all of it, or the share that `gpus_per_worker` leaves."""
+    """Returns process title → device. A process may use its share of it, `gpus_per_worker`, at most the whole device.
+
+    With the local backend, the workers of both pools are in one process, which may use the whole device.
+    """
     if config.placement == "colocated" or (config.runtime.backend == "local" and len(memory) > 1):
         whole = min(memory.values(), default=0)
         if config.runtime.backend == "local":
@@ -160,6 +172,7 @@ def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
 def footprint(
     title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
 ) -> Footprint:
+    """Returns the planned memory of a process; `training` and `sampling` are the peak bytes of its activations."""
     trainer = trainer_footprint(config, model, device.memory, training)
     rollout = rollout_footprint(config, model, sampling)
     if title == TRAINER:
@@ -172,7 +185,10 @@ def footprint(
 
 
 def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str:
-    """What there is too much of, and what would make it fit; what helps most, where no setting alone is enough."""
+    """Returns the clause for a process whose lasting parts exceed its device: their sizes, and up to three settings.
+
+    The settings make the process fit; if no single one does, they are those that help most.
+    """
     held, available = footprint(title, config, model, device), device.available
     resident = {name: size for name, size in held.parts.items() if size and name in held.lasting}
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
@@ -194,7 +210,7 @@ def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str
 
 
 def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
-    """Settings that need less memory, those that cost least first."""
+    """Returns settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
     trainer, rollout = config.trainer, config.rollout
     found = []
     full = config.tune == FULL
@@ -224,7 +240,7 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
 
 
 def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
-    """The model after a change, by arithmetic alone."""
+    """Returns the model's sizes after a change, computed without building the model again."""
     if change.key == "lora.rank":
         return replace(model, adapter_parameters=model.adapter_parameters * change.value // config.lora.rank)
     if change.key != "model.dtype":
@@ -240,6 +256,7 @@ def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
 
 
 def tight(title: str, footprint: Footprint, available: int) -> str:
+    """Returns the warning for a process that nearly fills, or exceeds, its `available` bytes."""
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
     runtime = footprint.processes * RUNTIME_BYTES / GIB
     return (

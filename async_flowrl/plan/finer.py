@@ -1,4 +1,4 @@
-"""Smaller tickets in place of older samples: both even out tickets that take unequally long, one costs freshness."""
+"""Search for smaller tickets, which balance uneven generation times as more staleness does, but with fresher images."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -7,16 +7,19 @@ from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import Layout, Work
 
 SAME_SPEED = 0.98
-"""A layout is as fast as another one that takes at least this share of its time."""
+"""A plan counts as fast as another one if that one's step takes at least this share of its own step."""
 MAX_TICKETS_PER_GROUP = 64
+"""Most tickets per group that are tried."""
 
 
 @dataclass(frozen=True)
 class Finer:
-    """A plan with smaller tickets."""
+    """Plan with smaller tickets."""
 
     ticket_size: int
+    """Images per ticket."""
     before: int
+    """Images per ticket without this plan."""
     prediction: Prediction
 
     def sentence(self, instead_of: Prediction) -> str:
@@ -31,9 +34,10 @@ class Finer:
 
 
 def finer_tickets(work: Work, chosen: Prediction, simulated: Callable[[Work, Layout], Prediction]) -> Finer | None:
-    """The largest smaller tickets that are as fast with fresher samples, or faster with samples as fresh.
+    """Returns the plan with the least staleness, and then the largest tickets, that gains over `chosen`.
 
-    A piece of a ticket is taken to need its share of the ticket's time. None where nothing is gained.
+    A gain is equal speed with less staleness, or more speed with equal staleness. A part of a ticket is assumed to take
+    its share of the ticket's time. Returns None if no smaller ticket gains. `simulated` simulates a layout.
     """
     depth = chosen.layout.max_staleness
     for k in range(min(1, depth), depth + 1):
@@ -48,7 +52,7 @@ def finer_tickets(work: Work, chosen: Prediction, simulated: Callable[[Work, Lay
 
 
 def parts_of(work: Work) -> Iterator[int]:
-    """Into how many tickets one of now can be divided, fewest first."""
+    """Yields the numbers of equal tickets into which one ticket can be divided, fewest first."""
     images = work.group_size // work.tickets_per_group
     for parts in range(2, images + 1):
         if images % parts == 0 and work.tickets_per_group * parts <= MAX_TICKETS_PER_GROUP:
@@ -56,7 +60,7 @@ def parts_of(work: Work) -> Iterator[int]:
 
 
 def divided(work: Work, parts: int) -> Work:
-    """Every ticket in `parts`."""
+    """Returns the work with every ticket divided into `parts` tickets."""
     return replace(
         work,
         tickets_per_group=work.tickets_per_group * parts,

@@ -1,6 +1,7 @@
-"""Table of recipes, the hardware they fit, and what to type: `python -m async_flowrl.plan --fit [EXPERIMENT ...]`.
+"""Command `python -m async_flowrl.plan --fit [EXPERIMENT ...]`: a table of recipes and the hardware that they fit.
 
-Desk figures: every row is a memory plan of the configuration that it names. Nothing is started or downloaded.
+A recipe is an experiment of the configuration folder. Every row is a computed memory plan of the command line that it
+shows; no worker is started and no model is downloaded.
 """
 
 import argparse
@@ -33,11 +34,13 @@ RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices in equal nodes."""
+    """Nodes that are alike, with devices that are alike."""
 
     name: str
     gib: float
+    """Memory of one device in GiB."""
     per_node: int
+    """Devices of one node."""
     nodes: int = 1
 
     @property
@@ -58,26 +61,27 @@ HARDWARE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a recipe fits, with which words behind `async-flowrl train`, and what its processes need, in GiB.
-
-    `missing`: what the process lacks most that lacks most of its share of a device, which `lacking` names; not above 0
-    where all fit.
-    """
+    """Row of the table: one recipe on one hardware. Memory is in GiB."""
 
     experiment: str
     hardware: str
     fits: bool
     words: tuple[str, ...]
+    """Arguments of `async-flowrl train`; empty if no layout is possible on so few devices."""
     trainer: float
+    """Memory that a trainer rank needs."""
     rollout: float
+    """Memory that a rollout worker needs."""
     device: float
     colocated: bool
     missing: float = 0.0
+    """Memory that the tightest kind of process lacks; 0 or negative if all fit."""
     lacking: str = ""
+    """Name of that kind of process."""
 
 
 class Recipe:
-    """A recipe whose network is built once; what passes is counted once for each size that it is asked for."""
+    """Recipe with a cache: its network is built once, and peaks of activations are counted once for each setting."""
 
     def __init__(self, experiment: str) -> None:
         self.experiment = experiment
@@ -86,14 +90,14 @@ class Recipe:
         self._sampling: dict[int, int] = {}
 
     def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
-        """Of a trainer rank and of a rollout worker."""
+        """Returns the memory of a trainer rank and of a rollout worker on devices of `device` bytes."""
         if self._model is None:
             self._model = build_meta_model(config)
         trainer, chunk = config.trainer, config.rollout.batch_size or config.images_per_ticket
         size = trainer.micro_batch_size, trainer.gradient_checkpointing
         if chunk not in self._sampling:
             self._sampling[chunk] = sampling_peak(config, self._model)
-        if size not in self._training:  # Checkpointing wraps a network for good.
+        if size not in self._training:  # Checkpointing cannot be removed from a network, so this takes a new one.
             self._training[size] = training_peak(config, build_meta_model(config))
         return (
             trainer_footprint(config, self._model, device, self._training[size]),
@@ -102,7 +106,10 @@ class Recipe:
 
 
 def answer(recipe: Recipe, hardware: Hardware) -> Answer:
-    """The first candidate that fits, or the one that needs least; without words where no layout has enough devices."""
+    """Returns the first candidate that fits, or else the one that lacks the least memory.
+
+    The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
+    """
     found: list[Answer] = []
     for words in candidates(recipe.experiment, hardware):
         try:
@@ -141,7 +148,10 @@ def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Con
 
 
 def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: int) -> Iterator[tuple[float, str]]:
-    """Bytes that each kind of process needs beyond its share of a device, and its name; below 0 is what it has left."""
+    """Yields (missing bytes, name) for each kind of process.
+
+    Missing bytes are the planned memory less the process's share of a device of `device` bytes; negative if it fits.
+    """
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.placement == "colocated":
         yield beside(trainer, rollout).total - device * min(1.0, max(shares)), "trainer rank and rollout worker"
@@ -153,7 +163,7 @@ def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: in
 
 
 def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
-    """Command lines from the recipe as it is to the one that needs least memory."""
+    """Yields the arguments of `async-flowrl train` to try: for each layout the plain recipe, then with more savings."""
     plain = compose_config("one_step_off", [f"experiment={experiment}"])
     seated = plain.reward.gpus_per_worker
     servers = sum(serve.gpus * serve.replicas for _, serve in served_terms(plain))
@@ -166,7 +176,10 @@ def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
 
 
 def layouts(experiment: str, config: Config, devices: int, seated: float) -> Iterator[list[str]]:
-    """Even splits first; one device is shared by both pools, and by the reward workers where those have a seat."""
+    """Yields the arguments for each split of `devices` into rollout and trainer devices, even splits first.
+
+    A single device is shared by both pools, and by the reward worker if it has GPUs (`seated`, its share of one).
+    """
     if devices == 1:
         colocated = ["--config-name sync", f"experiment={experiment}", "placement=colocated"]
         colocated += ["rollout.num_workers=1", "trainer.num_workers=1", "reward.num_workers=1"]
@@ -185,7 +198,7 @@ def layouts(experiment: str, config: Config, devices: int, seated: float) -> Ite
 
 
 def savings(config: Config) -> Iterator[str]:
-    """What needs less memory, one after the other."""
+    """Yields settings that reduce memory, in the order in which they are added."""
     yield "rollout.text_encoder=cached"
     yield "rollout.batch_size=1"
     if config.trainer.gradient_checkpointing != "full":
@@ -196,6 +209,7 @@ def savings(config: Config) -> Iterator[str]:
 
 
 def markdown(answers: Sequence[Answer]) -> str:
+    """Returns the answers as a Markdown table, memory in GiB."""
     lines = ["| recipe | hardware | fits | trainer rank | rollout worker | type |", "|---|---|---|---|---|---|"]
     for one in answers:
         if not one.words:
@@ -209,6 +223,7 @@ def markdown(answers: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Prints the table; returns the exit code, 2 for a recipe that cannot be read or planned."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
     )

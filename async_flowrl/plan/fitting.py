@@ -1,4 +1,7 @@
-"""Settings that would make a process fit whose passing tensors, not its weights, are too much; each was tried."""
+"""Settings that would make a process fit a device when its weights fit but its activations do not.
+
+`memory_report` calls `advice`. Each setting that is named has been planned.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,15 +16,15 @@ CHECKPOINTING, MICRO_BATCH, CHUNK = (
     "rollout.batch_size",
 )
 BY_IMAGES, BY_TILES = "rollout.vae_slicing", "rollout.vae_tiling"
-"""Settings that change what passes; of all others the peaks are those of the configuration as it is."""
+"""Settings after which the peak of decoding is counted again; for all others the peaks are taken as unchanged."""
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
-"""Values of the first of them, by falling need of memory."""
+"""Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least."""
 
 
 def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: Device) -> str:
-    """Up to three settings with which the process fits, else those that come nearest, with what each would need.
+    """Returns a clause with up to three settings with which the process fits, and the GiB that it would then need.
 
-    Every one of them is planned: what passes is counted anew where it changes.
+    If no single setting is enough, the clause names those that need least. `title` is a name from `plan/devices.py`.
     """
     tried: list[tuple[Change, int]] = []
     for change in smaller(title, config, model.family):
@@ -43,7 +46,7 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
 
 
 def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
-    """Settings that may need less memory at the peak, those that cost least first."""
+    """Yields settings that may lower the peak of memory, those that cost the least speed or accuracy first."""
     trainer, rollout = config.trainer, config.rollout
     if title != ROLLOUT:
         more = CHECKPOINTED[CHECKPOINTED.index(trainer.gradient_checkpointing) + 1 :]
@@ -62,7 +65,10 @@ def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
 
 
 def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> Peaks:
-    """The peaks after a change. A network is wrapped for checkpointing for good, so that takes one of its own."""
+    """Returns the peaks after a change.
+
+    With checkpointing a new network is built, because checkpointing cannot be removed from a network.
+    """
     after = change.applied(config)
     if change.key == CHUNK:
         return Peaks(peaks.training, sampling_peak(after, model))
@@ -75,6 +81,7 @@ def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> P
 
 
 def in_words(tried: Sequence[tuple[Change, int]], device: Device) -> str:
+    """Returns the clause for changes and the bytes that the process would need with each."""
     fitting = [one for one in tried if one[1] <= device.available]
     shown = fitting[:SHOWN] or sorted(tried, key=lambda one: one[1])[:SHOWN]
     listed = ", ".join(f"{change} ({size / GIB:.3g} GiB)" for change, size in shown)

@@ -1,8 +1,8 @@
-"""Peak tensor memory of a computation, counted while it runs; on fake tensors and on the meta device too.
+"""Counter of the peak tensor memory of a computation, also on fake tensors and on the meta device.
 
-Every storage that an operation makes counts from then until nothing refers to it any more, so that what autograd keeps,
-what checkpointing recomputes and what is only there in passing are all seen. A storage that is resized, as FSDP2 frees
-and fills what it gathers, counts at its new size. Views count nothing; of a sharded tensor the shard counts.
+Every storage that an operation makes counts until nothing refers to it any more. So tensors saved by autograd,
+recomputed by checkpointing, or used only briefly are all included. A storage that is resized counts with its new size
+(FSDP2 resizes the buffers that it gathers). Views do not count; of a sharded tensor the local shard counts.
 """
 
 import weakref
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, bytes of storages made by tensor operations: `live` now, `peak` so far.
+    """Context that counts the bytes of storages made by tensor operations inside it: `live` now, `peak` so far.
 
-    A storage made before counts only by what it grew or shrank.
+    A storage that was made earlier counts only with the bytes by which it is resized.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _matters(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage may be one to count from now on."""
+        """Whether the tensor's storage is not counted yet."""
         return tensor.untyped_storage()._cdata not in self._sizes
 
     def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
-        """What an operation returns but was given, a view of a weight say, is not new."""
+        """Counts a storage that an operation returns, unless an argument has the same one, as with views."""
         key = storage._cdata
         if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == key for t in tree_leaves((args, kwargs))):
             return
@@ -84,9 +84,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside, attention needs what fused kernels need, O(tokens), on devices that have no such kernel of their own.
+    """Context in which attention takes the memory of a fused kernel, O(tokens), on devices without such a kernel.
 
-    What it returns is zero.
+    The output has the right shape but is zero, and so are the gradients.
     """
     own = nn.functional.scaled_dot_product_attention
 
@@ -101,7 +101,7 @@ def fused_attention() -> Iterator[None]:
 
 
 class _FusedShapes(torch.autograd.Function):
-    """Shapes of a fused attention: the inputs, the output and a float32 number per row are kept for backward."""
+    """Attention by shapes alone; keeps inputs, output and a float32 number per row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The predictions that a run prints before its first step: seconds per step and memory, or why there are none.
+"""Predictions that a run prints before its first step: seconds per step (`step_time`) and memory (`device_memory`).
 
-Whatever the planner cannot do is said in the sentence, and ends no run.
+A failure of the planner is named in the returned sentence and never ends the run.
 """
 
 import logging
@@ -25,7 +25,10 @@ MAX_SIMULATED_STEPS = 40
 
 
 def step_time(config: Config, run_directory: Path) -> str:
-    """By a simulation with the times of the run's earlier attempt, with the same workers."""
+    """Returns a sentence with the seconds per step, or with the reason why they cannot be predicted.
+
+    The run is simulated with the durations of its earlier steps, which the same numbers of workers must have made.
+    """
     try:
         if workers_before(run_directory) != workers_of(config):
             return "no step time: other workers made earlier steps"
@@ -36,7 +39,7 @@ def step_time(config: Config, run_directory: Path) -> str:
         seconds = simulate(learnt.work, learnt.layout, steps=count).step_seconds
     except NothingToLearn:
         return "no step time: too few earlier steps"
-    except Exception:  # whatever it was, the run has not begun
+    except Exception:  # any error: a run must start without a prediction too
         logger.info("no plan of the step time", exc_info=True)
         return "no step time: the planner failed"
     done = sum(1 for _ in read_events(run_directory / "metrics.jsonl"))
@@ -49,7 +52,7 @@ def workers_of(config: Config) -> dict[str, int]:
 
 
 def workers_before(run_directory: Path) -> dict[str, int]:
-    """Of the newest attempt that had workers, by pool."""
+    """Returns the rollout and trainer workers that were recorded last, after a rollback or at the start, by pool."""
     newest: Counter[str] = Counter()
     fresh = True
     for event in read_events(run_directory / "events.jsonl"):
@@ -63,7 +66,10 @@ def workers_before(run_directory: Path) -> dict[str, int]:
 
 
 def device_memory(config: Config, memory: Mapping[str, int]) -> str:
-    """What each kind of process is planned to need of the smallest device of its pool."""
+    """Returns a sentence with the planned memory of each kind of process, or the reason why there is no plan.
+
+    `memory` is bytes of device memory by pool. The smallest device of the trainer and rollout pools is planned for.
+    """
     sizes = [size for pool, size in memory.items() if not is_reward_pool(pool)]
     if not sizes:
         return "no memory: only rewards have GPUs"
@@ -77,7 +83,7 @@ def device_memory(config: Config, memory: Mapping[str, int]) -> str:
     except ValueError as error:
         logger.info("no plan of the memory: %s", error)
         return "no memory: model cannot be planned"
-    except Exception:  # whatever it was, the run has not begun
+    except Exception:  # any error: a run must start without a prediction too
         logger.info("no plan of the memory", exc_info=True)
         return "no memory: the planner failed"
     return "memory: " + ", ".join(needs)

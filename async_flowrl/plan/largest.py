@@ -1,4 +1,4 @@
-"""The largest images that a configuration can ask for: what passes through memory grows with them."""
+"""Largest image size of a configuration; memory is planned for it, because activations grow with the image."""
 
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import at_size, configured, largest
@@ -8,15 +8,16 @@ from async_flowrl.types import Resolution
 
 
 def at_largest(config: Config) -> Config:
-    """The configuration with its largest size for all images. Raises ValueError for sizes that are none.
+    """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size.
 
-    Prompts that are not on this machine are planned without: whoever runs them has them checked at the start.
+    The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
+    machine, only the settings count.
     """
     return at_size(config, largest([*configured(config.rollout), *_of_prompts(config.data)]))
 
 
 def _of_prompts(data: DataConfig) -> list[Resolution]:
-    """Sizes that prompts bring. Files of lines have no columns, so they are not read for it."""
+    """Returns the sizes that prompts bring. Text files of one prompt per line have no sizes and are not read."""
     try:
         files = [find_data(name, key="data", folder=True) for name in (data.train, data.evaluation) if name]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Laws of durations: constant, log-normal with a given mean and spread, or as measured."""
+"""Laws (probability distributions) of durations: constant, log-normal, or the distribution of measured samples."""
 
 import math
 import random
@@ -9,12 +9,17 @@ from statistics import fmean, pstdev
 
 @dataclass(frozen=True)
 class Law:
-    """Durations in seconds. With `samples` their empirical distribution; otherwise log-normal with this mean and CV."""
+    """Distribution of a duration in seconds. Raises ValueError for a mean or `cv` that is negative or not finite.
+
+    Without spread (`cv` or `mean` of 0) it is constant. With `samples` it is their empirical distribution, otherwise
+    it is log-normal.
+    """
 
     mean: float
     cv: float = 0.0
-    """Standard deviation ÷ mean."""
+    """Coefficient of variation: standard deviation ÷ mean."""
     samples: tuple[float, ...] = ()
+    """Measured durations in seconds."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and self.mean >= 0 and math.isfinite(self.cv) and self.cv >= 0):
@@ -22,16 +27,16 @@ class Law:
 
     @classmethod
     def measured(cls, samples: Sequence[float]) -> "Law":
-        """The empirical distribution of `samples`; nothing measured means it takes no time."""
+        """Returns the empirical distribution of `samples`; without samples the duration is always 0."""
         if not samples:
             return cls(0.0)
         mean = fmean(samples)
         return cls(mean, pstdev(samples) / mean if mean > 0 else 0.0, tuple(sorted(samples)))
 
     def draw(self, key: str) -> float:
-        """The duration of the event called `key`.
+        """Returns the duration of the event called `key`, in seconds.
 
-        It is the same every time, whatever else is drawn, so two plans are compared on the same durations.
+        It depends on the law and the key only, not on earlier draws, so two plans are compared on the same durations.
         """
         if self.cv == 0 or self.mean == 0:
             return self.mean
@@ -42,11 +47,11 @@ class Law:
         return self.mean * math.exp(source.gauss(0.0, math.sqrt(variance)) - variance / 2)
 
     def scaled(self, factor: float) -> "Law":
-        """Everything takes `factor` times as long."""
+        """Returns this law with every duration multiplied by `factor`."""
         return replace(self, mean=self.mean * factor, samples=tuple(x * factor for x in self.samples))
 
     def plus(self, seconds: float) -> "Law":
-        """Everything takes `seconds` longer."""
+        """Returns this law with `seconds` added to every duration."""
         mean = self.mean + seconds
         cv = self.cv * self.mean / mean if mean > 0 else 0.0
         return Law(mean, cv, tuple(x + seconds for x in self.samples))

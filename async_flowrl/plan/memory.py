@@ -1,7 +1,8 @@
-"""Memory plan: device memory of a trainer rank and of a rollout worker, and the bytes of a payload.
+"""Memory plan: device memory of a trainer rank and of a rollout worker, and bytes in the object store.
 
-Weights, adapter, optimizer and versions are counted from shapes. Activations are counted by running the network on the
-meta device, forward and backward, at the run's resolution, micro-batch, guidance and checkpointing.
+`plan_memory` makes it. Weights, adapter (LoRA), optimizer and versions are counted from shapes. Activations are counted
+by running the network on the meta device, forward and backward, with the run's resolution, micro-batch, guidance and
+checkpointing.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,45 +24,46 @@ from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
-"""Added for what the allocator cannot use (fragments between blocks); measured on no GPU yet."""
+"""Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured."""
 RUNTIME_BYTES = 1_500_000_000
-"""CUDA context, libraries' workspaces and communicators; measured on no GPU yet."""
+"""Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured."""
 MAX_GATHERED_BLOCKS = 3
 """Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 
 
 DEVICE_BYTES = 79 * 2**30
-"""Of a card sold as 80 GB, where nothing else is said."""
+"""Default memory of a device: that of a card sold as 80 GB."""
 PASSING = ("activations", "gathered blocks")
-"""Parts that come and go; all others are there all the time."""
+"""Parts of a footprint that take memory only at times; all other parts last."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Named bytes on a device, of one process or of all that share it."""
+    """Device memory of one process, or of several that share a device."""
 
     parts: Mapping[str, int]
+    """Name of a part (such as `base weights`) → bytes."""
     processes: int = 1
-    """How many there are, each with a runtime of its own."""
+    """Number of processes; each adds RUNTIME_BYTES."""
 
     @property
     def lasting(self) -> set[str]:
-        """Names of the parts that are there all the time: weights, optimizer and versions."""
+        """Names of the parts that take memory all the time: weights, optimizer and versions."""
         return {name for name in self.parts if not name.startswith(PASSING)}
 
     @property
     def resident(self) -> int:
-        """Weights, optimizer and versions alone."""
+        """Bytes of the lasting parts."""
         return sum(self.parts[name] for name in self.lasting)
 
     @property
     def total(self) -> int:
-        """With margin and runtime."""
+        """Bytes of all parts with margin and runtime."""
         return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + self.processes * RUNTIME_BYTES
 
 
 def beside(trainer: Footprint, rollout: Footprint, workers: int = 1, *, processes: int = 2) -> Footprint:
-    """Of a trainer rank with rollout workers on its device."""
+    """Returns the memory of a trainer rank and `workers` rollout workers on one device, in `processes` processes."""
     parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
     parts |= {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()}
     return Footprint(parts, processes)
@@ -69,7 +71,7 @@ def beside(trainer: Footprint, rollout: Footprint, workers: int = 1, *, processe
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of passing tensors, of an update and of the making of images."""
+    """Peak bytes of the tensors that exist only during training or sampling (activations)."""
 
     training: int
     sampling: int
@@ -77,20 +79,24 @@ class Peaks:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`host`: pinned host memory of a trainer rank; `payload`: bytes in the object store at once, all versions."""
+    """Memory that a configuration needs. All sizes are in bytes."""
 
     model: MetaModel
     trainer: Footprint
     rollout: Footprint
     host: int
+    """Pinned host memory of a trainer rank; 0 without `trainer.cpu_offload`."""
     ticket_bytes: int
+    """Images and trajectory of one ticket in the object store."""
     payload: int
+    """Most that lies in the object store at the same time."""
     adapter_bytes: int
+    """One version."""
     peaks: Peaks
 
 
 def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
-    """On devices of `device_bytes`. Raises ValueError where the model cannot be built without its weights."""
+    """Plans the memory on devices of `device_bytes`. Raises ValueError if the model cannot be built without weights."""
     model = build_meta_model(config)
     sampling_bytes = sampling_peak(config, model)
     activations = training_peak(config, model)
@@ -120,15 +126,19 @@ def host_bytes(config: Config, model: MetaModel) -> int:
 
 
 def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:
-    """Of a rank on a device of `device_bytes`, which say whether `trainer.shard=auto` shards."""
+    """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
+
+    `device_bytes` is the memory of its device, by which `trainer.shard=auto` decides whether to shard the base.
+    """
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
     held = resident_bytes(config, model.adapter_parameters)
     sharded = joined and is_sharded(config, model.base_bytes, device_bytes, held)
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     streams = 2 if trainer.ema_decay is not None else 1
-    # Versions retained and those in the two slots that each stream leaves from; in float32 the moving averages, a warm
-    # start, and the live values while a version is in their place.
+    # `streams`: the policy, and its moving average (EMA) if there is one. `versions`: those retained, and two slots per
+    # stream from which versions are sent. `masters`, float32: the moving averages, a warm start, and a copy of the live
+    # values while a version replaces them.
     versions = config.max_staleness + 1 + 2 * streams
     masters = averaged + (streams - 1) + (config.lora.path is not None) + 1
     # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
@@ -168,9 +178,10 @@ def _full_parts(config: Config, model: MetaModel, activations: int, versions: in
 
 
 def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
-    """Of a rollout worker; of one of its GPUs where vllm_omni spreads the network over several.
+    """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes.
 
-    Of vllm_omni everything but the network is counted as if each GPU held it whole, which is the most it can be.
+    With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all
+    other parts are counted whole, which is an upper limit.
     """
     text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
     frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
@@ -178,7 +189,8 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     # An encoder that visits does so before there are activations, and one that is loaded has the network's place.
     visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
     streams = 2 if config.trainer.ema_decay is not None else 1
-    # Live, the ring of each stream, one being received; and a slot for evaluation.
+    # The live version, the ring of each stream (one place for each version that a ticket may name), one version that is
+    # being received, and one slot for evaluation.
     copies = 1 + streams * (config.max_staleness + 1) + 1 + 1
     return Footprint(
         {
@@ -192,14 +204,14 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
 
 
 def rollout_ranks(config: Config) -> int:
-    """GPUs that one rollout worker's network is spread over."""
+    """Returns the number of GPUs among which one rollout worker's network is divided."""
     return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
 
 
 def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> int:
-    """Peak bytes of one micro-batch, forward and backward; the gradients of the adapter exist already.
+    """Returns the peak bytes of forward and backward of one micro-batch, without the gradients of the adapter.
 
-    The network is wrapped for checkpointing where the run does that.
+    If the run checkpoints, `model`'s network is wrapped for checkpointing, which cannot be undone.
     """
     policy, trainer = model.policy, config.trainer
     checkpoint_blocks(policy, trainer.gradient_checkpointing)
@@ -215,7 +227,10 @@ def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> 
 
 
 def sampling_peak(config: Config, model: MetaModel) -> int:
-    """Peak bytes of one denoising step of a chunk per ticket in a batch, or of decoding one if that needs more."""
+    """Returns the larger of the peak bytes of one denoising step and of decoding.
+
+    A denoising step has one chunk (`rollout.batch_size` images) of each ticket in a batch; decoding has one chunk.
+    """
     policy, rows = model.policy, config.rollout.batch_size or config.images_per_ticket
     latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
     pipeline = policy._whole("decode images")
@@ -234,7 +249,7 @@ def _velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tenso
 
 
 def measured(forward: Callable[[], Tensor], device: str) -> int:
-    """Peak bytes of `forward` and, where its result has a gradient, of the backward pass."""
+    """Returns the peak bytes of `forward` and, if its result requires a gradient, of the backward pass."""
     allocations = Allocations()
     with fused_attention() if device == "meta" else nullcontext(), allocations:
         out = forward()

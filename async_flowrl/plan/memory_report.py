@@ -1,4 +1,4 @@
-"""Memory plans as text and as JSON: `python -m async_flowrl.plan --memory`."""
+"""Command `python -m async_flowrl.plan --memory`: prints the memory plan of a configuration as text or as JSON."""
 
 import argparse
 import json
@@ -32,23 +32,27 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Process:
-    """One kind of process on a device."""
+    """Kind of process on a device, or several kinds that share one."""
 
     title: str
     footprint: Footprint
     share: float
-    """Of a device; whole ones where it is above 1."""
+    """GPUs per worker: a share of one device, or whole devices from 1 on."""
     kind: str = ""
-    """What plan/devices.py calls it, where it knows settings that change it."""
+    """Title of this kind in `plan/devices.py`; empty for reward workers, whose settings that module does not change."""
     caveat: str = ""
+    """Clause for the end of a sentence on memory that is not known."""
 
     def available(self, device_gib: float) -> int:
-        """Bytes that it has of a device."""
+        """Returns the bytes that the process may use of a device of `device_gib` GiB."""
         return round(device_gib * GIB * (min(1.0, self.share) or 1.0))
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    """Tables of both kinds of process and one sentence on what fits. GiB are 2**30 bytes, MB and GB powers of ten."""
+    """Returns the plan as text: a table per kind of process, and a sentence on whether each fits the device.
+
+    GiB are 2**30 bytes; MB and GB are powers of ten.
+    """
     model = plan.model
     whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {len(model.block_bytes)} blocks"
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
@@ -74,7 +78,10 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
 
 
 def processes(plan: MemoryPlan, config: Config) -> list[Process]:
-    """Trainer rank, rollout worker (one sum where they share a device), and a worker of each reward pool with GPUs."""
+    """Returns trainer rank and rollout worker (as one if they share a device), and a worker of each reward pool.
+
+    Reward pools without GPUs are left out.
+    """
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     seats = [Process(seat.title, seat.footprint, seat.gpus, caveat=seat.caveat) for seat in reward_seats(config)]
     if config.placement == "colocated":
@@ -89,13 +96,13 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
 
 
 def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
-    """What fits devices of `device_gib`, and what to change where something does not."""
+    """Returns a sentence per kind of process on whether it fits devices of `device_gib`, and one on the devices."""
     sentences = [judged(process, plan, config, device_gib) for process in processes(plan, config)]
     return [*sentences, describe_gpus(config)]
 
 
 def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    """One sentence on one process."""
+    """Returns a sentence on whether the process fits, and if not, on settings that help."""
     footprint, available = process.footprint, process.available(device_gib)
     whole = f"{device_gib:g} GiB"
     part = "" if process.share >= 1 else f"{process.share:g} of "
@@ -110,7 +117,7 @@ def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float
 
 
 def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
-    """What would make a process fit a device: settings, or at least a larger device."""
+    """Returns a clause with settings that make the process fit, or come nearest to it, or a larger device."""
     footprint, larger = process.footprint, f"a device of {math.ceil(process.footprint.total / GIB)} GiB"
     if not process.kind:
         return f"give it {enough_gpus(footprint.total, device.memory):g} of one{process.caveat}"
@@ -120,7 +127,7 @@ def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> 
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
-    """All sizes in bytes."""
+    """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
         process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
         for process in processes(plan, config)
@@ -140,6 +147,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Prints the plan; returns the exit code, 2 if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )

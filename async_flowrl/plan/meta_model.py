@@ -1,4 +1,4 @@
-"""Model of a configuration on the meta device: all that a memory plan needs to know of it, without weights."""
+"""Model of a configuration on PyTorch's meta device (shapes and dtypes, no weights), for the memory plan."""
 
 import math
 from dataclasses import dataclass
@@ -21,22 +21,27 @@ from async_flowrl.policies.tuning import FullTuning, tuning_of
 
 @dataclass(frozen=True)
 class MetaModel:
-    """`policy` carries what is trained; byte counts are in the dtype the run computes with."""
+    """Policy without weights and its sizes; bytes are in the dtype that the run computes in.
+
+    The adapter is what is trained: a LoRA, or with tune=full the trained weights of the transformer.
+    """
 
     policy: PipelinePolicy
+    """Policy with its adapter."""
     base_parameters: int
     block_bytes: tuple[int, ...]
-    """Of each block, without the adapter."""
+    """Bytes of each transformer block of the base."""
     root_bytes: int
-    """Of what is in no block."""
+    """Bytes of the base that are in no block."""
     adapter_parameters: int
     """That are trained: of the adapter, or with tune=full of the transformer itself."""
     text_parameters: int
+    """Parameters of all text encoders."""
     vae_parameters: int
     buffer_bytes: int = 0
-    """Of the transformer's tables; they are never sharded."""
+    """Bytes of the transformer's buffers (constant tables), which are never sharded."""
     itemsize: int = 4
-    """Bytes of a number that the network computes with, and that a version holds."""
+    """Bytes of one number, of the network and of a version."""
     family: str = ""
     full: bool = False
     """The trained parameters are among the base's."""
@@ -47,14 +52,15 @@ class MetaModel:
 
     @property
     def version_bytes(self) -> int:
-        """Of a version, as it is kept and sent; masters are float32."""
+        """Bytes of one version as it is kept and sent; the trainer's own copy is float32."""
         return self.adapter_parameters * self.itemsize
 
 
 def build_meta_model(config: Config) -> MetaModel:
-    """Published models need no files; anything else must be a local diffusers folder, or `tiny`.
+    """Builds the configuration's model on the meta device.
 
-    Raises ValueError in one sentence where the architecture is not known.
+    Known published models need no files; any other model must be a local diffusers folder, or `tiny`. Raises
+    ValueError if the architecture is not known or its family cannot be planned.
     """
     known, dtype = architecture(config)
     loaded = load_family(known.family)
@@ -90,7 +96,10 @@ def build_meta_model(config: Config) -> MetaModel:
 
 
 def architecture(config: Config) -> tuple[Architecture, str]:
-    """The model's architecture and the dtype it is computed in."""
+    """Returns the model's architecture and the name of the dtype that it computes in.
+
+    Raises ValueError if the model is neither known nor a local folder.
+    """
     path = config.model.path
     if path in KNOWN:
         known = KNOWN[path]
@@ -107,18 +116,18 @@ def architecture(config: Config) -> tuple[Architecture, str]:
 
 
 def _stored_parameters(file: Path) -> int:
-    """Parameters in a safetensors file, from its header."""
+    """Returns the number of parameters in a safetensors file, from its header."""
     with safe_open(file, "pt") as opened:
         return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
 
 
 def conditioning(policy: PipelinePolicy, device: str = "meta") -> dict[str, Tensor]:
-    """A prompt's embeddings of usual length, float32 as they travel."""
+    """Returns a prompt's embeddings of usual length as zeros in float32, the dtype in which workers exchange them."""
     return {name: torch.zeros(shape, device=device) for name, shape in policy.conditioning_shapes().items()}
 
 
 def _buffer_bytes(network: nn.Module, dtype: torch.dtype) -> int:
-    """Saved tables are in the dtype of the weights."""
+    """Bytes of the buffers; floating-point ones in the state dict have the dtype of the weights."""
     saved = network.state_dict(keep_vars=True)
     return sum(
         buffer.numel() * (dtype.itemsize if name in saved and buffer.is_floating_point() else buffer.element_size())

@@ -1,4 +1,4 @@
-"""Comparison of a run with its plan: what the first half of its steps predicts of the second half."""
+"""Comparison of a run with the planner: the first half of its steps predicts the second; made when a run has ended."""
 
 import json
 from pathlib import Path
@@ -13,17 +13,18 @@ from async_flowrl.plan.simulate import simulate
 POOLS = ("rollout", "trainer")
 """Pools whose busy shares are compared."""
 MIN_STEPS = 8
-"""Steps after the warm-up that a comparison needs: half of them to learn from, half to predict."""
+"""Fewest steps after the warm-up for a comparison: one half is learnt from, the other half is predicted."""
 MAX_SIMULATED_STEPS = 60
-"""Of a run's steps; simulating more of them changes nothing."""
+"""Upper limit of the run's steps that are simulated; the prediction settles long before that."""
 
 
 def predicted_against_actual(run: Path) -> dict[str, Any] | None:
-    """Prediction for the second half of a run's steps, by laws from the first half, and what that half really took.
+    """Predicts the second half of a run's steps from the durations of the first half and compares it with the records.
 
-    `sentence` says it in words. None for runs that are too short, and where the rollout pool changed its size. A gap is
-    time that the schedule does not explain: evaluations and checkpoints, pools that slow each other down, or work that
-    changed over the run.
+    The result has `predicted` and `actual` (seconds per step, each pool's busy share), `deviation` (actual ÷ predicted
+    - 1), `learnt_from_steps` [first, end) and `sentence`; it is None if the run is too short, recorded too little, or
+    its rollout pool changed its size. Deviations come from evaluations, checkpoints, pools that slow each other down,
+    or work that changed.
     """
     try:
         whole = calibrate(run)
@@ -49,7 +50,7 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
 
 
 def add_prediction(run: Path) -> str | None:
-    """Adds `plan` to a run's summary.json; returns the sentence, or None for a run that is too short."""
+    """Writes the comparison, or null, as `plan` into the run's summary.json. Returns its sentence, or None."""
     directory = RunDirectory(run)
     compared = predicted_against_actual(run)
     directory.write_summary({**json.loads(directory.summary.read_text()), "plan": compared})

@@ -1,4 +1,4 @@
-"""Reward pools in a plan: when one of them is the limit, and how many workers would cure that."""
+"""Reward pools in a plan: whether they limit the speed, and how many workers would change that. `advise` calls it."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ EPSILON = 1e-9
 
 
 def cures(work: Work, layout: Layout, limit: Bounds) -> dict[str, int]:
-    """By reward pool that takes longer than generation and training: the fewest workers with which it does not."""
+    """Returns reward pool → fewest workers with which it is no slower than the rest, for pools that are slower now."""
     if not limit.without_rewards > 0:
         return {}
     needed = {
@@ -23,7 +23,7 @@ def cures(work: Work, layout: Layout, limit: Bounds) -> dict[str, int]:
 
 
 def with_workers(layout: Layout, workers: Mapping[str, int]) -> Layout:
-    """The layout with other numbers of reward workers."""
+    """Returns the layout with the given numbers of workers (reward pool → workers) and the others as they are."""
     own = {pool: workers.get(pool, size) for pool, size in layout.own_rewards.items()}
     return replace(layout, reward=workers.get(SHARED, layout.reward), own_rewards=own)
 
@@ -31,7 +31,10 @@ def with_workers(layout: Layout, workers: Mapping[str, int]) -> Layout:
 def limit_sentence(
     work: Work, limited: Prediction, cured: Prediction | None, cure: Mapping[str, int], gpus: Mapping[str, float]
 ) -> str:
-    """Which pools are the limit, and what would cure it. `gpus`: of a worker, by pool."""
+    """Returns the sentence that rewards are the limit, with the settings that would change that.
+
+    `cured`: prediction with these settings, if there is one; `gpus`: reward pool → GPUs per worker.
+    """
     slowest = max(limited.bounds.rewards, key=lambda pool: limited.bounds.rewards[pool])
     workers = limited.layout.reward_workers
     settings = " ".join(f"{workers_key(pool)}={count}" for pool, count in cure.items())

@@ -1,4 +1,4 @@
-"""The GPUs that a configuration takes, and what is known of those that rewards sit on."""
+"""GPUs that a configuration takes, and the device memory of reward workers as far as the rewards declare it."""
 
 import logging
 from collections.abc import Mapping
@@ -19,17 +19,18 @@ MODELS = "reward models"
 
 @dataclass(frozen=True)
 class RewardSeat:
-    """The share of a device that each worker of a reward pool has."""
+    """Place of the workers of one reward pool on their devices."""
 
     pool: str
     key: str
-    """The setting that says `gpus`."""
+    """Name of the setting that `gpus` comes from."""
     workers: int
     gpus: float
+    """GPUs of each worker; below 1 it is a share of one device."""
     known: Mapping[str, float]
-    """Term → GiB that its model takes while it scores."""
+    """Reward term → GiB that its model takes while it scores."""
     unknown: tuple[str, ...]
-    """Terms whose rewards do not say."""
+    """Reward terms that do not declare their memory."""
 
     @property
     def title(self) -> str:
@@ -37,19 +38,20 @@ class RewardSeat:
 
     @property
     def footprint(self) -> Footprint:
-        """Of the terms that are known."""
+        """Memory of one worker, for the terms in `known`."""
         return Footprint({f"{MODELS}: {name}": round(gib * GIB) for name, gib in self.known.items()})
 
     @property
     def caveat(self) -> str:
-        """What the footprint lacks, for the end of a sentence; empty where it lacks nothing."""
+        """Clause for the end of a sentence that names the terms missing in the footprint; empty if none is missing."""
         return f", and what {', '.join(self.unknown)} takes is unknown" if self.unknown else ""
 
 
 def reward_seats(config: Config) -> list[RewardSeat]:
-    """Of every reward pool whose workers have GPUs. Reads the rewards' classes, builds none.
+    """Returns the seats of every reward pool whose workers have GPUs.
 
-    The first pool's workers score evaluations by the held-out terms, too.
+    The rewards' classes are looked up, but no reward is built. The workers of the first pool also score evaluations,
+    so its seat includes the terms of `evaluate.reward`.
     """
     seats: list[RewardSeat] = []
     pools = reward_pools(config.reward)
@@ -74,7 +76,10 @@ def _gib(name: str, term: RewardTerm) -> float | None:
 
 
 def gpus_by_pool(config: Config) -> dict[str, list[float]]:
-    """The shares of GPUs that are asked for, by pool; a pair of colocated workers shares one."""
+    """Returns pool → GPUs of each of its workers, without pools that have none.
+
+    Colocated trainer and rollout workers share their GPUs and count as one pool.
+    """
     trainer, rollout = config.trainer, config.rollout
     if config.placement == "colocated":
         shared = max(trainer.gpus_per_worker, rollout.gpus_per_worker)
@@ -90,12 +95,12 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
 
 
 def gpus_taken(config: Config) -> float:
-    """GPUs that the run takes at the least."""
+    """Returns the fewest GPUs that the run takes."""
     return fewest_gpus(share for each in gpus_by_pool(config).values() for share in each)
 
 
 def describe_gpus(config: Config) -> str:
-    """One sentence: how many devices the run takes, and which pools."""
+    """Returns one clause: how many devices the run takes, and how many workers each pool has."""
     taken, shares = gpus_taken(config), gpus_by_pool(config)
     pools = [f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()]
     return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {', '.join(pools) or 'all of it runs on CPUs'}"

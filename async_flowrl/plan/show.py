@@ -1,4 +1,4 @@
-"""Plans as text and as JSON."""
+"""Plans as text and as JSON, for the prediction command (`plan/command.py`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ DEPTH_HEAD = ("max_staleness", "hand_over", "step s", "of bound", "age", "rollou
 
 
 def text(advice: Advice) -> str:
-    """Two tables and what follows from them."""
+    """Returns the tables of splits and of staleness, and the sentences of the advice."""
     parts = []
     if advice.splits:
         how = advice.splits[0].layout
@@ -26,6 +26,7 @@ def text(advice: Advice) -> str:
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
+    """Returns the advice as a dictionary for JSON."""
     return {
         "splits": [record(p) for p in advice.splits],
         "depths": [record(p) for p in advice.depths],
@@ -36,7 +37,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def record(prediction: Prediction) -> dict[str, Any]:
-    """One prediction, all numbers in seconds, shares and bytes."""
+    """Returns one prediction as a dictionary: seconds, shares from 0 to 1, bytes, staleness in versions."""
     layout = prediction.layout
     return {
         "rollout": layout.rollout,
@@ -56,7 +57,7 @@ def record(prediction: Prediction) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> str:
-    """Right-aligned columns; the marked row ends in an arrow."""
+    """Returns a table with right-aligned columns; an arrow ends the row with index `marked` (None: no row)."""
     lines = format_table(head, rows, align=str.rjust).splitlines()
     if marked is not None:
         lines[marked + 1] += "  <-"
@@ -64,7 +65,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | N
 
 
 def comparison(compared: Mapping[str, Any]) -> str:
-    """Predicted against actual in one sentence; see `prediction.predicted_against_actual`."""
+    """Returns predicted and actual values in one clause; `compared` is from `prediction.predicted_against_actual`."""
     predicted, actual = compared["predicted"], compared["actual"]
     return (
         f"predicted {predicted['step_seconds']:.3g} s per step (rollout busy {predicted['rollout']:.0%}, trainer "

@@ -1,4 +1,7 @@
-"""Simulated runs: the real loop, dispatch, tickets and gate in virtual time, on workers that only wait."""
+"""Simulation of a run: the real loop, dispatch, tickets and gate, on a simulated clock and with workers that only wait.
+
+`simulate` is the entry point; `Prediction` is its result.
+"""
 
 import asyncio
 import math
@@ -18,31 +21,34 @@ from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import State, Ticket, TicketTable
 
 STORED_STATES = (State.SCORING, State.READY, State.HANDED)
-"""States of a ticket whose images and trajectory are in the object store."""
+"""States of a ticket whose images and trajectory (the recorded denoising steps) are in Ray's object store."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The steady state of one layout."""
+    """Steady state of one layout: the simulated steps after the warm-up and before generation runs out of work."""
 
     layout: Layout
     bounds: Bounds
     step_seconds: float
     pools: Mapping[str, Mapping[str, float]]
-    """Share of its time that a pool spends in each state."""
+    """Pool → state → share of the pool's time in that state, from 0 to 1."""
     staleness: float
     """Mean age of a ticket when the trainer takes it, in versions."""
     staleness_max: int
     payload_bytes: int
-    """Maximum that lies in the object store at once."""
+    """Maximum of bytes that lie in the object store at the same time."""
     adapter_bytes: int
-    """Versions of the weights held by all rollout workers together."""
+    """Bytes of the versions that all rollout workers together hold."""
     ends: tuple[float, ...]
-    """When each step ended, seconds from the start."""
+    """End of each step in virtual seconds from the start."""
 
     @property
     def efficiency(self) -> float:
-        """Share of the bound max(G, T, R): how much of its time the busiest pool works, with the durations drawn."""
+        """Share of its time that the busiest pool works or publishes, from 0 to 1.
+
+        It is 1 if the schedule reaches the bound max(G, T, R), where R is the seconds of the rewards per step.
+        """
         return max((states.get("busy", 0.0) + states.get("sync", 0.0) for states in self.pools.values()), default=1.0)
 
     def busy(self, pool: str) -> float:
@@ -50,7 +56,10 @@ class Prediction:
 
 
 def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> Prediction:
-    """`steps` training steps. Raises ValueError for too few of them."""
+    """Simulates `steps` training steps; the same `seed` draws the same durations.
+
+    Raises ValueError if there are too few steps for a warm-up and a steady state.
+    """
     min_steps = WARM_UP_STEPS + layout.max_staleness + 2
     if steps < min_steps:
         raise ValueError(
@@ -82,7 +91,10 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Predic
 
 
 class Recorder:
-    """Observer and steps of a simulated run: the real ledger on the virtual clock, and what the tickets do."""
+    """Observer of a simulated run: records pool states on the virtual clock, ends of steps, and ages of tickets.
+
+    It stands in for the controller's `observer` and `steps`.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -102,10 +114,10 @@ class Recorder:
         self._ledger.enter(worker, state)
 
     def event(self, event: str, **fields: Any) -> None:
-        """Nothing: the ledger and the table's changes say enough."""
+        """Ignores the event: pool states and ticket transitions suffice for a prediction."""
 
     def moved(self, ticket: Ticket) -> None:
-        """Called by the table after every transition."""
+        """Records the ticket's new state. The ticket table calls this after every transition."""
         key = ticket.kind, ticket.ordinal
         if ticket.state in STORED_STATES:
             self._stored.add(key)
@@ -123,14 +135,15 @@ class Recorder:
             self._pools = self._ledger.lap()
 
     async def _nothing(self, *args: Any, **options: Any) -> None:
-        """Nothing is evaluated or saved."""
+        """Does nothing: a simulated run evaluates and saves nothing."""
 
     before_training = drain = _nothing
 
     def abandon(self) -> None:
-        """Nothing is outstanding."""
+        """Does nothing: a simulated run has no outstanding work."""
 
     def prediction(self, work: Work) -> Prediction:
+        """Returns the averages over the steady state, once the run has ended."""
         first, last = WARM_UP_STEPS - 1, len(self._ends) - 1 - self._layout.max_staleness
         steady_seconds = self._ends[last] - self._ends[first]
         return Prediction(

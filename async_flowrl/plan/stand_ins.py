@@ -1,4 +1,7 @@
-"""Stand-ins for workers, trainer and weights: they take the planned time and compute nothing."""
+"""Stand-ins for workers, trainer and weight delivery in a simulation: they wait for the planned time, compute nothing.
+
+`simulate` builds the controller's context of them. The durations come from the laws of a `Work` (see `plan/work.py`).
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ _SCORES = Scores((), {})
 
 
 class TicketsAsRequests:
-    """Request builder: all that a stand-in needs to know of a ticket is the ticket."""
+    """Request builder that returns the ticket itself, because the stand-ins need no request."""
 
     def request(self, ticket: Ticket) -> Ticket:
         return ticket
@@ -27,7 +30,7 @@ class TicketsAsRequests:
 
 
 class EmptyAnswers:
-    """What rollout and reward workers return: nothing of value."""
+    """Target of the stand-in workers: returns empty rollout reports and scores."""
 
     def generate(self, ticket: Ticket) -> tuple[RolloutReport, None, None]:
         return RolloutReport(ticket.ordinal, ticket.version, str(ticket.version), 0, ()), None, None
@@ -37,7 +40,7 @@ class EmptyAnswers:
 
 
 class PlannedWorker(VirtualWorker):
-    """A rollout or reward worker whose calls take what the law of their method says."""
+    """Rollout or reward worker whose calls take a duration that is drawn from the law of the called method."""
 
     def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int) -> None:
         super().__init__(pool, index, EmptyAnswers())
@@ -52,6 +55,7 @@ class PlannedWorker(VirtualWorker):
 
 
 def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int) -> VirtualPool:
+    """Returns a pool of `size` stand-in workers; `name` is `rollout` or the name of a reward pool."""
     return VirtualPool(name, [PlannedWorker(name, index, work, layout, seed) for index in range(size)])
 
 
@@ -64,10 +68,10 @@ def trainer_places(config: Config) -> list[str]:
 
 
 class PlannedTrainer:
-    """Trainer ranks that wait for groups as the real ones do.
+    """Stand-in for the trainer ranks, which waits for ready groups as the real ranks do.
 
-    As one where they share all groups, in a batch or because there are few. Side by side where each takes whole groups
-    as they get ready: then the last group of a step is one rank's work, and the others have none.
+    The ranks act as one if they share all groups: in a batch, or if there are few groups. Otherwise each rank takes
+    whole groups as they get ready, so the last group of a step is one rank's work while the others wait.
     """
 
     def __init__(self, work: Work, layout: Layout, seed: int) -> None:
@@ -126,9 +130,14 @@ class PlannedTrainer:
 
 
 class PlannedWeights:
-    """Stages, then delivers beside the next update; a version waits for the delivery of the one before the last."""
+    """Stand-in for the publishing of versions.
+
+    Staging (the copy that is sent) takes the trainer's time; the delivery to the rollout workers goes on during the
+    next update. Before a version is delivered, the delivery of the version two before it must have ended.
+    """
 
     ctx: Context
+    """Context of the simulated run; `simulate` sets it."""
 
     def __init__(self, work: Work, seed: int) -> None:
         self._work, self._seed = work, seed
@@ -153,7 +162,7 @@ class PlannedWeights:
         return {}
 
     async def _nothing(self, *args: Any, **options: Any) -> None:
-        """A plan has no lost workers, failed deliveries or evaluations."""
+        """Does nothing: a simulated run has no lost workers, failed deliveries or evaluations."""
 
     welcome = leave = watch = retain_for_evaluation = deliver_for_evaluation = close = _nothing
 

@@ -1,4 +1,4 @@
-"""Pools of workers in virtual time, for a controller that runs without worker processes."""
+"""Worker pools without processes, with which the controller runs in virtual time (see `virtual_time`)."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ from separation.host import resolve
 
 
 class VirtualWorker:
-    """A `separation.group.Worker` over a plain object: a call waits for its duration, then runs the object's method.
+    """`separation.group.Worker` around a plain object: a call waits for its duration, then runs the object's method.
 
-    As in a real worker, calls on one lane run one at a time, in order. This one never dies.
+    As in a real worker, the calls of one lane (a named queue) run one at a time and in order. A virtual worker never
+    dies.
     """
 
     pid, node = 0, "virtual"
@@ -23,7 +24,7 @@ class VirtualWorker:
         self._lanes: dict[str, asyncio.Lock] = {}
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
-        """Virtual seconds that a call takes."""
+        """Returns the virtual seconds that a call takes."""
         return 0.0
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
@@ -37,12 +38,15 @@ class VirtualWorker:
         return first, tuple(others)
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        """One call, once its lane is free."""
+        """Waits for the call's duration and runs it; `call` does this once the lane is free."""
         await asyncio.sleep(self.duration(method, args))
         return self.run(method, args)
 
     def run(self, method: str, args: Sequence[Any]) -> Any:
-        """The result of the target's method (or of a part's: `receiver.receive`), or of `pkg.module:function`."""
+        """Calls `method` and returns its result.
+
+        `method` is a method of the target, a dotted path to one (`receiver.receive`), or `pkg.module:function`.
+        """
         function = resolve(method) if ":" in method else attrgetter(method)(self.target)
         return function(*args)
 
@@ -51,11 +55,11 @@ class VirtualWorker:
         raise AssertionError("nobody sets that event")
 
     def kill(self) -> None:
-        """Nothing: there is no process."""
+        """Does nothing: there is no process."""
 
 
 class VirtualPool:
-    """A `separation.group.WorkerGroup` of VirtualWorkers. Values are passed as they are, without refs."""
+    """`separation.group.WorkerGroup` of VirtualWorkers; values are passed directly, not as references."""
 
     def __init__(self, name: str, workers: Sequence[Worker]) -> None:
         self.spec, self.workers = PoolSpec(name, "", len(workers)), list(workers)

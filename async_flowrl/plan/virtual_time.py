@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps: hours of schedule in milliseconds, the same every time.
+"""Asyncio event loop with a virtual clock, for simulations that are fast and give the same result every time.
 
-When nothing is runnable the clock moves to the next timer at once. There is no selector, no thread and no real sleep:
-`asyncio.to_thread` and `run_in_executor` run their function inline, so a schedule is a pure function of the program.
+When no callback can run, the clock jumps to the next timer. There is no selector, no thread and no real sleep:
+`asyncio.to_thread` and `run_in_executor` run their function inline. So the order of events depends on the program only.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Nothing is runnable, no timer is set, and the main task is not done. Names who waits where."""
+    """No callback can run, no timer is set, and the main task is not done. The message lists every waiting task."""
 
 
 class HorizonReached(Deadlock):
-    """The clock passed the horizon: something ticks for ever while the main task waits."""
+    """The virtual clock passed the horizon: a task sets timers for ever while the main task waits."""
 
 
 class Livelock(RuntimeError):
@@ -27,7 +27,11 @@ class Livelock(RuntimeError):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """`time()` starts at 0 and advances only when everything waits."""
+    """Event loop whose `time()` starts at 0 and advances only when every task waits.
+
+    `horizon`: virtual seconds after which HorizonReached is raised; `rounds_per_instant`: rounds of callbacks without
+    progress of the clock after which Livelock is raised.
+    """
 
     _scheduled: list[asyncio.TimerHandle]
 
@@ -45,7 +49,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Asked by `_run_once` to wait for input for `timeout` seconds; None: for ever, 0: work is ready."""
+        """Moves the clock instead of waiting for input; `BaseEventLoop._run_once` calls it.
+
+        `timeout` is in seconds: None means that no timer is set, 0 that callbacks are ready to run.
+        """
         if timeout is None:
             raise Deadlock(f"nothing can ever run again at {self._now:.6g} s; waiting:\n{self.waiting()}")
         if timeout <= 0:
@@ -61,7 +68,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def waiting(self) -> str:
-        """One line per unfinished task: its name and the innermost line of it that waits."""
+        """Returns one line per unfinished task: its name, and the function and line in which it waits."""
         lines = []
         for task in asyncio.all_tasks(self):
             frames = task.get_stack(limit=20)
@@ -72,7 +79,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: concurrent.futures.Executor | None, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """Runs `func` here and now; the future completes on the next round, as after a thread."""
+        """Runs `func` inline; the returned future completes on the loop's next round, as if a thread had run it."""
         future: asyncio.Future[T] = self.create_future()
         try:
             result = contextvars.copy_context().run(func, *args)
@@ -85,10 +92,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return future
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Nothing: there are no files to poll."""
+        """Does nothing: this loop polls no files."""
 
     def _write_to_self(self) -> None:
-        """Called by `call_soon_threadsafe`. Another thread would bring real time in."""
+        """Refuses calls from other threads, which would run in real time; `call_soon_threadsafe` calls it."""
         if threading.get_ident() != self._owner:
             raise RuntimeError("a thread called into a virtual-time loop: its timing would not be reproducible")
 
@@ -103,9 +110,10 @@ def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | N
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, horizon: float = 1e6) -> T:
-    """Runs `main` to its end in virtual time, cancels what it left behind, and returns its result.
+    """Runs `main` to its end in virtual time, cancels the tasks that it left unfinished, and returns its result.
 
-    Raises Deadlock, HorizonReached or Livelock when it can never end; otherwise whatever `main` raises.
+    `horizon` is in virtual seconds. Raises Deadlock, HorizonReached or Livelock if `main` can never end, and otherwise
+    whatever `main` raises.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(horizon=horizon)) as runner:
         return runner.run(main)

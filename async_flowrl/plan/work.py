@@ -1,4 +1,7 @@
-"""Work of a training step, layout of devices, and the closed forms that bound the one on the other."""
+"""Inputs of a plan: the `Work` of a training step, the `Layout` of workers, and lower bounds of the step time.
+
+`calibrate` and `command` make a `Work`, `advise` tries layouts for it, and `simulate` runs it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,74 +12,78 @@ from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
 UNREACHED_SECONDS = 1e12
-"""A deadline that no plan reaches."""
+"""Deadline of a simulated run; no simulation lasts so long."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One training step's work, wherever it runs. Seconds and bytes."""
+    """Work of one training step, independent of the layout. Every `Law` is a distribution of seconds."""
 
     prompts_per_step: int
     generate: Law
-    """One ticket on one rollout worker, images decoded."""
+    """Duration of one ticket on one rollout worker, including the decoding of its images."""
     update: Law
-    """Forward and backward of one group on a single trainer rank."""
+    """Duration of forward and backward passes of one group on a single trainer rank."""
     tickets_per_group: int = 1
     group_size: int = 0
-    """Images per group, where they are known."""
+    """Images per group; 0 means unknown."""
     parts: int = 0
-    """Parts that the groups of one optimizer step are cut into, where they are known: ranks share no less."""
+    """Micro-batches per optimizer step, none of which is split among ranks; 0 means unknown."""
     finish: Law = field(default_factory=lambda: Law(0.0))
-    """End of an update, after its last group."""
+    """Duration of the end of an update, after its last group (the optimizer)."""
     score: Law = field(default_factory=lambda: Law(0.0))
-    """Rewards of one group on one worker of the shared reward pool."""
+    """Duration of scoring one group on one worker of the shared reward pool."""
     own_scores: Mapping[str, Law] = field(default_factory=dict)
-    """The same by reward pools of single terms (`reward/X`)."""
+    """Pool name (`reward/X`) → duration of scoring one group, for pools that score a single reward term X."""
     stage: Law = field(default_factory=lambda: Law(0.0))
-    """What the trainer waits for between two updates: the copy for sending, bookkeeping."""
+    """Time that the trainer loses between two updates: the copy for sending, and bookkeeping."""
     deliver: Law = field(default_factory=lambda: Law(0.0))
-    """From there until a worker holds the new version."""
+    """Time from the end of staging until a worker holds the new version."""
     serial: float = 0.0
-    """Share of `update` that more ranks do not make shorter."""
+    """Share of `update`, from 0 to 1, that more ranks do not make shorter."""
     switch: float = 0.0
-    """Seconds per step that colocated pools lose to handing the device over."""
+    """Seconds per step that colocated pools lose when the device changes from one pool to the other."""
     ticket_bytes: int = 0
-    """Images and trajectory of one ticket in the object store."""
+    """Bytes of one ticket's images and trajectory in the object store."""
     adapter_bytes: int = 0
-    """One version of the weights."""
+    """Bytes of one version."""
 
     @property
     def tickets_per_step(self) -> int:
         return self.prompts_per_step * self.tickets_per_group
 
     def update_on(self, ranks: int) -> Law:
-        """Forward and backward of one group shared by `ranks` ranks (Amdahl)."""
+        """Returns the duration of one group's passes on `ranks` ranks, by Amdahl's law with the share `serial`."""
         return self.update.scaled(self.serial + (1.0 - self.serial) * largest_share(self.parts, ranks))
 
     def score_in(self, pool: str) -> Law:
-        """Rewards of one group on one worker of a reward pool."""
+        """Returns the duration of scoring one group on one worker of the reward pool `pool`."""
         return self.score if pool == SHARED else self.own_scores[pool]
 
 
 def largest_share(parts: int, ranks: int) -> float:
-    """Share of an optimizer step that the rank with most of its parts computes; 0 parts: as fine as it takes."""
+    """Returns the share of an optimizer step that the rank with the most micro-batches computes.
+
+    With `parts` of 0 (unknown) the ranks share the step evenly.
+    """
     return -(-parts // ranks) / parts if parts else 1.0 / ranks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Workers per pool, and how far generation may run ahead."""
+    """Workers per pool, and how many versions generation may run ahead of training."""
 
     rollout: int
     trainer: int
     reward: int = 1
-    """Workers of the shared reward pool; 0 where every term has a pool of its own."""
+    """Workers of the shared reward pool; 0 if every reward term has a pool of its own."""
     max_staleness: int = 1
     hand_over: str = "stream"
+    """`batch`: the trainer waits for all groups of a step; `stream`: it takes each group as soon as it is ready."""
     slow: tuple[float, ...] = ()
-    """Factors on the durations of the first rollout workers; the others are as fast as measured."""
+    """Factors on the ticket durations of the first rollout workers; all further workers have factor 1."""
     own_rewards: Mapping[str, int] = field(default_factory=dict)
-    """Workers of the reward pools of single terms (`reward/X`)."""
+    """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
 
     @property
     def mode(self) -> str:
@@ -84,7 +91,7 @@ class Layout:
 
     @property
     def reward_workers(self) -> dict[str, int]:
-        """Workers by reward pool."""
+        """Reward pool → number of its workers."""
         return ({SHARED: self.reward} if self.reward else {}) | dict(self.own_rewards)
 
     def slowness(self, index: int) -> float:
@@ -96,31 +103,34 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds per step that each stage needs if it never waits."""
+    """Seconds per step that each pool needs if it never waits."""
 
     generation: float
     update: float
     rewards: Mapping[str, float]
-    """By reward pool."""
+    """Reward pool → seconds per step."""
 
     @property
     def reward(self) -> float:
-        """Of the slowest reward pool."""
+        """Seconds per step of the slowest reward pool; 0 without reward pools."""
         return max(self.rewards.values(), default=0.0)
 
     @property
     def without_rewards(self) -> float:
-        """max(G, T)."""
+        """max(G, T): seconds per step of the slower of generation and training."""
         return max(self.generation, self.update)
 
     @property
     def overlapped(self) -> float:
-        """max(G, T, R): no schedule of these pools takes less per step."""
+        """max(G, T, R) with R = `reward`: no schedule of separate pools takes fewer seconds per step."""
         return max(self.without_rewards, self.reward)
 
 
 def bounds(work: Work, layout: Layout) -> Bounds:
-    """The closed forms. Rollout workers share the tickets by their speeds; the update includes what its end costs."""
+    """Computes the bounds from the mean durations.
+
+    Rollout workers share the tickets in proportion to their speeds. `update` includes `finish` and `stage`.
+    """
     speed = sum(1.0 / layout.slowness(index) for index in range(layout.rollout))
     update = work.prompts_per_step * work.update_on(layout.trainer).mean + work.finish.mean
     return Bounds(
@@ -134,14 +144,17 @@ def bounds(work: Work, layout: Layout) -> Bounds:
 
 
 def balance(generation: float, update: float, devices: int) -> float:
-    """Share of `devices` that the best whole-number split uses, for work of that many device-seconds per step."""
+    """Returns the share of `devices` (at least 2) that the best whole-number split keeps busy, from 0 to 1.
+
+    `generation` and `update` are device-seconds per step.
+    """
     ideal = (generation + update) / devices
     best = min(max(generation / n, update / (devices - n)) for n in range(1, devices))
     return ideal / best
 
 
 def config_of(work: Work, layout: Layout, steps: int) -> Config:
-    """The configuration that the real controller is run with."""
+    """Returns the configuration with which the real controller runs in a simulation."""
     config = Config(total_steps=steps, prompts_per_step=work.prompts_per_step, group_size=max(2, work.group_size))
     config.group_size = work.tickets_per_group * max(2, config.group_size // work.tickets_per_group)
     config.ticket_size = config.group_size // work.tickets_per_group

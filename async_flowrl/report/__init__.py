@@ -1,1 +1,4 @@
-"""The report about one or several runs: what their files say as one document, and the page that shows it."""
+"""Report about one or several runs: report.html, made from the files of their run directories (`async-flowrl report`).
+
+document.py reads the files into one JSON-able document; page.py puts the document into an HTML page that draws it.
+"""

@@ -1,4 +1,4 @@
-"""python -m async_flowrl.report RUN [RUN ...]"""
+"""Runs the command of report/command.py: python -m async_flowrl.report RUN [RUN ...]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Warnings of a run, each with what to do about it. The advice is that of the table in docs/metrics.md."""
+"""Warnings of a run for its report, each with advice; the advice repeats the table in docs/metrics.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.records import Records
 
 RECENT = 50
-"""Last steps that a number is averaged over."""
+"""Number of last steps over which a metric is averaged."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A sign in the mean of a metric over the last steps."""
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT steps.
+
+    `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
+    """
 
     key: str
     holds: Callable[[float], bool]
@@ -61,11 +64,15 @@ RULES = (
     ),
 )
 MIN_STEPS = {"gradient_snr": 50, "zero_std_ratio": 5, "trust_region/scale": 20}
-"""Steps that must have the number before anything is said of it."""
+"""Metric → number of steps that must have a value before its rule is applied; 1 for the others."""
 
 
 def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """`text`, `todo` (perhaps empty), `panel` (of the chart that shows it, perhaps null), `level`: alarm or warning."""
+    """All warnings of a run, most serious first: from evaluations, from the run's records, then from RULES.
+
+    Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
+    or "warning". `evaluations` is the result of `evaluations_of`.
+    """
     found: list[dict[str, Any]] = []
     for sentence in (evaluations or {}).get("alarms", []):
         todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."

@@ -1,4 +1,7 @@
-"""async-flowrl report RUN [RUN ...] [--out FILE | --live]: one page about one run, or several side by side."""
+"""Command line: async-flowrl report RUN [RUN ...] [--out FILE | --live].
+
+It writes one HTML page about one run or several runs side by side, or serves it while they go on (--live).
+"""
 
 import argparse
 import sys
@@ -12,7 +15,8 @@ from async_flowrl.report.write import write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page and prints its path; returns the exit code."""
+    """Writes the page and prints its path, or serves it until Ctrl-C; returns the exit code (2 with one sentence on
+    stderr if it cannot)."""
     given = parser().parse_args(arguments)
     try:
         if given.live:

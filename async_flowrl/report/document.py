@@ -1,30 +1,30 @@
-"""The content of a report, read from run directories as one JSON-able document.
+"""The content of a report: one JSON-able document, read from the files of run directories.
 
-    document(runs: Sequence[Path]) -> dict
-
-reads only files (config.yaml, metrics.jsonl, events.jsonl, evaluations.jsonl, summary.json, images/, checkpoints/ and
-logs/controller.log), each of which may be missing or, in a run that still goes on, unfinished. Nothing that a
-configuration names is imported. The same files give the same document: there is no clock in it and no randomness.
+The files are config.yaml, metrics.jsonl, events.jsonl, evaluations.jsonl, summary.json, images/, checkpoints/, .hydra/
+and logs/controller.log. All but metrics.jsonl may be missing; in a run that still goes on, the last line of a file may
+be unfinished. Nothing that a configuration names is imported. The same files always give the same document.
 
 The document:
 
-    {"title": str, "headline": str, the result in one sentence
-     "runs": [run, ...],             as given; each has "name", "folder", "state" (running, finished, stopped, failed,
-                                     unfinished), "result", "bottleneck", "x", "lines", "timeline", "pictures", ...
-     "panels": [panel, ...],         charts: which of the runs' "lines" are drawn together, with their title and help
-     "differences": table | None,    of the configurations, where there are several runs
-     "max_mib": float,               of pictures inside a page
-     "notes": [str, ...]}            what was thinned, in words
+    {"title": str,
+     "headline": str,                the result in one sentence
+     "runs": [run, ...],             one per run directory; each has "name", "folder", "state" (running, finished,
+                                     stopped, failed, unfinished), "result", "lines", "timeline", "pictures", ...
+     "panels": [panel, ...],         charts: title, help text, and which of the runs' "lines" are drawn in them
+     "differences": table | None,    settings in which the runs differ; None for a single run
+     "max_mib": float,               largest size of the pictures inside a page, in MiB
+     "notes": [str, ...]}            sentences about what was left out to keep the document small
 
-`page.render` turns it into a page, whose function `show(document)` draws all of it; called again with a newer document
-it draws that one. A server of a live report answers `document.json` with this document.
+`page.render` makes an HTML page whose JavaScript function `show(document)` draws it. A live report is served with the
+document at `document.json`, and its page calls `show` again with every newer document.
 
-Pictures are named, not contained: `pictures["evaluations"][i]["folder"]` and file names below it. A page asks for the
-URL `images/<number of the run, from 0>/<folder>/<file>`, which is `<run's folder>/images/<folder>/<file>`.
+The document contains the names of pictures, not their content: `pictures["evaluations"][i]["folder"]` and file names
+below it. A live page asks for the URL `images/<number of the run, from 0>/<folder>/<file>`, which the server reads from
+`<run's folder>/images/<folder>/<file>`.
 
-Its size is bounded whatever a run's length: curves have at most thin.MAX_POINTS points, the mean and range of equally
-many consecutive steps each (thin.py); timelines have exact bars of a few windows of steps, and shares of time in bins
-for the rest (schedule.py); pictures of at most pictures.MAX_EVALUATIONS evaluations are named.
+The size does not grow with the length of a run. A curve has at most thin.MAX_POINTS points; each is the mean of equally
+many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time for the
+whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
 """
 
 from collections import Counter
@@ -48,12 +48,14 @@ from async_flowrl.report.thin import MAX_POINTS, Buckets, rounded
 
 Document = dict[str, Any]
 MAX_MIB = 16.0
-"""Of pictures inside a page, where no configuration says."""
+"""Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib."""
 
 
 def document(runs: Sequence[Path]) -> Document:
-    """The document about these run directories. Raises FileNotFoundError naming one that has no metrics.jsonl, and
-    ValueError naming a file that is broken."""
+    """The document about these run directories.
+
+    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for a file that cannot be parsed.
+    """
     records = [read_run(Path(run)) for run in runs]
     names = names_of([run.root for run in records])
     found = [run_document(run, name) for run, name in zip(records, names, strict=True)]
@@ -69,7 +71,7 @@ def document(runs: Sequence[Path]) -> Document:
 
 
 def run_document(run: Records, name: str) -> Document:
-    """What is shown of one run."""
+    """The entry of `runs` for one run; `name` is its title on the page."""
     x, lines = lines_of(run)
     evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
     pictures = pictures_of(run)
@@ -98,7 +100,7 @@ def run_document(run: Records, name: str) -> Document:
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
-    """The folders' own names; where two have the same, with as many of the folders above as tell them apart."""
+    """Names of the runs: the last parts of their paths, as many as are needed to make all names different."""
     parts = [root.resolve().parts for root in roots]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -108,7 +110,7 @@ def names_of(roots: Sequence[Path]) -> list[str]:
 
 
 def compared(runs: Sequence[Document]) -> str:
-    """What several runs come to, in one sentence: which ended highest, where their evaluations are alike."""
+    """The headline for several runs: which ended with the highest reward, if their evaluations can be compared."""
     states = Counter(run["state"] for run in runs)
     count = f"{len(runs)} runs, " + ", ".join(f"{n} {state}" for state, n in states.items())
     changes = [(run["change"], run["name"]) for run in runs if run["change"]]
@@ -126,7 +128,7 @@ def compared(runs: Sequence[Document]) -> str:
 
 
 def _trained(runs: Sequence[Document]) -> str:
-    """Where the training reward ended, for runs with the same reward: second best, as it is of other samples."""
+    """The final training rewards of runs with the same reward; used only if no evaluations can be compared."""
     trained = [run for run in runs if run["training"]]
     if len(trained) < 2 or any(run["training"]["of"] != trained[0]["training"]["of"] for run in trained):
         return ""
@@ -136,7 +138,7 @@ def _trained(runs: Sequence[Document]) -> str:
 
 
 def notes_on(run: Records, whole: Document) -> list[str]:
-    """What was thinned, in words."""
+    """Sentences about what was left out of a run's entry `whole`."""
     found, name = [], whole["name"]
     if (width := Buckets(run.steps).width) > 1:
         found.append(
@@ -156,7 +158,7 @@ def notes_on(run: Records, whole: Document) -> list[str]:
 
 
 def _training(run: Records) -> Document | None:
-    """The training reward at both ends, and the terms it is the sum of."""
+    """The training reward at the start and the end, and (`of`) the setting reward.terms as text; None without any."""
     found = tenths(run.metrics)
     if found is None:
         return None
@@ -164,7 +166,7 @@ def _training(run: Records) -> Document | None:
 
 
 def _change(run: Records) -> Document | None:
-    """The reward of evaluations before and after, for a table of runs."""
+    """The evaluated reward before and after, its paired change, and (`of`) what makes runs comparable; else None."""
     found = change_of(run)
     if found is None:
         return None

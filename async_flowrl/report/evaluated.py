@@ -1,4 +1,4 @@
-"""The evaluations of a run for its report: a row each, trained beside held-out terms, with alarms and notices."""
+"""The report's table of evaluations: a row per evaluation, a column per score, with alarms and notices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,11 @@ EXPLAINED = (
 
 
 def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
-    """`columns` (name and kind of each curve), `rows`, and the sentences that evaluations gave cause for."""
+    """The table as a dictionary; None without evaluations. `count` is the number of evaluations before thinning.
+
+    `rows` has at most MAX_ROWS of them. `alarms` holds the newest sentence per held-out curve, and is empty if
+    `on_hacking` (the setting evaluate.on_hacking) is "ignore".
+    """
     if not history:
         return None
     names = {name: curve.kind for e in history for name, curve in e.curves.items()}
@@ -41,7 +45,7 @@ def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, 
 
 
 def _is_the_reward(name: str, history: Sequence[Evaluation]) -> bool:
-    """Whether a trained term is the only one, with weight 1, so that its column would be the reward's once more."""
+    """True if a trained term always has the reward's scores (a single term of weight 1), so it needs no column."""
     pairs = [(e.curves.get(name), e.curves.get("reward")) for e in history]
     return name != "reward" and all(
         one and two and one.kind == TRAINED and one.scores == two.scores for one, two in pairs

@@ -1,4 +1,4 @@
-"""Single numbers and names of a run: what was done how fast, by which pools, on which software, with which digest."""
+"""Single facts about a run for its report: counts, speed, pools, software, digest of the weights, commands."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ Row = tuple[str, str]
 
 
 def facts_of(run: Records) -> list[Row]:
-    """Label and value of what the run did; without what is not known (yet)."""
+    """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
     summary = run.summary
     images = sum(int(line.get("images") or 0) for line in run.metrics)
     found: list[tuple[str, str | None]] = [
@@ -47,7 +47,7 @@ def _size(size: Mapping[str, int]) -> str | None:
 
 
 def pools_of(run: Records) -> list[dict[str, Any]]:
-    """Per pool its workers and the share of their time in each state, while steps were made."""
+    """Per pool: name, number of workers, and the share of their time in each state from the first to the last step."""
     counts: dict[str, int] = {}
     for track in run.workers:
         pool = track.place.rsplit("-", 1)[0]
@@ -62,7 +62,7 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
 
 
 def environment_of(run: Records) -> list[Row]:
-    """Software, device and nodes, as the newest checkpoint and the events name them."""
+    """(name, value) rows about software and device (from the newest checkpoint) and nodes (from the events)."""
     checkpoints = sorted(
         (run.root / "checkpoints").glob("step_*/controller.json"), key=lambda p: _number(p.parent.name)
     )
@@ -75,7 +75,8 @@ def environment_of(run: Records) -> list[Row]:
 
 
 def verification_of(run: Records) -> dict[str, Any]:
-    """The digest of the final weights, the command that was `typed`, and those that check this run or go on with it."""
+    """`digest` of the final weights; `typed`, the command line of the run (None if unknown); `commands`, (purpose,
+    command) pairs that verify the run, or resume it if it has not finished."""
     folder = shlex.quote(str(run.root))
     record = hydra_record(run.root)
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
@@ -90,12 +91,12 @@ def verification_of(run: Records) -> dict[str, Any]:
 
 
 def hydra_record(root: Path) -> dict[str, str]:
-    """The files of `.hydra/` by name; empty for a run that no command line started."""
+    """File name → text of the YAML files in `.hydra/`; empty for a run that was not started from a command line."""
     return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / ".hydra").glob("*.yaml"))}
 
 
 def plan_of(run: Records) -> dict[str, Any] | None:
-    """What the planner predicted for the run's second half, and what it took."""
+    """The planner's prediction for the second half of the run beside the measured values; None if there is none."""
     plan = run.summary.get("plan")
     if not plan:
         return None
@@ -107,7 +108,7 @@ def plan_of(run: Records) -> dict[str, Any] | None:
 
 
 def duration(seconds: float | None) -> str | None:
-    """ "1 h 5 min" for 3,900 s; None for none."""
+    """Text such as "1 h 5 min" for 3,900 seconds; None for None."""
     if seconds is None:
         return None
     minutes, rest = divmod(round(seconds), 60)

@@ -1,19 +1,23 @@
-"""The run directories that folders on a command line stand for."""
+"""Search for run directories in the folders that a command line names."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 MAX_RUNS = 32
-"""On one page; more lines cannot be told apart."""
+"""Largest number of runs on one page."""
 
 
 class NoRun(ValueError):
-    """A folder that is neither a run directory nor holds any."""
+    """No run directory was found in a folder, or too many were found in all."""
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """The run directories: each folder itself, or all that lie below it, in the order of their names (2 before 10)."""
+    """The run directories of all folders: a folder itself, or else those one level below it, or else two levels below.
+
+    Those of one folder are sorted by name, with numbers by value. Raises NoRun for a folder without any, and for more
+    than MAX_RUNS in all.
+    """
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
@@ -33,5 +37,5 @@ def is_run(folder: Path) -> bool:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Numbers by value, and before other names."""
+    """Sort key: parts of the path that are numbers are compared by value and come before other names."""
     return [(int(part), "") if part.isdigit() else (sys.maxsize, part) for part in path.parts]

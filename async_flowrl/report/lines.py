@@ -1,4 +1,4 @@
-"""Curves of a run against steps, images and wall clock."""
+"""Curves of a report: metrics and evaluation scores of a run over training steps, images and seconds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,11 @@ from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen, rounded
 
 
 def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(x axes by name, curves by key). A curve has the name of its axes, `y`, and perhaps the band `low` to `high`."""
+    """(name → x axes, key → curve) of a run.
+
+    There are two sets of x axes, "training" and "evaluation", each with `step`, `images` and `seconds`. A curve has `x`
+    (the name of its set), `y`, and `low` and `high` if it has a band.
+    """
     steps = [int(line["step"]) for line in run.metrics]
     images, seconds = images_so_far(run.metrics), seconds_so_far(run)
     buckets = Buckets(len(steps))
@@ -35,7 +39,10 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def columns(metrics: Sequence[Metrics]) -> dict[str, list[float | None]]:
-    """Every number of metrics.jsonl by key, a value per line; and `kept:<age>`, the share of the gradient kept."""
+    """Key → one value per line of metrics.jsonl (None: missing), for all keys with numbers.
+
+    `kept:<age>` is added: the share of the gradient that clipping and masking left, by age of the images in versions.
+    """
     keys = dict.fromkeys(key for line in metrics for key in line)
     found = {key: [_number(line.get(key)) for line in metrics] for key in keys}
     for key in [key for key in keys if key.startswith("kept_of/")]:
@@ -46,7 +53,7 @@ def columns(metrics: Sequence[Metrics]) -> dict[str, list[float | None]]:
 
 
 def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
-    """By `evaluation:<kind>:<name>` the means of a curve, with their 95 % interval where there is one."""
+    """`evaluation:<kind>:<name>` → curve of the means, with the 95 % interval as its band if it is known."""
     kinds = {name: curve.kind for e in evaluated for name, curve in e.curves.items()}
     lines: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -59,12 +66,12 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
     total = lines.get(f"evaluation:{TRAINED}:reward")
     same = [key for key, line in lines.items() if key.startswith(f"evaluation:{TRAINED}:") and line is not total]
     for key in [key for key in same if lines[key] == total]:
-        del lines[key]  # of a single term with weight 1, which is the reward
+        del lines[key]  # a single term of weight 1 has the same curve as the reward
     return lines
 
 
 def images_so_far(metrics: Sequence[Metrics]) -> list[int]:
-    """Training images with a score, this step's included."""
+    """Number of training images with a score up to and including each step."""
     total, counts = 0, []
     for line in metrics:
         total += int(line.get("images") or 0)
@@ -73,7 +80,10 @@ def images_so_far(metrics: Sequence[Metrics]) -> list[int]:
 
 
 def seconds_so_far(run: Records) -> list[float]:
-    """Wall clock from the start of the first step to the end of each one, without the pauses between attempts."""
+    """Seconds from the start of the first step to the end of each step, without the pauses before resumed attempts.
+
+    If step events are missing, the sum of `timing/step` is used.
+    """
     ends: Mapping[int, Event] = {int(e["step"]): e for e in run.step_events}
     if ends and all(int(line["step"]) in ends for line in run.metrics):
         start, gaps = run.window[0], pauses(run.history)
@@ -87,13 +97,13 @@ def seconds_so_far(run: Records) -> list[float]:
 
 
 def pauses(history: Sequence[Event]) -> list[tuple[float, float]]:
-    """From the last event of each attempt to the first of the next one."""
+    """(time of the last event of an attempt, time of the first event of the next one) for each resumed attempt."""
     starts = [i for i in range(1, len(history)) if history[i]["event"] == "rollback" and _starts(history, i)]
     return [(history[i - 1]["time"], history[i]["time"]) for i in starts]
 
 
 def _starts(history: Sequence[Event], index: int) -> bool:
-    """Whether an attempt begins with this rollback: it is followed by what its inputs are."""
+    """True if an attempt begins at this event: its rollback is followed by the event `inputs`."""
     return index + 1 < len(history) and history[index + 1]["event"] == "inputs"
 
 

@@ -1,10 +1,11 @@
-"""async-flowrl report RUN --live: the report of runs that still go on, served to browsers of this machine.
+"""HTTP server of the live report (async-flowrl report RUN --live), for runs that still go on.
 
-    GET /                                  the page
-    GET /document.json                     what it draws; ETag and If-None-Match
+    GET /                                       the page
+    GET /document.json                          the document that the page draws; supports ETag and If-None-Match
     GET /images/<run, from 0>/<folder>/<file>   a picture below that run's images/
 
-The standard library's server is enough for a few browsers on one machine, so that the command needs no extra packages.
+It uses the server of the standard library, which is enough for a few browsers and needs no extra packages. By default
+it listens on the loopback address only; another address needs a token.
 """
 
 import base64
@@ -31,7 +32,7 @@ from async_flowrl.report.live_files import Picture, open_picture
 PORT = 8765
 MAX_CONNECTIONS = 64
 REQUEST_SECONDS = 30.0
-"""A connection that says nothing for so long is closed."""
+"""A connection that sends nothing for this long is closed."""
 HEADERS = {
     "Cache-Control": "no-cache",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -45,29 +46,32 @@ WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta ht
 <p>{why}; this page looks again every two seconds.</p></body></html>
 """
 TROUBLE = "Report-Trouble"
-"""Header that says, percent-encoded, why the newest files cannot be read while an older document is served."""
+"""Response header of an old document: the reason, percent-encoded, why the newest files cannot be read."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask."""
+    """Access rules of the server; `token` is None if requests need no token."""
 
     host: str = LOOPBACK
     token: str | None = None
 
     def names(self, asked: str) -> bool:
-        """Whether the Host header is this machine's: a page elsewhere may have had its name point here (DNS rebinding).
+        """True if the Host header `asked` names this machine (any port), or if a token is required anyway.
 
-        Any port: a tunnel may end at another one. Where there is a token, it decides.
+        This protects against DNS rebinding: a foreign page whose host name was made to point to this machine.
         """
         try:
             name = urlsplit(f"//{asked}").hostname or ""
-        except ValueError:  # "[::1", say
+        except ValueError:  # e.g. "[::1"
             return False
         return self.token is not None or is_loopback(name)
 
     def knows(self, authorization: str) -> bool:
-        """Whether a header has the token: as a Bearer's, or as the password that browsers ask for. In constant time."""
+        """True if the header has the token, as a Bearer token or as the password of Basic authentication.
+
+        The comparison takes constant time. Always true if no token is required.
+        """
         if self.token is None:
             return True
         kind, _, value = authorization.partition(" ")
@@ -82,7 +86,7 @@ class Access:
 
 
 class Server(ThreadingHTTPServer):
-    """One thread per connection, of which there are at most MAX_CONNECTIONS; they end with the program."""
+    """Server with one daemon thread per connection; further connections than MAX_CONNECTIONS are closed at once."""
 
     daemon_threads = True
     block_on_close = False
@@ -106,18 +110,20 @@ class Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is nobody's fault."""
+        """Writes errors to stderr, except those of a browser that disconnects during an answer."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             sys.stderr.write(f"report --live: {type(error).__name__}: {error}\n")
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD; other methods get 405."""
+
     server: Server
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """Host first, then the token, then the path."""
+        """Checks the Host header (403), then the token (401), then answers."""
         if not self.server.access.names(self.headers.get("Host", "")):
             self.refuse(HTTPStatus.FORBIDDEN, "this server answers to the names of this machine alone")
         elif not self.server.access.knows(self.headers.get("Authorization", "")):
@@ -161,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(picture.content, picture.kind)
 
     def send(self, content: bytes, kind: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """The content, or 304 where the browser has it."""
+        """Sends the content, or 304 if the browser has it already (If-None-Match)."""
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         if tag in [each.strip().removeprefix("W/") for each in self.headers.get("If-None-Match", "").split(",")]:
             self.reply(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag, **more})
@@ -185,11 +191,11 @@ class Handler(BaseHTTPRequestHandler):
         return "async-flowrl"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads a line for every two seconds and browser."""
+        """Does nothing: pages ask every two seconds, and a log line for each request would be useless."""
 
 
 def waiting(trouble: str | None) -> bytes:
-    """The page before there is any document: the run has no files yet, or they cannot be read."""
+    """The page that is shown while there is no document: the run has no files yet, or `trouble` says what is wrong."""
     title = "The run cannot be read" if trouble else "The run is starting"
     return WAITING.format(title=title, why=escape(trouble or "It has no step yet")).encode()
 
@@ -199,7 +205,10 @@ for _method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
 
 
 def serve(folders: Sequence[Path], *, host: str, port: int | None, token: str | None) -> int:
-    """Serves until Ctrl-C; returns the exit code. Raises ServeError."""
+    """Serves the report of `folders` until Ctrl-C; returns the exit code 0. `port` None means PORT, 0 any free one.
+
+    Raises ServeError if the host needs a token, a folder holds no run, or the address cannot be used.
+    """
     if token is None and not is_loopback(host):
         raise ServeError(
             f"--host {host} is not this machine alone: others could read the run here; name a token with --token-env "
@@ -221,7 +230,7 @@ def serve(folders: Sequence[Path], *, host: str, port: int | None, token: str | 
 
 
 def listening(address: tuple[str, int], live: LiveDocument, access: Access) -> Server:
-    """Raises ServeError, which names a free port where this one is taken."""
+    """The server at `address`. Raises ServeError if it cannot listen there, with a free port if this one is in use."""
     host, port = address
     try:
         return Server(address, live, access)

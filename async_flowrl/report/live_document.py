@@ -1,4 +1,4 @@
-"""The document of runs that still go on: read again only when their files have changed, and not too often."""
+"""Cache of the report document for runs that still go on: the files are read again only if they have changed."""
 
 import json
 import threading
@@ -12,9 +12,9 @@ from async_flowrl.report.folders import MAX_RUNS, NoRun, is_run, runs_in
 from async_flowrl.report.page import render
 
 MIN_SECONDS = 1.0
-"""Between two readings, however many browsers ask."""
+"""Smallest time between two readings, for any number of browsers."""
 MAX_SHARE = 0.1
-"""Of its time that a core may spend on reading: a long run is read less often."""
+"""After a reading that took t seconds, the next one waits at least t / MAX_SHARE, so reading needs little CPU time."""
 FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "summary.json", "logs/controller.log")
 FOLDERS = ("images", "checkpoints")
 
@@ -22,13 +22,13 @@ Fingerprint = tuple[object, ...]
 
 
 class LiveDocument:
-    """Safe between threads: whoever asks first reads, the others wait for it."""
+    """The newest document of the runs in `folders`, and its page. Thread-safe: one thread reads, the others wait."""
 
     def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         self.trouble: str | None = None
-        """Why the newest reading failed; the document of before is kept."""
+        """Reason why the newest reading failed, None if it did not; after a failure the previous document is kept."""
         self.readings = 0
-        """How often the files were read."""
+        """Number of readings so far."""
         self._runs: Sequence[Path] = ()
         self._folders, self._clock = list(folders), clock
         self._turn = threading.Lock()
@@ -39,13 +39,13 @@ class LiveDocument:
         self._next = float("-inf")
 
     def content(self) -> bytes | None:
-        """The document as JSON; None before a run has its first files."""
+        """The document as JSON in UTF-8; None if no run could be read yet."""
         with self._turn:
             self._renew()
             return self._content
 
     def page(self) -> bytes | None:
-        """The page that begins with the newest document."""
+        """The HTML page with the newest document; None if no run could be read yet."""
         with self._turn:
             self._renew()
             if self._page is None and self._document is not None:
@@ -53,7 +53,7 @@ class LiveDocument:
             return self._page
 
     def runs(self) -> Sequence[Path]:
-        """Run directories of the document, in its order."""
+        """Run directories in the order of the document."""
         with self._turn:
             if not self._runs:
                 self._renew()
@@ -72,7 +72,7 @@ class LiveDocument:
         try:
             found = document(runs)
             content = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
-        except (ValueError, OSError) as error:  # a file that is just being written; it is read again
+        except (ValueError, OSError) as error:  # e.g. a file is being written now; the next call reads it again
             self.trouble = str(error)
         else:
             self.trouble, self._seen = None, seen
@@ -82,7 +82,10 @@ class LiveDocument:
 
 
 def begun(folders: Sequence[Path]) -> list[Path]:
-    """The run directories that the folders are or hold, as far as they have begun; those of a sweep come one by one."""
+    """The run directories in `folders` that have begun (have metrics.jsonl), at most MAX_RUNS.
+
+    A folder of a sweep may hold more of them at every call.
+    """
     found: list[Path] = []
     for folder in folders:
         if is_run(folder) or not (folder / "config.yaml").is_file():
@@ -94,12 +97,12 @@ def begun(folders: Sequence[Path]) -> list[Path]:
 
 
 def may_begin(folder: Path) -> bool:
-    """Whether it is a run directory, if only one of a run that is starting, or holds any."""
+    """True if the folder is or holds a run directory, or one of a run that is starting (with config.yaml only)."""
     return any(any(folder.glob(f"{below}config.yaml")) for below in ("", "*/", "*/*/"))
 
 
 def fingerprint(run: Path) -> Fingerprint:
-    """Changes with whatever a document says of a run: its files, and whether a controller still runs in it."""
+    """A value that changes if the run's document may change: times and sizes of files, and whether the run goes on."""
     folders = [run / name for name in FOLDERS]
     folders += [path for path in (run / "images").glob("*") if path.is_dir()]
     return (*(_state(run / name) for name in FILES), *(_state(path) for path in folders), is_held(run / ".lock"))

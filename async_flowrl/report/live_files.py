@@ -1,5 +1,7 @@
-"""Pictures of a run by the path that a browser or an index of images names: only files, only below images/, never
-through a link."""
+"""Safe reading of a run's pictures: the path may come from a browser, so only files below images/ are read.
+
+Symbolic links, hidden files, paths with "..", other file types and too large files are refused.
+"""
 
 import os
 import stat
@@ -8,18 +10,21 @@ from pathlib import Path
 
 TYPES = {".png": "image/png", ".webp": "image/webp"}
 MAX_BYTES = 64 * 2**20
-"""Of a picture."""
+"""Largest file that is read."""
 MAX_DEPTH = 4
+"""Largest number of parts of a path."""
 
 
 @dataclass(frozen=True)
 class Picture:
+    """The bytes of a picture file; `kind` is its MIME type."""
+
     content: bytes
     kind: str
 
 
 def open_picture(folder: Path, below: str) -> Picture | None:
-    """The picture at a path below a folder; None for what is not there, no picture, or reached by a link."""
+    """The picture at the path `below` inside `folder`; None if it does not exist or is refused."""
     parts = below.split("/")
     wrong = any(not part or part.startswith(".") or "\\" in part or "\0" in part for part in parts)
     kind = TYPES.get(Path(parts[-1]).suffix)
@@ -33,7 +38,7 @@ def open_picture(folder: Path, below: str) -> Picture | None:
 
 
 def _read(folder: Path, parts: list[str]) -> bytes | None:
-    """Goes down folder by folder, so that no part can be a link, or become one meanwhile."""
+    """Opens folder by folder with O_NOFOLLOW, so no part can be a link, even if files change during the call."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in parts[:-1]:

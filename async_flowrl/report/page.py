@@ -1,16 +1,14 @@
-"""The page about a document: one HTML file with its styles, its scripts and uPlot inside.
+"""The HTML page that shows a report's document: one file that contains its styles, its scripts and the library uPlot.
 
-    render(document, live=False) -> str
+A finished report (`live=False`) makes no requests: it contains its pictures as data URIs, as many as fit `max_mib`, and
+its Content-Security-Policy forbids all requests. A live page (`live=True`) contains the document, too, and asks for
+the relative URL `document.json` every two seconds, with the last ETag in If-None-Match (answer 304: unchanged). It
+passes each new document to the same JavaScript function `show(document)`. Its pictures are URLs:
+`images/<number of the run, from 0>/<path below the run's images folder>`. Its policy allows requests to its own origin
+only.
 
-A finished report (`live=False`) asks nobody for anything: its pictures are inside it as data, as many as fit
-`max_mib`, and its Content-Security-Policy forbids every request. A live page (`live=True`) starts from the same
-document, asks for `document.json` beside itself every two seconds (relative URL, with the ETag of the last answer in
-If-None-Match; 304 means unchanged), passes what it gets to the same `show(document)`, and refers to pictures by URL:
-`images/<number of the run, from 0>/<path below the run's images folder>`. Its policy allows requests to its own
-origin alone.
-
-Whatever files say is data: it stands in the page as JSON in which `<`, `>` and `&` are escaped, and the scripts put it
-on the page as text, never as markup.
+Texts from files cannot inject markup: the page contains them as JSON in which `<`, `>` and `&` are escaped, and the
+scripts insert them as text.
 """
 
 import base64
@@ -27,12 +25,15 @@ from async_flowrl.report.document import Document
 from async_flowrl.report.live_files import open_picture
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
-"""In the order in which they are read; uPlot (MIT, assets/uPlot.LICENSE) comes before them."""
+"""Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first."""
 
 
 def render(document: Document, live: bool = False, *, max_mib: float | None = None) -> str:
-    """The page. Pictures that are missing or larger together than `max_mib` are left out, and the page says so; None is
-    what the document says."""
+    """The page as text. `max_mib` is the limit on its pictures in MiB; None means the document's own limit.
+
+    Pictures that are missing or exceed the limit are left out, and the page says so. Raises ValueError if the document
+    contains NaN or infinity.
+    """
     limit = document["max_mib"] if max_mib is None else max_mib
     pictures, left_out = ({}, None) if live else embedded(document, round(limit * 2**20))
     style = _asset("uPlot.min.css") + _asset("page.css")
@@ -52,13 +53,13 @@ def render(document: Document, live: bool = False, *, max_mib: float | None = No
 
 
 def as_data(value: Any) -> str:
-    """JSON that stands in a page without ending its element or being read as markup. ValueError for NaN."""
+    """JSON that can stand inside a script element of HTML. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def policy(style: str, script: str, live: bool) -> str:
-    """The Content-Security-Policy: these two texts, pictures inside the page, and in a live page its own origin."""
+    """The Content-Security-Policy: allows this style, this script and data URIs; for a live page also its origin."""
     own = " 'self'" if live else ""
     connect = "'self'" if live else "'none'"
     return (
@@ -68,8 +69,9 @@ def policy(style: str, script: str, live: bool) -> str:
 
 
 def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None]:
-    """Data URIs by `<number of the run>/<path below its images folder>`, as many as have at most `limit` bytes, and a
-    sentence about those that do not. Every prompt's first image of the first and last versions comes first."""
+    """(name → data URI, sentence about missing ones or None). Pictures are added in the order of `in_order` until the
+    URIs would have more than `limit` characters in all. A name is `<number of the run>/<path below its images folder>`.
+    """
     found: dict[str, str] = {}
     size = count = missing = 0
     full = False
@@ -95,8 +97,11 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
 
 
 def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
-    """Name, folder and path below it of every picture: first images before second ones, and of those the
-    ends of the training first."""
+    """(name, folder, path below it) of every picture, the most important first.
+
+    The first image of every prompt comes before the second ones; among equal images, the first and the last evaluation
+    come first, then the one in the middle, and so on.
+    """
     ranked = []
     for number, run in enumerate(document["runs"]):
         evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]
@@ -112,7 +117,7 @@ def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
 
 
 def spread(position: int, count: int) -> int:
-    """0 for the first and the last of `count`, 1 for the one in the middle, 2 for those between these, and so on."""
+    """Rank of a position: 0 for the first and the last of `count`, 1 for the middle, 2 for the quarters, and so on."""
     low, high, rank = 0, count - 1, 0
     while position not in (low, high):
         middle, rank = (low + high) // 2, rank + 1

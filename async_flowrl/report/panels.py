@@ -1,4 +1,4 @@
-"""The charts of a report: which metrics stand together, and how to read them. docs/metrics.md has the formulas."""
+"""Charts of a report: which curves each chart draws, and its help text. docs/metrics.md has the formulas."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ LABELS = {
     "trust_region/raw_kl": "before the trust region",
     "kl": "to the reference",
 }
-"""Names of curves, where their key says less."""
+"""Key of a curve → its label, if the key would not be clear."""
 MAX_OTHERS = 60
-"""Curves of metrics that no chart below names."""
+"""Largest number of curves that are drawn although no chart in PANELS names them."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: every curve whose key matches one of the patterns, named by the pattern's groups or the key."""
+    """One chart: it draws all curves whose key matches a pattern; a pattern's first group, or the key, is the label."""
 
     id: str
     section: str
@@ -167,11 +167,14 @@ PANELS = (
 HIDDEN = {"step", "policy_version", "images", "kept", "kept_of", "evaluation", "evaluation_before"} | {
     "evaluation_baseline"
 }
-"""First parts of keys that are shown otherwise, or not at all."""
+"""First parts of keys (before "/") that get no chart of their own."""
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that have a curve, each with its `lines`: key and label; what no chart names comes last."""
+    """The charts that have at least one of the curves `keys`, each with its `lines` (key and label of each curve).
+
+    Curves that no chart in PANELS names get further charts at the end.
+    """
     left = sorted(set(keys))
     shown = []
     for panel in PANELS:

@@ -1,4 +1,4 @@
-"""The images of a run's evaluations by prompt, with every score they have."""
+"""The images of a run's evaluations for its report: file names by prompt, with the scores of each image."""
 
 import json
 from collections.abc import Sequence
@@ -11,16 +11,19 @@ from async_flowrl.report.records import Records
 from async_flowrl.report.thin import chosen, rounded
 
 MAX_EVALUATIONS = 40
-"""Evaluations whose pictures are named; of more, the first, the last and evenly many between them."""
+"""Largest number of evaluations with pictures; of more, the first, the last and evenly spaced ones are taken."""
 MAX_PROMPTS = 64
-"""The first ones."""
+"""Largest number of prompts per evaluation; the first ones are taken."""
 MAX_PROMPT = 2_000
-"""Characters of a prompt that are shown."""
+"""Largest number of characters of a prompt that are shown."""
 
 
 def pictures_of(run: Records) -> dict[str, Any] | None:
-    """`prompts` (place and text) and `evaluations`, oldest first, the baseline's before them: version, folder, and by
-    place of the prompt the `files` and `scores` (by curve) of its images, and what rewards said of them. None without.
+    """The pictures of a run; None if it has none.
+
+    `prompts` lists index (`place`) and text of each prompt. `evaluations` has the baseline first, then versions in
+    rising order, each with version, folder and, per prompt, `files`, `scores` (curve → score per image) and `said`
+    (extra texts of the rewards per image). `count` is the number of evaluations before thinning.
     """
     kept = [(e, index) for e in run.evaluations if (index := _index(run.root, e)) is not None]
     if not kept:
@@ -47,7 +50,7 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
 
 
 def folder_of(evaluation: Evaluation) -> str:
-    """Below the run's images folder."""
+    """Name of the evaluation's folder below the run's images/."""
     return "baseline" if evaluation.baseline else f"step_{evaluation.version:06d}"
 
 
@@ -79,9 +82,10 @@ def _short(text: str, most: int = MAX_PROMPT) -> str:
 
 
 def first_screen(pictures: dict[str, Any], most: int = 4) -> Sequence[dict[str, Any]]:
-    """Before and after: of the first prompts that both the first and the last evaluation have, the first image each.
+    """The pairs of images, before and after training, that the head of a report shows; [] with fewer than two versions.
 
-    They are taken in the prompts' order and not by their score.
+    They are the first `most` prompts that both the first and the last version have, in the order of the prompts: images
+    are not selected by score. Each entry has `place`, `text`, and the two versions `before` and `after`.
     """
     policy = [e for e in pictures["evaluations"] if not e["baseline"]]
     if len(policy) < 2:

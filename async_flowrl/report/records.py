@@ -1,4 +1,4 @@
-"""The files of one run directory, read for a report; each may be missing or unfinished."""
+"""The files of one run directory, read for a report; the run may still go on, so files may be missing or unfinished."""
 
 import json
 import re
@@ -19,30 +19,34 @@ from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, tracks
 
 NOT_READ = ('"event": "ticket"', '"event": "version"')
-"""Events that a report says nothing of; they are the most of the file."""
+"""Kinds of events that reports do not need and skip, since they are the largest part of the file."""
 LOG_TAIL = 200_000
-"""Bytes of the controller's log that are searched for the cause of a failure."""
+"""Bytes at the end of the controller's log that are searched for the cause of a failure."""
 MAX_CAUSE = 400
-"""Characters of it that are shown."""
+"""Largest number of characters of the cause that are shown."""
 CAUSE = re.compile(r"^[\s|+-]*((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
-"""The last line of a traceback: a type of error and its message; groups of errors stand behind bars."""
+"""The last line of a traceback: type and message of an exception; in exception groups it is indented with bars."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a run has written so far."""
+    """The content of a run directory so far."""
 
     root: Path
+    """The run directory."""
     metrics: Sequence[Metrics]
+    """One entry per step."""
     history: Sequence[Event]
-    """What counts: without what a return to a checkpoint undid, and without tickets and versions."""
+    """Events that rollbacks did not make void (see events.effective), without those of kind ticket and version."""
     evaluations: Sequence[Evaluation]
-    """Of policy versions by version, the baseline's first."""
+    """The baseline's first, then policy versions in rising order."""
     summary: dict[str, Any]
-    """Empty where there is none, or only that of an earlier attempt."""
+    """Content of summary.json; {} if it does not exist or is of an earlier attempt."""
     config: dict[str, Any]
+    """Content of config.yaml; {} if it does not exist."""
     state: str
-    """running, finished, stopped (before its end, in order), failed, or unfinished (it ended without a word)."""
+    """One of "running", "finished", "stopped" (before its end, with a summary), "failed" (an error is in the log) and
+    "unfinished" (no error in the log, e.g. the process was killed)."""
 
     @property
     def steps(self) -> int:
@@ -64,7 +68,7 @@ class Records:
 
     @cached_property
     def window(self) -> Interval:
-        """From the start of the first step to the end of the last one."""
+        """(start of the first step, end of the last one), unix seconds."""
         return step_window(self.history)
 
     @cached_property
@@ -72,7 +76,7 @@ class Records:
         return sorted((e for e in self.history if e["event"] == "step"), key=lambda e: int(e["step"]))
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A value of the configuration by its dotted key."""
+        """The value of a setting by its dotted key, e.g. "reward.terms"; `default` if it is missing."""
         value: Any = self.config
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -82,14 +86,18 @@ class Records:
 
     @cached_property
     def failure(self) -> str | None:
-        """The cause of the last attempt's failure that the controller's log names, in one line."""
+        """One line with the cause of the last attempt's failure, from the controller's log; None if there is none."""
         _, error, told = _log(self.root).rpartition(" ERROR ")
         causes = [match for line in told.splitlines() if (match := CAUSE.match(line))]
         return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE] if error and causes else None
 
 
 def read_run(root: Path) -> Records:
-    """Raises FileNotFoundError for a folder that is no run's, ValueError naming a broken line of a file."""
+    """Reads a run directory.
+
+    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError with file and line for a line that is not
+    JSON.
+    """
     if not (root / "metrics.jsonl").exists():
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
@@ -130,7 +138,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _summary(path: Path, steps: int, total_steps: int | None) -> dict[str, Any]:
-    """Of the newest attempt: a run that goes on, with more steps or to more of them, has not written its own yet."""
+    """The summary, or {} if it is of an earlier attempt: its numbers of steps differ from those of the run now."""
     if not path.exists():
         return {}
     summary = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -147,7 +155,7 @@ def _state(root: Path, summary: dict[str, Any], steps: int) -> str:
 
 
 def _log(root: Path) -> str:
-    """The end of what the controller logged in its last attempt."""
+    """The end of the controller's log, from the beginning of its last attempt; at most LOG_TAIL bytes."""
     log = root / "logs" / "controller.log"
     if not log.exists():
         return ""

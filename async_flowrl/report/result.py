@@ -1,4 +1,4 @@
-"""The head of a report: the result of a run, its state, and what was trained."""
+"""The head of a report: sentences about the result of a run, its state, and what was trained."""
 
 from typing import Any
 
@@ -19,8 +19,11 @@ ERROR = "± is half the 95 % interval of the change, paired by prompt and noise,
 
 
 def result_of(run: Records) -> dict[str, Any]:
-    """`state` and `headline`, a sentence each; `error`, what ± means; `about`, what was trained; `more`, of held-out
-    terms; `tone`: good, bad or neutral."""
+    """The head as a dictionary of texts.
+
+    `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if there is none);
+    `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral".
+    """
     ends, found = ends_of(run.policy), change_of(run)
     headline = reward_sentence(ends, _prompts(run)) if ends else None
     return {
@@ -34,7 +37,7 @@ def result_of(run: Records) -> dict[str, Any]:
 
 
 def about(run: Records) -> str:
-    """What was trained how, in a few words of the configuration."""
+    """Model, algorithm, mode, reward and prompts of the run in one line."""
     terms = run.setting("reward.terms") or {}
     weights = {name: term.get("weight", 1.0) if isinstance(term, dict) else 1.0 for name, term in terms.items()}
     rewards = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in weights.items())
@@ -49,7 +52,7 @@ def about(run: Records) -> str:
 
 
 def change_of(run: Records) -> tuple[float, float, Change] | None:
-    """Mean reward of evaluations before and after, and the paired change; None without two that compare."""
+    """(mean reward of the first evaluation, of the last one, paired change); None without two comparable ones."""
     ends = ends_of(run.policy)
     moved = between(REWARD, ends[1], ends[0]) if ends else None
     if ends is None or moved is None:
@@ -59,7 +62,7 @@ def change_of(run: Records) -> tuple[float, float, Change] | None:
 
 
 def state_sentence(run: Records) -> str:
-    """Where the run stands."""
+    """One sentence about the state of the run, with the cause if it failed."""
     steps = f"{run.steps} of {run.total_steps} steps" if run.total_steps else f"{run.steps} steps"
     because = f": {run.failure}" if run.failure else "; logs/controller.log may say why"
     return {
@@ -73,7 +76,7 @@ def state_sentence(run: Records) -> str:
 
 
 def _prompts(run: Records) -> str:
-    """held_out, training, or nothing where a run that is not finished does not say."""
+    """Either "held_out" or "training" (see result_sentences); "" if a run that is not finished has not recorded it."""
     if known := run.summary.get("evaluation_prompts"):
         return str(known)
     inputs = [e for e in run.history if e["event"] == "inputs"]

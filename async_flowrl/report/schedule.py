@@ -1,4 +1,7 @@
-"""The timeline of a run: who worked and who waited when, exact bars of a few steps and shares of time of the whole."""
+"""Timeline of a run for its report: when each worker was busy or waited.
+
+A few windows of steps have exact bars; the whole run has shares of time, or exact bars if there are few.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,25 +14,29 @@ from async_flowrl.report.records import Records
 from async_flowrl.report.thin import chosen
 
 MAX_STEPS = 6
-"""In a window of exact bars."""
+"""Number of steps in a window of exact bars."""
 MAX_PLACES = 24
-"""Workers that are shown; of more, evenly many of each pool."""
+"""Largest number of workers that are shown; of more, each pool keeps evenly spaced ones."""
 MAX_BARS = 240
-"""Of one worker in a window of exact bars; shorter ones are put together until there are so few."""
+"""Largest number of bars of one worker in a view; the shortest ones are left out."""
 MAX_EXACT = 1_500
-"""Bars of all workers with which the whole run is shown exactly, too."""
+"""The whole run is shown with exact bars if all workers together have at most this many."""
 BINS = 160
-"""Of the whole run."""
+"""Number of equal parts of the whole run for which shares of time are computed."""
 MAX_STEP_NAMES = 1_000
-"""Steps of the whole run that can be named."""
+"""Largest number of steps that are labelled, besides those in windows of exact bars."""
 MAX_MARKS = 200
+"""Largest number of events that are marked; of more, evenly spaced ones are taken."""
 MARKED = ("fault", "worker_joined", "worker_left", "rollback", "stall", "skipped", "hacking")
-"""Events that are marked on the timeline."""
+"""Kinds of events that are marked on the timeline."""
 
 
 def timeline_of(run: Records) -> dict[str, Any] | None:
-    """`views`: parts of the run with their `lanes`, one per worker shown, as `bars` (start, end, state; in seconds
-    since the first step began) or as `bins` (state → share of each of as many parts); `marks`. None without workers."""
+    """The timeline as a dictionary; None if no worker was recorded. All times are seconds since the first step began.
+
+    `views` are parts of the run; each has one lane per shown worker, with `bars` [start, end, state] or `bins` (state →
+    its share of the time in each of BINS parts). `marks` are events, `steps` are [number, start, end].
+    """
     if not run.workers:
         return None
     start, end = run.window
@@ -55,7 +62,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
 
 
 def _windows(run: Records) -> list[tuple[str, Interval]]:
-    """The middle steps first: start-up and the end are not what a run is like."""
+    """(title, interval) of the windows of exact bars: middle steps first, as they are typical of a run."""
     steps = run.step_events
     if len(steps) <= MAX_STEPS:
         return [(_title("Steps", steps), _span(steps))] if steps else []
@@ -69,7 +76,7 @@ def _windows(run: Records) -> list[tuple[str, Interval]]:
 
 
 def _named_steps(run: Records) -> list[Event]:
-    """All steps of the exact windows, and evenly many of the others."""
+    """The events of the steps to label: those in the exact windows, and evenly spaced others."""
     windows = [window for _, window in _windows(run)]
     inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
     found = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
@@ -85,7 +92,7 @@ def _span(steps: Sequence[Event]) -> Interval:
 
 
 def _places(workers: Sequence[Track]) -> list[Track]:
-    """All of them, or as many of each pool as MAX_PLACES allows, in their order."""
+    """All workers in their order, or evenly spaced ones of each pool if there are more than MAX_PLACES."""
     if len(workers) <= MAX_PLACES:
         return list(workers)
     pools: dict[str, list[Track]] = {}
@@ -114,7 +121,7 @@ def _exact(tracks: Sequence[Track], title: str, window: Interval, origin: float)
 def _bars(track: Track, window: Interval, origin: float) -> list[list[Any]]:
     bars = sorted((a, b, state) for state, part in _states(track, window).items() for a, b in part)
     if len(bars) > MAX_BARS:
-        # The gaps that the shortest bars leave are too narrow to see: what is longest stays.
+        # The shortest bars would be too narrow to see.
         bars = sorted(sorted(bars, key=lambda bar: (bar[0] - bar[1], bar[0]))[:MAX_BARS])
     return [[round(a - origin, 4), round(b - origin, 4), state] for a, b, state in bars]
 
@@ -141,7 +148,7 @@ def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[st
 
 
 def _mark(event: Event, origin: float) -> dict[str, Any]:
-    """Seconds, kind and what there is to say, in one line."""
+    """The event as `time` (seconds), `kind` and `text` (one line)."""
     kind = str(event["event"])
     told = {
         "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",

@@ -1,4 +1,4 @@
-"""Configurations as a report shows them: what differs from the defaults, what differs between runs, and all of it."""
+"""Configurations in a report: the settings that differ from their defaults or between runs, and the whole file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,11 +11,11 @@ from async_flowrl.report.records import Records
 
 TERM = asdict(RewardTerm())
 OF_NO_MATTER = ("name", "output_dir")
-"""Every run has its own."""
+"""Settings that are left out, because every run has its own."""
 
 
 def settings_of(run: Records) -> dict[str, Any]:
-    """`changed`: key, value and default of what is not the schema's default; `all`: config.yaml as it was resolved."""
+    """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
     given = flat(run.config)
     defaults = flat(asdict(Config())) | defaults_of_terms(given)
     changed = [
@@ -27,8 +27,10 @@ def settings_of(run: Records) -> dict[str, Any]:
 
 
 def defaults_of_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward term has where nothing else is said, by the keys of the terms there are; but for its weight, which
-    is always worth showing."""
+    """Dotted key → default for the settings of all reward terms in `given`.
+
+    The weight is left out, so the report always shows it.
+    """
     found = {}
     for key in given:
         head, terms, rest = key.rpartition("reward.terms.")
@@ -39,7 +41,7 @@ def defaults_of_terms(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
-    """`rows`: key and the value of each run, where not all have the same; None for a single run."""
+    """`rows`: key and the runs' values, for each setting in which the runs differ; None for a single run."""
     if len(runs) < 2:
         return None
     given = [flat(run.config) for run in runs]
@@ -56,7 +58,7 @@ _MISSING = object()
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value of what is no section; an empty section is a value, and so is a list."""
+    """Nested dictionaries as dotted key → value; lists and empty dictionaries count as values."""
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
     found: dict[str, Any] = {}
@@ -66,7 +68,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """As it is written on the command line."""
+    """The value as it is written on the command line, e.g. "null" for None."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):

@@ -1,17 +1,17 @@
-"""Fewer points and rows than there are, the same ones each time."""
+"""Thinning of curves and lists for a report, without randomness."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 MAX_POINTS = 400
-"""Of a curve."""
+"""Largest number of points of a curve."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """`count` values in order, as many consecutive ones to a point as keep the points at MAX_POINTS or fewer."""
+    """Divides `count` values into buckets of equally many consecutive values, one per point, at most MAX_POINTS."""
 
     count: int
 
@@ -20,11 +20,14 @@ class Buckets:
         return max(1, -(-self.count // MAX_POINTS))
 
     def lasts(self, values: Sequence[float]) -> list[Any]:
-        """The last value of each bucket: of x axes."""
+        """The last value of each bucket; used for x axes."""
         return [rounded(values[min(start + self.width, self.count) - 1]) for start in range(0, self.count, self.width)]
 
     def line(self, values: Sequence[float | None]) -> dict[str, list[Any]]:
-        """`y`: the mean of what each bucket knows; `low` and `high`: its range, where buckets hold several values."""
+        """`y`: the mean of each bucket, ignoring None; `low` and `high`: its range, if buckets hold several values.
+
+        A bucket with None only gives None.
+        """
         groups = [
             [value for value in values[start : start + self.width] if value is not None]
             for start in range(0, self.count, self.width)
@@ -37,7 +40,7 @@ class Buckets:
 
 
 def chosen(values: Sequence[T], most: int) -> list[T]:
-    """At most `most` of them, evenly spaced, the first and the last included."""
+    """At most `most` of the values, evenly spaced, with the first and the last one (the last only if `most` is 1)."""
     if len(values) <= most:
         return list(values)
     if most < 2:
@@ -47,5 +50,5 @@ def chosen(values: Sequence[T], most: int) -> list[T]:
 
 
 def rounded(value: Any) -> Any:
-    """Six significant digits of a float; other values as they are."""
+    """A float rounded to six significant digits; other values unchanged."""
     return float(f"{value:.6g}") if isinstance(value, float) else value

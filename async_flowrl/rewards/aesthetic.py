@@ -1,4 +1,4 @@
-"""LAION's aesthetic score: how much people would like an image whatever it shows, from CLIP's embedding of it."""
+"""The reward `aesthetic`: LAION's rating of an image from its CLIP embedding; the prompt is ignored."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 NAME = "aesthetic"
 PLACES = (0, 2, 4, 6, 7)
-"""Of the linear layers in upstream's Sequential, dropout between them. With ReLU they stand at 0, 3, 6, 9 and 11."""
+"""Indices of the linear layers in the original Sequential; dropout is between them. A head with ReLU has others."""
 
 
 class Aesthetic:
-    """A rating of 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor", its linear head).
+    """Rates each image from 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor").
 
-    The head is five linear layers, with nothing between them, on the image embedding of CLIP ViT-L/14 at length 1.
-    `head` is a local file (.pth or .safetensors) or the hub's repository that has `head_file`; of a .pth tensors alone
-    are read. The default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
+    The head is a chain of five linear layers, applied to the CLIP ViT-L/14 embedding of the image, scaled to length 1.
+    `head` is a local file or folder, or a hub repository; `head_file` is the file name in a folder or repository. Of a
+    .pth file only tensors are read. The default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Aesthetic:
 
     @staticmethod
     def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
-        """Of its CLIP model."""
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
         return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError where its files are named by paths that do not exist."""
+        """Raises ValueError if the model or the head is a local path that does not exist."""
         self._clip.check()
         check_path(NAME, "head", self._head)
 
@@ -61,7 +61,7 @@ class Aesthetic:
             ]
 
     def _load(self) -> list[Any]:
-        """(weight, bias) of every layer, in order and on the device. Raises ValueError for files that do not fit."""
+        """Returns (weight, bias) of every layer in order, on the device. Raises ValueError if the files do not fit."""
         if self._layers is None:
             loaded = self._clip.load()
             with loading(NAME, self._head):
@@ -85,7 +85,7 @@ class Aesthetic:
 
 
 def _applied(layers: Sequence[Any], embeddings: "torch.Tensor") -> "torch.Tensor":
-    """The head's ratings [b] of embeddings [b, d]."""
+    """Returns the ratings [b] of embeddings [b, d]."""
     from torch.nn import functional
 
     for weight, bias in layers:

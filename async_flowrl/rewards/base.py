@@ -1,4 +1,7 @@
-"""The reward protocol: a callable over the images of one group, or over one image."""
+"""The protocols of rewards: `Reward` scores all images of a group in one call, `PointwiseReward` one image per call.
+
+registry.py checks what the configuration names against them, and call.py makes the calls.
+"""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
@@ -6,36 +9,42 @@ from typing import Any, Protocol
 from async_flowrl.types import ByteArray, Prompt
 
 ImageResult = float | Mapping[str, Any]
-"""A finite number, larger is better; or a mapping with `score` and any further numbers and short strings."""
+"""The result for one image: a finite number (larger is better), or a mapping with that number under `score`.
+
+Other entries of the mapping ("extras") are numbers or strings, which are logged beside the score.
+"""
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or returned something that is no finite number per image. Names the reward and the prompt."""
+    """Raised when a reward fails, or does not return one finite number per image. The message names the reward."""
 
 
 class Reward(Protocol):
-    """Called once per group with images uint8 [n, H, W, 3]; returns one result per image, in order. May be async.
+    """A callable that scores the images of one group, uint8 [n, H, W, 3], in one call; it may be async.
 
-    Optional attributes of the class, function or object that the configuration names; they are read before it is built:
+    It returns one result per image, in the order of the images. The class, function or object that the configuration
+    names may have these optional attributes. A class is not built yet when they are read, unless stated otherwise:
 
-    - `pointwise`, False if absent. True: it is called once per image, with uint8 [H, W, 3] (see PointwiseReward).
-    - `deterministic`, True if absent: the same images and prompt always get the same score. If it is False, scores are
-      written to scores.jsonl before their group may be trained, and reused after a resume.
-    - `needs_target`, False if absent: prompt files without targets are refused.
-    - `check(prompt)` raises ValueError for a prompt that the reward cannot score. It is called for every prompt at
-      start-up, in the controller's process: a class that has it must be cheap to build (load weights with the first
-      call).
-    - `connect(urls, token)`: it asks a server. A term with `serve` names such a class; the run calls this in every
-      worker when its servers are up, and again when one has come up elsewhere. `token` is text or None.
-    - `seen`, of an instance that has `connect`: a `Seen` (seen.py), which it tells what servers answer, or do not. The
-      run starts a server again that lets calls time out in a row.
-    - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory that it takes while
-      it scores, weights and what passes; None, or no such attribute, is unknown. Plans count it where the pool has
-      GPUs.
-    - `waves(images, **options)`, a static method: the calls of a server that it makes for so many images of a group, as
-      `async_flowrl.rewards.waves.Waves`. A run warns at its start where these may outlast `deadlines.score`.
-    - `keep_in(folder)` is called once in every reward worker, with the run directory: what the reward keeps there is
-      there after a resume, where the worker's node sees it.
+    - `pointwise`, False if absent. True: the reward is called once per image, uint8 [H, W, 3] (see PointwiseReward).
+    - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
+      to scores.jsonl before their group may be trained, and a resumed run reads them from there.
+    - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.
+    - `check(prompt)` raises ValueError for a prompt that the reward cannot score. The controller's process builds the
+      reward and calls `check` for every prompt at start-up, so building it must be cheap: load weights in the first
+      call.
+    - `connect(urls, token)` passes the URLs of servers that the run has started for the term (`serve`). Every reward
+      worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
+      None.
+    - `seen`, of an instance with `connect`: a `Seen` (seen.py), in which the reward records which servers answered and
+      which timed out. The run restarts a server that let `hung_calls` calls in a row time out.
+    - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory during scoring, for
+      weights and activations. None or absent means unknown. Memory plans count it where the pool has GPUs.
+    - `waves(images, **options)`, a static method: the server calls for a group of `images` images, as a `Waves`
+      (waves.py). A run warns at its start if they may take longer than `deadlines.score`.
+    - `keep_in(folder)`, of the instance: called once in every reward worker with the run directory. A resumed run finds
+      the files that the reward wrote there, if the worker's node sees that directory.
+    - `features(images)`, of the instance: one vector per image. Evaluations report the mean distance between the images
+      of a prompt, for held-out terms (terms that are not trained on).
     """
 
     def __call__(
@@ -44,9 +53,10 @@ class Reward(Protocol):
 
 
 class PointwiseReward(Protocol):
-    """Says `pointwise = True`; called with one image uint8 [H, W, 3], for several images at a time.
+    """A callable with the attribute `pointwise = True` that scores one image uint8 [H, W, 3] per call; it may be async.
 
-    A plain function is then called from several threads. An image whose call fails is tried again alone.
+    Up to `reward.concurrency` images are scored at a time; calls come from several threads. If a call fails, it is
+    repeated for that image alone.
     """
 
     pointwise: bool

@@ -1,4 +1,4 @@
-"""Calls of one term: once for a group, or once per image, tried again where an image's call fails."""
+"""The calls of one term for one group: one call for all images, or one per image with retries for a failed image."""
 
 import asyncio
 import inspect
@@ -16,8 +16,11 @@ from async_flowrl.types import ByteArray, Failure, Prompt, Span
 
 @dataclass(frozen=True)
 class Attempts:
-    """`retries` and `backoff` (seconds before the first retry, doubled each time) of a pointwise call, and how many
-    images of a group are scored at a time."""
+    """The limits of a pointwise term (a term that is called once per image).
+
+    `retries` per image; `backoff`, the seconds before the first retry, doubled for each further one; `concurrency`, the
+    number of images of a group that are scored at a time.
+    """
 
     retries: int = 0
     backoff: float = 0.0
@@ -26,7 +29,7 @@ class Attempts:
 
 @dataclass(frozen=True)
 class TermScores:
-    """What one term says of a group, or why it says nothing."""
+    """One term's scores and extras of a group in image order, or its `failure`; `retries` counts repeated calls."""
 
     span: Span
     scores: tuple[float, ...] = ()
@@ -50,7 +53,7 @@ class _Calls:
         return f"reward {self.name!r} on prompt {self.prompt.text!r}"
 
     async def call(self, images: ByteArray) -> Any:
-        """Raises RewardError, with the reward's own exception as its cause."""
+        """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
         try:
             result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
             return await result if inspect.isawaitable(result) else result
@@ -62,11 +65,11 @@ class _Calls:
     def _called(self, images: ByteArray) -> Any:
         try:
             return self.reward(images, self.prompt)
-        except StopIteration as error:  # which a future cannot hold: its waiter would never wake
+        except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
             raise RuntimeError("StopIteration left the reward") from error
 
     async def image(self, image: ByteArray, attempts: Attempts, places: asyncio.Semaphore) -> Result:
-        """One image's result, after as many retries as `attempts` allows. Raises the last RewardError."""
+        """Returns one image's result after at most `attempts.retries` retries. Raises the last try's RewardError."""
         for attempt in range(attempts.retries + 1):
             try:
                 async with places:
@@ -88,7 +91,7 @@ async def score_term(
     executor: Executor,
     attempts: Attempts,
 ) -> TermScores:
-    """One term's results for images uint8 [n, H, W, 3]; what goes wrong is in `failure`."""
+    """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`."""
     start = time.time()
     calls = _Calls(name, reward, prompt, executor)
     found = TermScores(Span(f"score/{name}", start, start))
@@ -105,7 +108,7 @@ async def score_term(
 
 
 async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:
-    """The images side by side. The first failure gives the rest up, and is raised when they have ended."""
+    """Scores the images concurrently. The first failure cancels the other calls and is raised once all have ended."""
     places = asyncio.Semaphore(attempts.concurrency)
     tasks = [asyncio.ensure_future(calls.image(image, attempts, places)) for image in images]
     try:

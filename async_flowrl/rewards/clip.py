@@ -1,4 +1,4 @@
-"""CLIP (Radford et al. 2021) as rewards use it: embeddings of images and of a prompt, from transformers' CLIPModel."""
+"""CLIP (Radford et al. 2021) for rewards: embeddings of images and of a prompt, computed by transformers' CLIPModel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TOKENS = 77
-"""What CLIP's text encoder takes; longer prompts are cut, the end token stays."""
+"""Largest number of tokens of CLIP's text encoder; a longer prompt is cut and keeps its end token."""
 
 VIT_H, VIT_L = (3.68, 0.0202), (1.60, 0.0163)
-"""GiB of ViT-H/14's and ViT-L/14's weights in float32, and of what passes for each image of a batch."""
+"""Memory of ViT-H/14 and ViT-L/14 in GiB: of the weights in float32, and of the activations per image of a batch."""
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": VIT_H,
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H,
@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 def memory_gib(model: str, *, batch_size: int = 16, device: str = "auto", **_: Any) -> float | None:
-    """GiB of device memory that a CLIP model takes while it embeds a batch; None for one whose size is not known."""
+    """Returns the GiB of device memory while a batch is embedded: 0 with device="cpu", None for an unknown model."""
     if model not in PUBLISHED:
         return None
     weights, image = PUBLISHED[model]
@@ -35,7 +35,10 @@ def memory_gib(model: str, *, batch_size: int = 16, device: str = "auto", **_: A
 
 @dataclass(frozen=True)
 class Loaded:
-    """`model` is a CLIPModel on `device` in float32, `images` makes its pixels of pictures, `tokenizer` its ids."""
+    """A loaded model.
+
+    `model` is a CLIPModel in float32 on `device`; `images` makes its input from images uint8 [b, H, W, 3].
+    """
 
     model: Any
     images: Callable[[ByteArray], "torch.Tensor"]
@@ -45,48 +48,51 @@ class Loaded:
 
 @dataclass
 class Clip:
-    """A CLIP model for one reward, loaded with the first call, from a local folder or the hub: safetensors, no code of
-    the repository's. `processor` is where tokenizer and preparation of images come from, `model` if None."""
+    """A CLIP model of one reward, loaded in the first call from a local folder or the hub.
+
+    Only safetensors files are read, and no code of the repository runs. `processor` is the repository or folder of the
+    tokenizer and the image preparation; None means `model`.
+    """
 
     reward: str
-    """Its name, for messages."""
+    """Name of the reward, for error messages."""
     model: str
     processor: str | None = None
     revision: str | None = None
-    """Of `model`, and of `processor` where that is the same: a commit of the hub."""
+    """Commit of `model` on the hub, also of `processor` if that is the same; None means the newest."""
     batch_size: int = 16
     device: str = "auto"
     build: Callable[[], Any] | None = None
-    """Makes the CLIPModel, where it is made in another way than from the files of `model`."""
+    """Function that makes the CLIPModel; None loads it from the files of `model`."""
     pixels: Callable[[ByteArray, int], "torch.Tensor"] | None = None
-    """Makes float32 [b, 3, size, size] of images uint8 [b, H, W, 3], where the processor's way is not the model's."""
+    """Function (images uint8 [b, H, W, 3], size) → float32 [b, 3, size, size]; None uses the processor."""
     processor_revision: str | None = None
-    """Of `processor`, where that is another repository."""
+    """Commit of `processor` on the hub if that is not `model`; None means the newest."""
     _loaded: Loaded | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_model_options(self.reward, device=self.device, batch_size=self.batch_size)
 
     def check(self) -> None:
-        """Raises ValueError for a local path that does not exist. Loads nothing."""
+        """Raises ValueError if `model` or `processor` is a local path that does not exist. Nothing is loaded."""
         check_path(self.reward, "model", self.model)
         check_path(self.reward, "processor", self.processor or self.model)
 
     def image_embeddings(self, images: ByteArray) -> Iterator["torch.Tensor"]:
-        """Of images uint8 [n, H, W, 3], in batches: float32 [b, d] of length 1, on the device."""
+        """Yields embeddings of images uint8 [n, H, W, 3], batch by batch: float32 [b, d] of length 1, on the device."""
         loaded = self.load()
         for start in range(0, len(images), self.batch_size):
             pixels = loaded.images(images[start : start + self.batch_size]).to(loaded.device)
             yield _unit(loaded.model.get_image_features(pixel_values=pixels))
 
     def text_embedding(self, text: str) -> "torch.Tensor":
-        """Of a prompt: float32 [d] of length 1, on the device."""
+        """Returns the embedding of a text: float32 [d] of length 1, on the device."""
         loaded = self.load()
         tokens = loaded.tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt").to(loaded.device)
         return _unit(loaded.model.get_text_features(**tokens))[0]
 
     def cosines(self, images: ByteArray, text: str) -> list[float]:
-        """cos(image, text) of every image."""
+        """Returns the cosine of the image's and the text's embedding for every image."""
         import torch
 
         with torch.inference_mode():
@@ -94,7 +100,7 @@ class Clip:
             return [float(x) for batch in self.image_embeddings(images) for x in (batch @ prompt).double().cpu()]
 
     def load(self) -> Loaded:
-        """Loads what has not been loaded. Raises ValueError where files are missing, or a GPU that is asked for."""
+        """Returns the model, loaded in the first call. Raises ValueError if files or the wanted GPU are missing."""
         if self._loaded is None:
             from async_flowrl.policies.loading import ONE_AT_A_TIME
 
@@ -110,7 +116,7 @@ class Clip:
         device, source = choose_device(self.reward, self.device), self.processor or self.model
         revision = self.revision if source == self.model else self.processor_revision
         with loading(self.reward, source):
-            # The PIL one by name: CLIPProcessor takes one that rounds differently where torchvision is installed.
+            # CLIPProcessor would pick another preparation, which rounds differently, if torchvision is installed.
             prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
             tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
         with loading(self.reward, self.model):
@@ -125,7 +131,7 @@ class Clip:
         return lambda images: pixels(images, size)
 
     def logit_scale(self) -> float:
-        """exp of the model's own temperature, about 100."""
+        """Returns exp of the model's learned temperature parameter, about 100."""
         return float(self.load().model.logit_scale.detach().double().exp())
 
 
@@ -138,7 +144,10 @@ def _from_files(clip: Clip) -> Any:
 
 
 def _pixels(prepare: Any) -> Callable[[ByteArray], "torch.Tensor"]:
-    """Shortest side to the model's size (bicubic), middle cut out, normalised: float32 [b, 3, h, w]."""
+    """Returns a function that scales the shortest side to the model's size (bicubic), crops the centre and normalises.
+
+    Its result is float32 [b, 3, h, w].
+    """
 
     def pixels(images: ByteArray) -> "torch.Tensor":
         made: torch.Tensor = prepare([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
@@ -148,7 +157,7 @@ def _pixels(prepare: Any) -> Callable[[ByteArray], "torch.Tensor"]:
 
 
 def _unit(features: Any) -> "torch.Tensor":
-    """Vectors of length 1 from what `get_image_features` and `get_text_features` return."""
+    """Returns vectors scaled to length 1; newer transformers wrap them in an output object."""
     vectors: torch.Tensor = getattr(features, "pooler_output", features)
     unit: torch.Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
     return unit

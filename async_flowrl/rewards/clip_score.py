@@ -1,4 +1,4 @@
-"""CLIP score: how well an image fits its prompt, by a CLIP model as it was published."""
+"""The reward `clip_score`: how well an image fits its prompt, by a published CLIP model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,9 @@ from async_flowrl.types import ByteArray, FloatArray, Prompt
 class ClipScore:
     """100 * cos(image, text) / `scale` (Hessel et al. 2021, "CLIPScore", without its factor 2.5 and its cut at 0).
 
-    With `scale: 1` the number that torchmetrics' CLIPScore averages, about 20 to 35 for images that fit. flow_grpo
-    trains on it divided by 30. Prompts are cut to 77 tokens with their end token (torchmetrics cuts that off, too).
+    `scale=1` gives the number that torchmetrics' CLIPScore averages, about 20 to 35 for images that fit; flow_grpo
+    trains on it divided by 30. Prompts are cut to 77 tokens and keep their end token (torchmetrics cuts off the end
+    token, too).
     """
 
     def __init__(
@@ -30,18 +31,18 @@ class ClipScore:
 
     @staticmethod
     def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
-        """Of its CLIP model."""
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
         return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError where its files are named by a path that does not exist."""
+        """Raises ValueError if the model is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [100.0 * cosine / self._scale for cosine in self._clip.cosines(images, prompt.text)]
 
     def features(self, images: ByteArray) -> FloatArray:
-        """Embeddings float32 [n, d] of length 1, in which evaluations measure how different images are."""
+        """Returns embeddings float32 [n, d] of length 1, by which evaluations measure how different images are."""
         import torch
 
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Colour reward: how red, green or blue an image is."""
+"""The reward `color`: how red, green or blue an image is."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ CHANNELS = {"red": 0, "green": 1, "blue": 2}
 
 
 class Color:
-    """The named channel's mean minus the mean of the other two, in -1 .. 1.
+    """Scores an image by the mean of one colour channel minus the mean of the other two, from -1 to 1.
 
-    `channel` names it for all prompts; without it, the prompt's first word does.
+    `channel` is red, green or blue for all prompts; with None, the first word of each prompt names the channel.
     """
 
     def __init__(self, channel: str | None = None) -> None:
@@ -22,7 +22,7 @@ class Color:
         self.channel = channel
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if no channel is named."""
+        """Raises ValueError if the prompt's first word is needed and names no channel."""
         self._channel(prompt)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""The scores of a group, put together from what several calls of reward workers say of it."""
+"""Combination of the partial scores of one group, which come from several calls of reward workers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,11 @@ from async_flowrl.types import Scores
 
 
 def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores:
-    """One group's Scores from calls for some of the `terms` each: bit for bit what one call for all would say.
+    """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`.
 
-    Everything is in the order of the configuration, whichever part came first. A term that failed in one call and was
-    scored in another has its score, and one that failed in several the last of its reasons; retries are added up.
+    Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A term
+    that failed in one part and was scored in another keeps its score. A term that failed in several parts keeps the
+    last failure. Retries are added up.
     """
     if len(parts) == 1:
         return parts[0]

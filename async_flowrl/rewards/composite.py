@@ -1,4 +1,7 @@
-"""A weighted sum of rewards, scored together."""
+"""The reward of a run: a weighted sum of terms, which are scored concurrently.
+
+`CompositeReward` is built by registry.py and called by the reward workers, by evaluations and by `serve-rewards`.
+"""
 
 import asyncio
 import time
@@ -20,8 +23,9 @@ class Term:
     weight: float
     reward: Reward | PointwiseReward
     required: bool = True
-    """Whether a group without this term's score has no reward at all."""
+    """True: a group without this term's score gets no reward."""
     pointwise: bool = False
+    """True: the reward is called once per image instead of once per group."""
 
     @property
     def needs_target(self) -> bool:
@@ -30,13 +34,14 @@ class Term:
 
 @dataclass(frozen=True)
 class CompositeReward:
+    """The weighted sum of `terms`; `attempts` limits the retries and the concurrency of pointwise terms."""
+
     terms: tuple[Term, ...]
     attempts: Attempts = field(default_factory=Attempts)
-    """How often a pointwise term is tried per image, and on how many images at a time."""
 
     @property
     def needs_target(self) -> bool:
-        """Whether any term needs `prompt.target`."""
+        """True if any term needs `prompt.target`."""
         return any(term.needs_target for term in self.terms)
 
     @property
@@ -44,7 +49,7 @@ class CompositeReward:
         return {term.name: term.weight for term in self.terms}
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Raises ValueError for the first prompt that a term cannot score, naming both."""
+        """Raises ValueError, which names the term, for the first prompt that a term cannot score."""
         checks = [(term.name, check) for term in self.terms if (check := getattr(term.reward, "check", None))]
         for prompt in prompts:
             for name, check in checks:
@@ -54,14 +59,14 @@ class CompositeReward:
                     raise ValueError(f"reward {name!r}: {error}") from error
 
     async def score(self, prompt: Prompt, images: ByteArray, executor: Executor) -> Scores:
-        """Scores of images uint8 [n, H, W, 3]; the terms run side by side, plain functions on `executor`'s threads.
+        """Returns the scores of images uint8 [n, H, W, 3]. Calls of rewards run in the threads of `executor`.
 
-        Raises RewardError as `demanded` does.
+        Raises RewardError if a required term failed, or if all terms did.
         """
         return self.demanded(await self.attempt(prompt, images, executor))
 
     def demanded(self, scores: Scores) -> Scores:
-        """The same scores. Raises RewardError if a required term failed, or all did: the first in order."""
+        """Returns the given scores. Raises RewardError if a required term failed, or if all terms failed."""
         fatal = [name for term in self.terms if (name := term.name) in scores.failed and term.required]
         for name in fatal or (() if scores.by_term else scores.failed):
             raise RewardError(scores.failed[name].reason)
@@ -70,7 +75,10 @@ class CompositeReward:
     async def attempt(
         self, prompt: Prompt, images: ByteArray, executor: Executor, *, only: Collection[str] | None = None
     ) -> Scores:
-        """The same, where terms that fail are in `failed` instead. `only` names the terms to score, all if None."""
+        """Returns the scores like `score`, but terms that fail are listed in `failed` and nothing is raised for them.
+
+        `only` names the terms to score; None means all. Raises RewardError if a weighted sum is too large for the loss.
+        """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
         calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, self.attempts) for t in terms)
@@ -91,9 +99,9 @@ class CompositeReward:
 def weighted_total(
     weights: Mapping[str, float], by_term: Mapping[str, tuple[float, ...]], images: int
 ) -> tuple[float, ...]:
-    """Per image the weighted sum of the terms that are there, taken in the order of `weights`.
+    """Returns per image the weighted sum of the terms in `by_term`, added in the order of `weights`.
 
-    Raises RewardError where a sum is too large for a loss.
+    The fixed order keeps the sum bit-identical. Raises RewardError if a sum is beyond `results.MAX_SCORE`.
     """
     there = [name for name in weights if name in by_term]
     total = tuple(sum(weights[name] * by_term[name][image] for name in there) for image in range(images))

@@ -1,4 +1,4 @@
-"""The device that a reward with a model computes on, and the refusals that such rewards share."""
+"""The device of a reward with a model, and the checks of options that such rewards share."""
 
 import math
 import re
@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def check_model_options(reward: str, *, device: str, batch_size: int, scale: float = 1.0) -> None:
-    """Raises ValueError for options that no machine could satisfy."""
+    """Raises ValueError for an unknown `device`, a `batch_size` below 1, or a `scale` not finite and above 0."""
     if device not in DEVICES and not re.fullmatch(r"cuda:\d+", device):
         raise ValueError(unknown_name(f"the {reward} reward's device", device, DEVICES))
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -23,7 +23,10 @@ def check_model_options(reward: str, *, device: str, batch_size: int, scale: flo
 
 
 def choose_device(reward: str, wanted: str) -> "torch.device":
-    """auto is a GPU where this process sees one, else the CPU. Raises ValueError for a GPU where it sees none."""
+    """Returns the device; "auto" is a GPU if this process sees one, else the CPU.
+
+    Raises ValueError if a GPU is asked for and this process sees none.
+    """
     import torch
 
     seen = torch.cuda.is_available()

@@ -1,6 +1,7 @@
-"""Held-out terms: rewards of `evaluate.reward.terms`, which score evaluations and are never trained on.
+"""Held-out terms: the rewards of `evaluate.reward.terms`, which score evaluations and are never trained on.
 
-One that fails takes nothing with it: the other terms' scores stand, and the failure is named.
+A held-out term that fails does not fail the evaluation: the scores of the other terms are kept, and the failure is
+reported.
 """
 
 import asyncio
@@ -20,26 +21,27 @@ from async_flowrl.rewards.registry import build_reward, check_prompts, check_rew
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
 RESERVED = ("reward", "diversity", "held_out")
-"""Names of curves and of parts of metric names, which no held-out term may have."""
+"""Names of other curves and parts of metric names; a held-out term must not be called so."""
 
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """What held-out terms say of one group, and why the others say nothing. Picklable."""
+    """The scores of one group by held-out terms: term → scores in image order, and failed term → reason. Picklable."""
 
     by_term: Mapping[str, tuple[float, ...]]
     failed: Mapping[str, str]
     spans: tuple[Span, ...] = ()
     distances: Mapping[str, float] = field(default_factory=dict)
-    """By term that has features of images: the mean distance of two images in them."""
+    """Term with a `features` method → mean cosine distance between two images of the group."""
     served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """As in `Scores`."""
+    """Term → URL of its server → whether the server answered; as in `Scores`."""
 
 
 def check_held_out(config: Config) -> bool:
-    """Checks names, options and signatures without building anything; returns whether a term needs a target.
+    """Checks names, options and signatures of all held-out terms without building anything.
 
-    Raises ValueError, one sentence, for what cannot score evaluations.
+    Returns True if a term needs a target in every prompt. Raises ValueError, one sentence, if a term cannot score
+    evaluations.
     """
     terms = config.evaluate.reward.terms
     for name, term in terms.items():
@@ -72,7 +74,7 @@ def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
 
 
 def build_held_out(terms: Mapping[str, RewardTerm]) -> tuple[Term, ...]:
-    """The terms, built one by one. Raises ValueError, one sentence, for what cannot be built."""
+    """Builds the terms; empty without any. Raises ValueError, one sentence, if one cannot be built."""
     if not terms:
         return ()
     try:
@@ -90,7 +92,10 @@ async def score_held_out(
     *,
     attempts: Attempts | None = None,
 ) -> HeldOutScores:
-    """Scores of images uint8 [n, H, W, 3] by the named terms, side by side, each for itself."""
+    """Scores images uint8 [n, H, W, 3] by the terms in `names`, concurrently and independently of each other.
+
+    A RewardError of a term, or a failure of its `features`, is reported in `failed`; other exceptions are raised.
+    """
     tries = attempts or Attempts()
     asked = [term for term in terms if term.name in names]
     results = await asyncio.gather(
@@ -113,7 +118,7 @@ async def score_held_out(
     for term in featured:
         try:
             found = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
-        except Exception as error:  # whatever a term's own features do: the other terms' scores stand
+        except Exception as error:  # a failure of one term must not lose the other terms' scores
             del by_term[term.name]
             failed[term.name] = f"reward {term.name!r} has no features of prompt {prompt.text!r}: {in_one_line(error)}"
             continue
@@ -123,9 +128,10 @@ async def score_held_out(
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float | None:
-    """Mean over pairs of images of 1 - the cosine of their `reward.features`; None for a single image.
+    """Returns the mean of 1 - cosine over all pairs of images, by the vectors `reward.features(images)` [n, d].
 
-    A vector of zeros has the cosine 0 to every other. Raises ValueError for what are no vectors of numbers.
+    Returns None for fewer than two images. A zero vector has cosine 0 to every other. Raises ValueError if the features
+    are not n vectors of finite numbers.
     """
     if len(images) < 2:
         return None
@@ -138,5 +144,5 @@ def cosine_distance(reward: Any, images: ByteArray) -> float | None:
 
 
 def _renamed(error: ValueError) -> ValueError:
-    """The registry's sentence, with the key that the person wrote."""
+    """Returns the error with the held-out section's name, since the registry writes `reward.terms`."""
     return ValueError(str(error).replace("reward.terms", "evaluate.reward.terms", 1))

@@ -1,4 +1,7 @@
-"""HPSv2 and HPSv2.1: which of two images people prefer for a prompt, by a CLIP ViT-H/14 trained on their choices."""
+"""The rewards `hpsv2` and `hpsv2.1`: how well people would like an image for its prompt, by a CLIP model.
+
+The model is a CLIP ViT-H/14 trained on people's choices between two images.
+"""
 
 import html
 from collections.abc import Sequence
@@ -15,16 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""OpenAI's, of pixels in 0 .. 1."""
+"""OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1."""
 
 
 class HPSv2:
-    """cos(image, text) / `scale` (Wu et al. 2023, "Human Preference Score v2"), about 0.2 to 0.35.
+    """cos(image, text) / `scale` (Wu et al. 2023, "Human Preference Score v2"), about 0.2 to 0.35 for `scale=1`.
 
-    `checkpoint` is a local file or the hub's repository; of a torch file tensors alone are read. `model` names the
-    architecture, the tokenizer and the size of its images: transformers' files of the open_clip model that HPSv2
-    started from. Images are made small as the package hpsv2 does it, which scales tensors: with `antialias`, as it
-    does with torchvision 0.17 and later, or without, as it did with older ones.
+    `checkpoint` is a local file or folder, or a hub repository; only tensors are read from it. `model` is the
+    transformers version of the open_clip model that HPSv2 started from, for architecture, tokenizer and image size.
+    Images are scaled as tensors, as the package hpsv2 does it: `antialias=True` as with torchvision 0.17 and later,
+    False as with older ones.
     """
 
     file = "HPS_v2_compressed.pt"
@@ -62,11 +65,11 @@ class HPSv2:
 
     @staticmethod
     def memory_gib(model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", **options: Any) -> float | None:
-        """Of its CLIP model."""
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
         return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError where its files are named by paths that do not exist."""
+        """Raises ValueError if the checkpoint or the model is a local path that does not exist."""
         check_path(self.name, "checkpoint", self._checkpoint)
         check_path(self.name, "model", self._model)
 
@@ -79,28 +82,31 @@ class HPSv2:
         from async_flowrl.seeds import untouched_rng
 
         state = to_transformers(read_weights(weights_file(self._checkpoint, self.file, self._revision)))
-        with untouched_rng():  # weights are drawn, and then replaced
+        with untouched_rng():  # the constructor draws random weights, which are replaced below
             model = CLIPModel(CLIPConfig.from_pretrained(self._model, revision=self._model_revision))
         model.load_state_dict(state)
         return model.float()
 
 
 class HPSv21(HPSv2):
-    """HPSv2.1: the same model trained on more and better choices."""
+    """HPSv2.1: the same architecture, trained on more and better choices."""
 
     file = "HPS_v2.1_compressed.pt"
     name = "HPSv2.1"
 
 
 def clean(text: str) -> str:
-    """A prompt as open_clip's tokenizer reads it: broken characters mended, HTML undone twice, blanks made one."""
+    """Returns a prompt as open_clip's tokenizer cleans it.
+
+    Broken characters are repaired, HTML entities are decoded twice, and white space is collapsed.
+    """
     import ftfy
 
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor":
-    """uint8 [b, H, W, 3] with the longer side made `size` (bicubic), zeros around the shorter, normalised.
+    """Scales the longer side of images uint8 [b, H, W, 3] to `size` (bicubic), pads with zeros and normalises.
 
     Returns float32 [b, 3, size, size].
     """

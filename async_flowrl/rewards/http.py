@@ -1,6 +1,7 @@
-"""Scores from a server: ours (`async-flowrl serve-rewards`), one of the same contract, flow_grpo's or Flow-Factory's.
+"""The reward `http`: scores from a server.
 
-docs/rewards/http.md has the contract, the options, and what happens when a server is slow, wrong or gone.
+The server is `async-flowrl serve-rewards`, another one of the same contract, or one of flow_grpo or Flow-Factory.
+docs/rewards/http.md has the contract, the options, and what happens if a server is slow, wrong or unreachable.
 """
 
 import asyncio
@@ -33,14 +34,18 @@ MULTIPART = "multipart"
 
 @dataclass(eq=False)
 class HTTP:
-    """`url`: one or several servers, over which groups are spread; left out where the term has `serve`.
+    """Sends the images of a group to a server and returns its scores.
 
-    `token_env` names the environment variable that holds the token. `batch`: group, all of a group in one request, or
-    one_by_one. `encoding`: png, jpeg or multipart (PNG files beside the JSON). `timeout` bounds one attempt and
-    `deadline` a request with all its attempts, in seconds. `concurrency`: requests under way at a time. `dialect`:
-    async_flowrl, flow_factory, or flow_grpo, whose pickles are read without anything that could run code.
-    `deterministic`: whether you know that the server always scores the same images alike. `needs_target`: whether it
-    scores only prompts with a target, so that others are refused at the start.
+    - `url`: one URL or several, over which groups are spread; None where the term has `serve`.
+    - `token_env`: environment variable with the token; None sends none.
+    - `batch`: group sends all images of a group in one request, one_by_one each image in its own.
+    - `encoding`: png, jpeg, or multipart (PNG files beside the JSON); None is the dialect's own image format.
+    - `timeout`, `deadline`: seconds for one attempt, and for a request with all its attempts.
+    - `retries`: attempts after the first, made only if the connection fails or the status is 408, 429 or 5xx.
+    - `concurrency`: largest number of requests at a time. `max_reply_bytes`: longest reply.
+    - `dialect`: async_flowrl, flow_factory, or flow_grpo, whose pickles are read without running any code.
+    - `deterministic`: True if the server always gives the same images the same scores.
+    - `needs_target`: True refuses prompts without a target at the start of a run.
     """
 
     url: str | Sequence[str] | None = None
@@ -57,15 +62,15 @@ class HTTP:
     needs_target: bool = False
 
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
-    """Without this option, of which this is an example, the term must have a server of the run."""
+    """Option that is required unless the term has `serve`, and an example of its value."""
 
     @staticmethod
     def waves(images: int, *, batch: str = GROUP, concurrency: int = 8, deadline: float = 240.0, **_: Any) -> Waves:
-        """The requests for a group of as many images."""
+        """Returns the requests for a group of `images` images."""
         return Waves(1 if batch == GROUP else images, concurrency, deadline)
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for options that cannot work."""
+        """Raises ValueError, one sentence, for an option outside its range or a missing package."""
         _check_choices(self.dialect, self.batch, self.encoding)
         for name in ("timeout", "deadline"):
             _check_number(name, getattr(self, name), float, above=0)
@@ -79,19 +84,22 @@ class HTTP:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for a prompt that the request cannot carry, or that lacks the target the server needs."""
+        """Raises ValueError if JSON cannot hold the prompt's metadata, or if a needed target is missing."""
         if self.needs_target and not prompt.target:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         prompt_fields(prompt)
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """From now on the servers are these, which the run has started."""
+        """Replaces the URLs and the token by those of servers that the run has started."""
         self._urls = _checked_urls(urls)
         self._token = token or ""
         self.seen.forget()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
-        """Images uint8 [n, H, W, 3] are encoded here, in the caller's thread; what is returned waits for the scores."""
+        """Encodes images uint8 [n, H, W, 3] in the caller's thread and returns a coroutine that fetches their scores.
+
+        Raises ServerError if no URL is known yet; the coroutine raises it if a request fails.
+        """
         if not self._urls:
             raise ServerError("there is no server to ask yet: neither options.url nor a server of the run that is up")
         kind = self.encoding if self.encoding in FORMATS else self._dialect.kind
@@ -101,13 +109,13 @@ class HTTP:
         return self._scores(requests, [len(part) for part in parts], first=prompt.index)
 
     def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
-        """Body and content type."""
+        """Returns the body and its content type."""
         if self.encoding == MULTIPART:
             return multipart(files, prompt, kind)
         return self._dialect.encode(files, prompt), self._dialect.content_type
 
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
-        """One result per image, in order. All requests have ended when the first failure is raised."""
+        """Returns one result per image, in order. The first failure is raised after all requests have ended."""
         calls = (
             self._ask(body, kind, count, first + index)
             for index, ((body, kind), count) in enumerate(zip(requests, counts, strict=True))
@@ -119,7 +127,7 @@ class HTTP:
         return [result for reply in replies if isinstance(reply, ScoreReply) for result in results(reply)]
 
     async def _ask(self, body: bytes, content_type: str, count: int, first: int) -> ScoreReply:
-        """Request number `first` begins at server `first`, modulo their number; its retries go on to the next ones."""
+        """Sends one request: the first attempt to URL `first`, modulo their number, and each retry to the next URL."""
         paths = [_endpoint(url, self._dialect.path) for url in self._urls]
         start = first % len(paths)
         headers = {"Content-Type": content_type, **self._authorization()}
@@ -142,7 +150,7 @@ class HTTP:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _open(self) -> asyncio.Semaphore:
-        """The cap on requests under way; a semaphore belongs to the event loop that waits for it."""
+        """Returns the semaphore that limits concurrent requests; each event loop needs its own."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.concurrency)
@@ -150,14 +158,14 @@ class HTTP:
 
 
 def results(reply: ScoreReply) -> list[Any]:
-    """A reply as a reward returns it: numbers, or mappings where there are extras."""
+    """Returns the reply in the form that a reward returns: numbers, or mappings if there are extras."""
     if not reply.extras:
         return list(reply.scores)
     return [{**extra, "score": score} for score, extra in zip(reply.scores, reply.extras, strict=True)]
 
 
 def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
-    """The request of our contract as multipart/form-data (RFC 7578): body and content type."""
+    """Returns the contract's request as multipart/form-data (RFC 7578): body and content type."""
     fields = dumps({"version": VERSION, "prompts": [prompt_fields(prompt)]})
     boundary = hashlib.sha256(b"".join(files)).hexdigest()
     parts = [b'name="request"\r\nContent-Type: application/json\r\n\r\n' + fields]
@@ -171,7 +179,7 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
 
 
 def _endpoint(url: str, path: str) -> str:
-    """The URL itself if it names a path, else the dialect's."""
+    """Returns the URL itself if it has a path, else the URL with the dialect's path."""
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + path
 
 

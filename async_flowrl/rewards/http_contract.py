@@ -1,6 +1,7 @@
-"""The contract of reward servers, version 1: what a request and a reply hold, and how images travel in them.
+"""The HTTP contract of reward servers, version 1: the content of requests and replies, and the encoding of images.
 
-docs/rewards/http.md is its text. Nothing heavy is imported here: servers with an environment of their own read it too.
+docs/rewards/http.md describes the contract. This module imports nothing heavy, because servers with an environment of
+their own use it too.
 """
 
 import base64
@@ -20,35 +21,35 @@ from async_flowrl.types import ByteArray, Prompt
 VERSION = 1
 PATH, HEALTH = "/v1/score", "/health"
 FORMATS = ("png", "jpeg")
-"""png is lossless. jpeg, at quality 95, is smaller and scores other pixels than were generated."""
+"""Image formats. png is lossless; jpeg (quality 95) is smaller but changes the pixels that are scored."""
 JPEG_QUALITY = 95
 SHOWN_CHARACTERS = 200
-"""Of a reply that cannot be used, as many are quoted in the error."""
+"""Largest number of characters of an unusable reply that an error message quotes."""
 
 
 class ContractError(ValueError):
-    """A request or a reply that is not as the contract says; the message is one sentence."""
+    """Raised for a request or a reply that breaks the contract; the message is one sentence."""
 
 
 class TooMuch(ContractError):
-    """A request beyond the server's limits."""
+    """Raised for a request that exceeds the server's limits."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes; all is checked before anything is decoded."""
+    """Largest request that a server accepts; sizes are checked before images are decoded."""
 
     body_bytes: int = 256 * 2**20
     images: int = 256
     pixels: int = 4096 * 4096
-    """Of one image."""
+    """Pixels of one image."""
     all_pixels: int = 256 * 1024 * 1024
-    """Of all images of a request together: three bytes each, decoded."""
+    """Pixels of all images of a request together; each takes three bytes when decoded."""
 
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """Scores in image order, and per image what else the reward had to say."""
+    """Scores in image order, and one mapping of extras per image (empty if there are none)."""
 
     scores: tuple[float, ...]
     extras: tuple[Mapping[str, float | str], ...] = ()
@@ -56,14 +57,14 @@ class ScoreReply:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Encoded images and, for each, its prompt."""
+    """Encoded images and one prompt for each of them."""
 
     images: Sequence[bytes]
     prompts: Sequence[Prompt]
 
 
 def encode_image(image: ByteArray, kind: str) -> bytes:
-    """A uint8 [H, W, 3] image as the bytes of a PNG (quickly rather than small) or a JPEG file."""
+    """Encodes an image uint8 [H, W, 3] as a PNG or JPEG file. PNG uses fast, weak compression."""
     file = io.BytesIO()
     options: dict[str, Any] = {"compress_level": 1} if kind == "png" else {"quality": JPEG_QUALITY}
     Image.fromarray(np.ascontiguousarray(image)).save(file, format=kind, **options)
@@ -71,9 +72,9 @@ def encode_image(image: ByteArray, kind: str) -> bytes:
 
 
 def decode_images(images: Sequence[bytes], limits: Limits) -> list[ByteArray]:
-    """uint8 [H, W, 3] each. The sizes that the files' headers name are compared with the limits before any is decoded.
+    """Decodes files to images uint8 [H, W, 3]. All sizes in the file headers are checked before any image is decoded.
 
-    Raises ContractError, TooMuch where it is only too large.
+    Raises TooMuch if the images are too large, and ContractError for anything else that is wrong with them.
     """
     opened, pixels = [], 0
     for index, data in enumerate(images):
@@ -105,7 +106,7 @@ def _decode(index: int, image: Image.Image) -> ByteArray:
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as JSON: its text, target, negative and metadata. Raises ValueError for what JSON cannot say."""
+    """Returns text, target, negative and metadata of a prompt for JSON. Raises ValueError if JSON cannot hold them."""
     optional = {"target": prompt.target, "negative": prompt.negative, "metadata": dict(prompt.metadata)}
     fields = {"text": prompt.text, **{name: value for name, value in optional.items() if value}}
     try:
@@ -116,19 +117,19 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Columns of parquet files may be numpy's."""
+    """Converts numpy values, which metadata from parquet files may contain, to Python values."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def dumps(value: Mapping[str, Any]) -> bytes:
-    """JSON, UTF-8; floats so that they are read back bit for bit."""
+    """Returns UTF-8 JSON; floats are written so that reading them gives the same bits."""
     return json.dumps(value, default=_plain, allow_nan=False, ensure_ascii=False).encode()
 
 
 def loads(body: bytes, what: str) -> dict[str, Any]:
-    """A JSON object. Raises ContractError; `what` is "the reply", say."""
+    """Parses a JSON object. Raises ContractError, whose message begins with `what` (for example "the reply")."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -143,19 +144,22 @@ def _no_constant(name: str) -> float:
 
 
 def shown(body: bytes) -> str:
-    """The beginning of a body on one line, for an error."""
+    """Returns the beginning of a body on one line, for an error message."""
     text = " ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
 
 
 def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]]) -> bytes:
-    """The JSON request of encoded images; one prompt for all of them, or one each."""
+    """Returns the JSON request; `prompts` holds one prompt for all images, or one for each."""
     encoded = [base64.b64encode(image).decode() for image in images]
     return dumps({"version": VERSION, "images": encoded, "prompts": list(prompts)})
 
 
 def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limits: Limits) -> ScoreRequest:
-    """A request of either encoding: its JSON, and the images' files where they came beside it. Raises ContractError."""
+    """Reads a request from its JSON `fields`; `files` are the images of a multipart request, None for plain JSON.
+
+    Raises ContractError, or TooMuch for too many images.
+    """
     if (version := fields.get("version")) != VERSION:
         raise ContractError(f"version must be {VERSION}, got {version!r:.20}")
     known = ("version", "prompts") if files is not None else ("version", "images", "prompts")
@@ -175,7 +179,7 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
 
 
 def read_prompt(index: int, entry: object) -> Prompt:
-    """A prompt of a request: its text, or an object with its text, target, negative and metadata."""
+    """Reads a prompt: a text, or an object with text, target, negative and metadata. Raises ContractError."""
     given = {"text": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or not isinstance(given.get("text"), str):
         raise ContractError(f"prompts[{index}] must be a text, or an object with a text")
@@ -198,13 +202,13 @@ def _from_base64(index: int, text: object) -> bytes:
 
 
 def reply_body(reply: ScoreReply) -> bytes:
-    """The JSON reply."""
+    """Returns the JSON reply."""
     extras = {"extras": [dict(extra) for extra in reply.extras]} if reply.extras else {}
     return dumps({"version": VERSION, "scores": list(reply.scores), **extras})
 
 
 def read_reply(body: bytes, count: int) -> ScoreReply:
-    """The reply to a request of `count` images. Raises ContractError."""
+    """Reads the reply to a request of `count` images. Raises ContractError."""
     fields = loads(body, "the reply")
     if (version := fields.get("version")) != VERSION:
         raise ContractError(f"the reply's version must be {VERSION}, got {version!r:.20}: {shown(body)}")
@@ -212,7 +216,7 @@ def read_reply(body: bytes, count: int) -> ScoreReply:
 
 
 def read_scores(scores: object, count: int) -> tuple[float, ...]:
-    """`count` finite numbers, in a list. Raises ContractError."""
+    """Checks that `scores` is a list of `count` finite numbers. Raises ContractError."""
     if not isinstance(scores, list) or len(scores) != count:
         got = f"{len(scores)} of them" if isinstance(scores, list) else type(scores).__name__
         raise ContractError(f"the reply must hold a list of {count} scores, got {got}")
@@ -223,7 +227,7 @@ def read_scores(scores: object, count: int) -> tuple[float, ...]:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number that a float can hold; JSON has integers of any length."""
+    """Returns True for a finite number that fits into a float; JSON integers can be larger."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -233,7 +237,7 @@ def is_number(value: object) -> bool:
 
 
 def read_extras(extras: object, count: int) -> tuple[Mapping[str, float | str], ...]:
-    """`count` objects of finite numbers and texts by name, or none at all. Raises ContractError."""
+    """Checks that `extras` holds `count` objects of finite numbers and texts, or is None. Raises ContractError."""
     if extras is None:
         return ()
     if not isinstance(extras, list) or len(extras) != count or not all(isinstance(extra, dict) for extra in extras):

@@ -1,4 +1,7 @@
-"""Dialects of reward servers, requests and replies: ours, flow_grpo's pickles and Flow-Factory's JSON."""
+"""The dialects of reward servers (formats of requests and replies): ours, flow_grpo's and Flow-Factory's.
+
+The reward `http` writes requests and reads replies; `serve-rewards` reads requests by the functions at the end.
+"""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -11,24 +14,26 @@ from async_flowrl.rewards.http_contract import PATH, ContractError, ScoreReply, 
 from async_flowrl.types import Prompt
 
 Encode = Callable[[Sequence[bytes], Prompt], bytes]
+"""(files, prompt) → request body; the files are encoded images."""
 Read = Callable[[bytes, int], ScoreReply]
+"""(reply body, number of images) → scores; raises ContractError for a wrong reply."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a request of encoded images of one prompt is written, and its reply of a number of scores is read."""
+    """A request format for the images of one prompt, and the format of its reply."""
 
     path: str
-    """Where servers of this dialect listen, if their URL names no path."""
+    """Path of the server, used if its URL has none."""
     content_type: str
     kind: str
-    """Format of the images where the options name none."""
+    """Image format (png or jpeg) if the options name none."""
     encode: Encode
     read: Read
 
 
 def flow_grpo_body(images: Sequence[bytes], prompt: Prompt) -> bytes:
-    """A pickle with the keys of flow_grpo's servers (GenEval, UnifiedReward, DeQA) and of verl-omni's HTTP scorer."""
+    """Returns a pickle for flow_grpo's servers (GenEval, UnifiedReward, DeQA) and for verl-omni's HTTP scorer."""
     metadata = dict(prompt.metadata)
     values = {
         "images": list(images),
@@ -41,7 +46,10 @@ def flow_grpo_body(images: Sequence[bytes], prompt: Prompt) -> bytes:
 
 
 def flow_grpo_reply(body: bytes, count: int) -> ScoreReply:
-    """`scores`, or `outputs` as UnifiedReward and DeQA have it. GenEval's per-image lists become extras."""
+    """Reads `scores`, or `outputs` as UnifiedReward and DeQA name it; GenEval's lists per image become extras.
+
+    Raises ContractError.
+    """
     try:
         fields = http_pickle.loads(body)
     except http_pickle.PickleRefused as error:
@@ -63,14 +71,14 @@ def _numbers(values: object, count: int) -> bool:
 
 
 def flow_factory_body(images: Sequence[bytes], prompt: Prompt) -> bytes:
-    """JSON as Flow-Factory's example server reads it: lists of prompts and of base64 images."""
+    """Returns JSON as Flow-Factory's example server reads it: lists of prompts and of base64 images."""
     encoded = [base64.b64encode(image).decode() for image in images]
     absent = dict.fromkeys(("video", "condition_images", "condition_videos"))
     return contract.dumps({"prompt": [prompt.text] * len(images), "image": encoded, **absent})
 
 
 def flow_factory_reply(body: bytes, count: int) -> ScoreReply:
-    """`rewards`, unless there is an `error`."""
+    """Reads `rewards`. Raises ContractError if the reply is wrong or has an `error`."""
     fields = contract.loads(body, "the reply")
     if fields.get("error"):
         raise ContractError(f"the server says: {str(fields['error'])[: contract.SHOWN_CHARACTERS]!r}")
@@ -89,7 +97,7 @@ DIALECTS: Mapping[str, Dialect] = {
 
 
 def flow_grpo_request(body: bytes, limits: contract.Limits) -> contract.ScoreRequest:
-    """What a flow_grpo trainer asks a server. Raises ContractError."""
+    """Reads the request of a flow_grpo trainer. Raises ContractError."""
     try:
         fields = http_pickle.loads(body)
     except http_pickle.PickleRefused as error:
@@ -101,7 +109,7 @@ def flow_grpo_request(body: bytes, limits: contract.Limits) -> contract.ScoreReq
 
 
 def flow_factory_request(fields: Mapping[str, Any], limits: contract.Limits) -> contract.ScoreRequest:
-    """What a Flow-Factory trainer asks a server. Raises ContractError."""
+    """Reads the request of a Flow-Factory trainer. Raises ContractError."""
     images = fields.get("image")
     if not isinstance(images, list) or any(fields.get(name) for name in ("video", "condition_videos")):
         raise ContractError("image must be a list of base64 PNG or JPEG files; videos are not scored")
@@ -111,7 +119,7 @@ def flow_factory_request(fields: Mapping[str, Any], limits: contract.Limits) -> 
 
 
 def _request(images: list[Any], prompts: object, metadata: object, limits: contract.Limits) -> contract.ScoreRequest:
-    """flow_grpo's lists, checked: GenEval sends no prompts, since its metadata has them."""
+    """Checks flow_grpo's lists. GenEval's clients send no prompts; these are then read from the metadata."""
     if not images or len(images) > limits.images or not all(isinstance(image, bytes) for image in images):
         raise ContractError(f"images must be a list of 1 to {limits.images} PNG or JPEG files as bytes")
     count = len(images)

@@ -1,7 +1,7 @@
-"""Pickle as flow_grpo's reward servers speak it, without what makes pickle dangerous.
+"""A safe reader of the pickles that flow_grpo's reward servers and clients exchange, and a writer.
 
-Only lists, tuples, dicts, texts, bytes, numbers and numpy arrays of them are read. No class of any library is looked
-up: the few names that numpy writes stand for the functions below, which check what they are given.
+It reads only lists, tuples, dicts, texts, bytes, numbers and numpy arrays of these. No class of any library is looked
+up: the names that numpy writes into pickles are mapped to functions of this module, which check their arguments.
 """
 
 import io
@@ -14,17 +14,17 @@ from typing import Any, Literal
 import numpy as np
 
 PLAIN_KINDS = "biufSU"
-"""Kinds of numpy dtypes whose bytes are what they are: booleans, integers, floats, bytes and text."""
+"""Kinds of numpy dtypes whose bytes are plain values: booleans, integers, floats, bytes and text."""
 
 MAX_VALUES = 1_000_000
 
 
 class PickleRefused(ValueError):
-    """A pickle that holds, or asks for, anything else."""
+    """Raised for a pickle that is damaged, too large, or holds anything that is not allowed."""
 
 
 def loads(body: bytes) -> Any:
-    """The value. Raises PickleRefused, one sentence."""
+    """Returns the value as plain Python objects. Raises PickleRefused, one sentence."""
     try:
         return _Plain().of(_Unpickler(body).load())
     except PickleRefused:
@@ -34,12 +34,12 @@ def loads(body: bytes) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """A pickle that old servers read as well."""
+    """Returns a pickle of protocol 4, which old servers can read."""
     return pickle.dumps(value, protocol=4)
 
 
 class _DType:
-    """Stands for numpy.dtype: its letter and size, and the byte order that it is told."""
+    """Replaces numpy.dtype while a pickle is read: type name and byte order."""
 
     def __init__(self, spec: object, *_: object) -> None:
         if not isinstance(spec, str):
@@ -53,7 +53,7 @@ class _DType:
         self.order = state[1] if state[1] in ("<", ">", "=", "|") else "="
 
     def resolve(self) -> "np.dtype[Any]":
-        """The dtype itself. Raises PickleRefused where the bytes of its elements are more than they are."""
+        """Returns the numpy dtype. Raises PickleRefused if its elements are not plain values (PLAIN_KINDS)."""
         try:
             dtype: np.dtype[Any] = np.dtype(self.spec).newbyteorder(self.order)
         except (TypeError, ValueError) as error:
@@ -64,14 +64,14 @@ class _DType:
 
 
 class _Array:
-    """Stands for numpy.ndarray while it is read."""
+    """Replaces numpy.ndarray while a pickle is read."""
 
     def __init__(self, *_: object) -> None:
         self.value: Any = []
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
-        if isinstance(data, list):  # an array of objects: its elements, which were read by the same rules
+        if isinstance(data, list):  # an array of objects: a list of elements, read by the same rules
             _check(_elements(shape) == len(data), "a numpy array has another number of elements than its shape says")
             self.value = list(data)
         else:
@@ -94,7 +94,7 @@ def _scalar(dtype: _DType, data: Any = b"") -> Any:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Python 2's way to write bytes, which numpy still uses with old protocols."""
+    """Replaces `_codecs.encode`, by which old pickle protocols store bytes as latin1 text."""
     _check(isinstance(text, str) and encoding in ("latin1", "latin-1"), "bytes in another encoding than latin1")
     return text.encode("latin1")
 
@@ -120,11 +120,11 @@ ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("__builtin__", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytearray,
 }
-"""Names that a pickle may ask for, and what it gets for them."""
+"""(module, name) that a pickle may refer to → the function or class that is used instead."""
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: the other allocates what a pickle's numbers say before it reads any bytes."""
+    """The unpickler in Python; the one in C allocates as much memory as a pickle announces before it reads it."""
 
     dispatch = dict(pickle._Unpickler.dispatch)
 
@@ -133,7 +133,7 @@ class _Unpickler(pickle._Unpickler):
         self._size = len(body)
 
     def load_bytearray8(self: Any) -> None:
-        """Like that of the class above, which would first allocate as many bytes as are announced."""
+        """Checks the stated length first; the base class would allocate that many bytes."""
         (length,) = struct.unpack("<Q", self.read(8))
         _check(length <= self._size, "the pickle announces more bytes than it has")
         self.append(bytes(self.read(length)))
@@ -141,7 +141,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
     def load_build(self: Any) -> None:
-        """Like that of the class above, but for arrays and dtypes alone: it would set a function's defaults as well."""
+        """Allows state only for arrays and dtypes; the base class would also change the attributes of functions."""
         _check(isinstance(self.stack[-2], _Array | _DType), "the pickle sets the state of something else than an array")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
 
@@ -157,16 +157,16 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _Plain:
-    """Makes lists, dicts, texts, bytes and numbers of what was read; MAX_VALUES of them at most.
+    """Converts what was read to lists, dicts, texts, bytes and numbers, at most MAX_VALUES of them.
 
-    A pickle may hold one list a thousand times in another, and that one a thousand times in the next.
+    The limit is needed because a small pickle can nest references to the same list into a huge value.
     """
 
     def __init__(self) -> None:
         self._left = MAX_VALUES
 
     def of(self, value: Any) -> Any:
-        """The value without anything that stood for numpy's things."""
+        """Returns the value without numpy objects and their replacements. Raises PickleRefused."""
         self._left -= 1
         _check(self._left >= 0, f"the pickle holds more than {MAX_VALUES} values")
         if isinstance(value, _Array):
@@ -185,7 +185,7 @@ class _Plain:
 
 
 def _elements(shape: Any) -> int:
-    """How many elements an array of this shape has."""
+    """Returns the number of elements of an array of this shape. Raises PickleRefused if it is no valid shape."""
     _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "no shape of an array")
     _check(0 not in shape or len(shape) == 1, "an array without elements in several dimensions")
     return math.prod(shape)

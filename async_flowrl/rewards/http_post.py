@@ -1,7 +1,7 @@
-"""POST to a server that may be slow, busy, wrong or gone: pooled connections, deadlines, bounded replies, retries.
+"""POST requests to servers that may be slow, busy or unreachable, with time limits, size limits and retries.
 
-Tried again are only connections that fail, 408, 429 and 5xx: another attempt may meet none of them. What a server says
-with any other status, and a reply that is not what it should be, is an error at once.
+A request is repeated only after a failed connection or the status 408, 429 or 5xx. Any other status, a timeout, or an
+unusable reply is raised at once as a ServerError. The rewards `http` and `vlm_judge` call `post`.
 """
 
 import asyncio
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
+"""Seconds before the first retry, doubled for each further one, and the longest such pause."""
 PASSING = (408, 429)
-"""Statuses below 500 that another attempt may not meet."""
+"""Statuses below 500 after which the request is repeated."""
 INSTALL = "pip install 'async-flowrl[http]'"
 
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
 
 
 class ServerError(RuntimeError):
-    """A server that cannot be reached, refuses, or answers with something that is no score."""
+    """Raised if a server cannot be reached, refuses the request, or gives no usable reply."""
 
 
 class PassingError(ServerError):
-    """A failure that another attempt may not meet; `pause` is what the server asked to wait, in seconds."""
+    """A failure that a retry may overcome; `pause` is the wait in seconds that the server asks for, or None."""
 
     def __init__(self, message: str, pause: float | None = None) -> None:
         super().__init__(message)
@@ -45,12 +46,16 @@ class PassingError(ServerError):
 
 
 class StalledError(ServerError):
-    """A server that gave no answer within the timeout of an attempt."""
+    """Raised if a server gave no answer within the timeout of an attempt."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """`timeout` bounds one attempt and `deadline` all of them with the pauses between, both in seconds."""
+    """Limits of a request.
+
+    `timeout` is in seconds per attempt, `deadline` in seconds for all attempts with their pauses; `reply_bytes` is the
+    largest reply.
+    """
 
     timeout: float
     deadline: float
@@ -66,11 +71,10 @@ async def post(
     read: Callable[[bytes], T],
     seen: Seen,
 ) -> T:
-    """What `read` makes of the reply; attempt n is made at URL n modulo their number, slow ones last.
+    """Sends `body` and returns what `read` makes of the reply; attempt n goes to URL n, modulo the number of URLs.
 
-    `seen` learns which URLs answer and which let an attempt time out; the next call for the same images then goes to
-    another server. `read` raises ContractError for a reply that cannot be used. Raises ServerError, which names the
-    URL.
+    URLs that timed out recently are asked last; `seen` records answers and timeouts. `read` raises ContractError for an
+    unusable reply. Raises ServerError, which names the URL, if no attempt succeeded.
     """
     following = itertools.cycle(seen.ordered(urls))
     attempts, said, url = _attempts(bounds), "", urls[0]
@@ -99,7 +103,7 @@ async def post(
 
 
 async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bounds, seen: Seen) -> bytes:
-    """The body of a 200. Raises PassingError or ServerError."""
+    """Returns the body of a reply of status 200. Raises PassingError if a retry makes sense, else ServerError."""
     import httpx
 
     try:
@@ -129,7 +133,7 @@ async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bound
 
 
 async def _bounded(response: "httpx.Response", url: str, limit: int) -> bytes:
-    """The whole body. Raises ServerError for one that is compressed, which nobody asked for, or too long."""
+    """Returns the whole body. Raises ServerError if it is longer than `limit` bytes, or compressed unasked."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise ServerError(f"{url} answered in the encoding {encoding[:40]!r}, which was not asked for")
     content = bytearray()
@@ -141,11 +145,11 @@ async def _bounded(response: "httpx.Response", url: str, limit: int) -> bytes:
 
 
 def client() -> "httpx.AsyncClient":
-    """The connections of the running event loop; all terms of a worker share them."""
+    """Returns the HTTP client of the running event loop, which all terms of a worker share."""
     import httpx
 
     loop = asyncio.get_running_loop()
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at INFO
     if (found := _clients.get(loop)) is None:
         found = _clients[loop] = httpx.AsyncClient(
             timeout=None,
@@ -158,7 +162,7 @@ def client() -> "httpx.AsyncClient":
 
 
 def retry_after(header: str | None, now: float) -> float | None:
-    """Seconds that a Retry-After header asks for, a number or a date (RFC 9110); None where it says nothing usable."""
+    """Returns the seconds of a Retry-After header (RFC 9110), a number or a date; None if it is unusable."""
     if header is None:
         return None
     if header.strip().isdecimal():
@@ -170,7 +174,7 @@ def retry_after(header: str | None, now: float) -> float | None:
 
 
 def check_installed() -> None:
-    """Raises ValueError, with the command that installs them, where the packages are missing."""
+    """Raises ValueError, with the pip command, if httpx or tenacity is missing."""
     for package in ("httpx", "tenacity"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"rewards that ask a server need {package}: {INSTALL}")

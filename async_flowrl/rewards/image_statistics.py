@@ -1,4 +1,4 @@
-"""Rewards that measure an image by a formula: sharpness and colourfulness. No weights, no prompt."""
+"""The rewards `sharpness` and `colorfulness`: formulas of an image's pixels, without weights and prompt."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ from async_flowrl.types import ByteArray, Prompt
 
 
 def sharpness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """Variance of OpenCV's Laplacian of the grey image in 0 .. 255 (Pech-Pacheco et al. 2000): detail, and noise.
+    """Returns the variance of the Laplacian (OpenCV) of each grey image in 0 .. 255 (Pech-Pacheco et al. 2000).
 
-    Photographs have some hundreds, an image out of focus less than about 100; it grows with contrast.
+    Detail, noise and contrast raise it. Photographs have some hundreds, an image out of focus less than about 100.
     """
-    import cv2  # a dependency of rapidocr
+    import cv2  # installed with rapidocr
 
     grey = [cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2GRAY) for image in images]
     return [float(cv2.Laplacian(image, cv2.CV_64F).var()) for image in grey]
 
 
 def colorfulness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """M3 of Hasler and Süsstrunk 2003 ("Measuring colourfulness in natural images", eq. 11), in 0 .. 298.
+    """Returns M3 of Hasler and Süsstrunk 2003 ("Measuring colourfulness in natural images", eq. 11), in 0 .. 298.
 
-    0 is grey; they call 15 slightly, 33 moderately, 59 quite and 109 extremely colourful.
+    Grey images have 0. The authors call 15 slightly, 33 moderately, 59 quite and 109 extremely colourful.
     """
     return [_colorfulness(image.astype(np.float64)) for image in images]
 

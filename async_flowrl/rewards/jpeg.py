@@ -1,4 +1,4 @@
-"""JPEG size rewards: the toy rewards of DDPO (Black et al. 2023, section 5.1), as in flow_grpo."""
+"""JPEG size rewards: the compressibility rewards of DDPO (Black et al. 2023, section 5.1), as in flow_grpo."""
 
 import io
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ KILOBYTE = 1000
 
 
 def jpeg_kilobytes(images: ByteArray) -> list[float]:
-    """Sizes of images uint8 [n, H, W, 3] as JPEG at quality 95, in units of 1000 bytes."""
+    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files at quality 95, in units of 1000 bytes."""
     sizes = []
     for image in images:
         buffer = io.BytesIO()
@@ -22,10 +22,13 @@ def jpeg_kilobytes(images: ByteArray) -> list[float]:
 
 
 def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """JPEG kilobytes: rewards noise and detail."""
+    """Returns the JPEG size in kilobytes: noise and detail score high."""
     return jpeg_kilobytes(images)
 
 
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """Minus JPEG kilobytes: rewards flat areas. (flow_grpo divides this one by 500; use weight 0.002 for its scale.)"""
+    """Returns minus the JPEG size in kilobytes: flat areas score high.
+
+    flow_grpo divides this reward by 500; the term's weight 0.002 gives its scale.
+    """
     return [-size for size in jpeg_kilobytes(images)]

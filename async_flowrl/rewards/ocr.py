@@ -1,4 +1,7 @@
-"""OCR reward: whether the image shows the text that the prompt asks for, as read by RapidOCR (weights in its wheel)."""
+"""The reward `ocr`: how well the text in an image matches the prompt's target.
+
+RapidOCR reads the text; its weights are part of its wheel.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def text_score(read: str, target: str) -> float:
-    """max(0, 1 - edit distance / target length) without case and blanks; 1 if the target is contained.
+    """Returns max(0, 1 - edit distance / target length), or 1 if `read` contains the target.
 
-    The OCR reward of Flow-GRPO (Liu et al. 2025, section 5.1).
+    Case and white space are ignored; `target` must not be empty. This is the OCR reward of Flow-GRPO (Liu et al. 2025,
+    section 5.1).
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -26,18 +30,20 @@ def text_score(read: str, target: str) -> float:
 
 
 def normalise(text: str) -> str:
-    """Lower case, no white space."""
+    """Returns the text in lower case without white space."""
     return "".join(text.lower().split())
 
 
 class OCR:
-    """`text_score` of what is read in each image against `prompt.target`.
+    """Scores each image by the `text_score` of the text that RapidOCR reads in it against `prompt.target`.
 
-    `side`: the detector's working size in pixels. `threads`: onnxruntime threads; more than one is slower here.
-    `text_threshold`: confidence below which a line counts as not read. `enlarge`: whole factor by which images are
-    enlarged first (bicubic); small letters are found better. `line_width`: least width, in pixels at height 48, to
-    which the recogniser pads a line; 128 halves its time on short words and changes nothing for longer lines.
-    `detect`: whether lines are looked for; without, the whole image is read as one line, in a third of the time.
+    - `side`: largest side, in pixels, of the image that lines are searched in; larger images are scaled down for it.
+    - `threads`: threads of onnxruntime; more than one is slower for this model.
+    - `text_threshold`: confidence below which a line is ignored.
+    - `enlarge`: whole factor by which images are enlarged first (bicubic), so that small letters are found.
+    - `line_width`: width, in pixels at height 48, to which the recogniser pads shorter lines. 128 halves the time for
+      short words and does not change longer lines.
+    - `detect`: False reads the whole image as one line, in a third of the time.
     """
 
     needs_target = True
@@ -70,17 +76,17 @@ class OCR:
         self._engine: RapidOCR | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the prompt names no text."""
+        """Raises ValueError if the prompt has no target, or one of white space only."""
         if not normalise(prompt.target or ""):
             raise ValueError(f"prompt {prompt.text!r} has no target text in double quotes")
 
     def read(self, image: ByteArray) -> str:
-        """All text of an image uint8 [H, W, 3] RGB, in the detector's reading order; empty if there is none."""
+        """Returns all text of an image uint8 [H, W, 3] RGB, in the detector's reading order; empty if there is none."""
         if self._engine is None:
             from rapidocr import RapidOCR
 
             self._engine = RapidOCR(params=self._parameters)
-        result = self._engine(np.ascontiguousarray(self._larger(image)[:, :, ::-1]))  # it expects OpenCV's BGR
+        result = self._engine(np.ascontiguousarray(self._larger(image)[:, :, ::-1]))  # RapidOCR expects OpenCV's BGR
         return "".join(result.txts or ())
 
     def _larger(self, image: ByteArray) -> ByteArray:

@@ -1,4 +1,4 @@
-"""Weights of OpenAI's CLIP and of open_clip, by the names that transformers' CLIPModel has for them."""
+"""Conversion of CLIP weights of OpenAI and open_clip to the names of transformers' CLIPModel."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -29,13 +29,13 @@ OUTSIDE = {
     "visual.ln_post.bias": "vision_model.post_layernorm.bias",
 }
 TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
-"""Multiplied from the right there, from the left here."""
+"""Matrices that transformers stores transposed, as weights of linear layers."""
 LEFT_OUT = ("attn_mask", "input_resolution", "context_length", "vocab_size")
-"""Entries of checkpoints that are no weights."""
+"""Checkpoint entries that are not weights and are dropped."""
 
 
 def to_transformers(state: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """A CLIPModel's state. Raises ValueError for a name that neither of the two has."""
+    """Returns a state dict for CLIPModel. Raises ValueError for a name that is not a weight of these models."""
     return {name: tensor for key, value in state.items() if key not in LEFT_OUT for name, tensor in _named(key, value)}
 
 
@@ -49,7 +49,7 @@ def _named(key: str, value: "torch.Tensor") -> Iterator[tuple[str, "torch.Tensor
 
 
 def _in_block(key: str, value: "torch.Tensor") -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Queries, keys and values stand below each other in one matrix there."""
+    """Yields the weights of a transformer block; one matrix of queries, keys and values is split into three."""
     for start, tower in TOWERS.items():
         if key.startswith(start):
             number, _, name = key.removeprefix(start).partition(".")

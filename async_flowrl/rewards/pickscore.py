@@ -1,4 +1,7 @@
-"""PickScore: how well people would like an image for its prompt, by a CLIP model trained on their choices."""
+"""The reward `pickscore`: how well people would like an image for its prompt.
+
+A CLIP model computes it, which was trained on people's choices between two images.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +15,8 @@ from async_flowrl.types import ByteArray, Prompt
 class PickScore:
     """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
 
-    flow_grpo trains on it divided by 26 and reports it raw, about 20 to 24: `scale: 1`. `device`: auto takes a GPU
-    where this process sees one, which a reward worker does if it has a seat on one (`gpus_per_worker`).
+    flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24. `device="auto"` uses a GPU if
+    this process sees one; a reward worker does if it has `gpus_per_worker` above 0.
     """
 
     def __init__(
@@ -37,11 +40,11 @@ class PickScore:
 
     @staticmethod
     def memory_gib(model: str = "yuvalkirstain/PickScore_v1", **options: Any) -> float | None:
-        """Of its CLIP model."""
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
         return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError where its files are named by paths that do not exist."""
+        """Raises ValueError if the model or the processor is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:

@@ -1,4 +1,7 @@
-"""Registry of rewards: the built-in ones by name, and your own as `pkg.module:attr`."""
+"""The registry of rewards: finds them by built-in name or `pkg.module:attr`, checks them and builds them.
+
+Reward workers call `build_reward`; start-up checks and plans call the functions that build nothing.
+"""
 
 import functools
 import inspect
@@ -34,20 +37,24 @@ REWARDS = {
 
 DETERMINISTIC, POINTWISE = "deterministic", "pointwise"
 FLAGS = {DETERMINISTIC: True, POINTWISE: False}
-"""Optional attributes that are True or False, and what they are if absent (see rewards/base.py)."""
+"""Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py)."""
 
 
 def build_reward(config: RewardConfig) -> CompositeReward:
-    """The weighted sum that the configuration asks for. Raises ValueError, one sentence, for what cannot be built."""
+    """Builds the weighted sum of all terms of `config`.
+
+    Raises ValueError, one sentence, if a term has a wrong name, option, signature or server, or cannot be built.
+    """
     check_rewards(config)
     terms = tuple(_build(key, term) for key, term in config.terms.items())
     return CompositeReward(terms, Attempts(config.retries, config.backoff, config.concurrency))
 
 
 def check_rewards(config: RewardConfig) -> bool:
-    """Checks names, options and signatures without building anything; returns whether a term needs a target.
+    """Checks names, options, signatures and servers of all terms without building anything.
 
-    Raises ValueError, one sentence.
+    Returns True if a term needs a target in every prompt. Raises ValueError, one sentence, for the first fault, also if
+    there is no term.
     """
     if not config.terms:
         known = ", ".join(sorted(REWARDS))
@@ -59,7 +66,7 @@ def check_rewards(config: RewardConfig) -> bool:
 
 
 def is_deterministic(config: RewardConfig) -> bool:
-    """Whether no term says `deterministic = False`. Builds nothing: the class, function or object itself says it."""
+    """Returns True if no term says `deterministic = False`; nothing is built."""
     return all(
         _said(f"reward.terms.{key}", resolve_term(key, term), DETERMINISTIC, term.options)
         for key, term in config.terms.items()
@@ -67,14 +74,17 @@ def is_deterministic(config: RewardConfig) -> bool:
 
 
 def keeps_scores(config: RewardConfig) -> bool:
-    """Whether scores must be written down, so that a resume has the same: another call may score differently, or fail
-    where a group is skipped for it, or is trained on the others without an optional term."""
+    """Returns True if the run must write scores to scores.jsonl, so that a resumed run trains on the same ones.
+
+    A second call may give other scores if a term is not deterministic. It may also fail where the first did not, which
+    changes the training if a group without scores is skipped (`on_error`) or a term is optional (`required: false`).
+    """
     required = all(term.required for term in config.terms.values())
     return not is_deterministic(config) or not required or config.on_error == "skip"
 
 
 def _said(where: str, attribute: object, flag: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """What the attribute says of itself; an option of the flag's name, where it has one, says it instead."""
+    """Returns the value of a flag: the option of that name if there is one, else the attribute, else its default."""
     said = options.get(flag, getattr(attribute, flag, FLAGS[flag]))
     if not isinstance(said, bool):
         raise ValueError(f"{where}: {flag} must be True or False at the class itself, got {type(said).__name__}")
@@ -82,9 +92,9 @@ def _said(where: str, attribute: object, flag: str, options: Mapping[str, Any] =
 
 
 def memory_gib(key: str, term: RewardTerm) -> float | None:
-    """GiB of device memory that the reward says it takes with its options; None where it does not say.
+    """Returns the GiB of device memory that the reward states for its options; None if it states nothing.
 
-    Raises ValueError for a reward that cannot be found, or that says something else than a number.
+    Raises ValueError if the reward cannot be found, or states something other than a finite number of at least 0.
     """
     said = getattr(resolve_term(key, term), "memory_gib", None)
     said = said(**term.options) if callable(said) else said
@@ -94,14 +104,14 @@ def memory_gib(key: str, term: RewardTerm) -> float | None:
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises ValueError for the first prompt that a term cannot score. Builds only the terms that have a `check`."""
+    """Raises ValueError for the first prompt that a term cannot score. Only terms that have a `check` are built."""
     if (check := prompt_check(config)) is not None:
         for prompt in prompts:
             check(prompt)
 
 
 def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
-    """Raises ValueError for a prompt that a term cannot score; None where no term has a `check`."""
+    """Returns a function that raises ValueError for prompts that a term cannot score; None without any `check`."""
     checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term), "check")}
     if not checking:
         return None
@@ -110,7 +120,7 @@ def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
 
 
 def _build(key: str, term: RewardTerm) -> Term:
-    """Classes are built with their options, functions get them with every call, objects are taken as they are."""
+    """Builds a term: a class gets its options now, a function with every call; other objects are used as they are."""
     where, attribute = f"reward.terms.{key}", resolve_term(key, term)
     if inspect.isclass(attribute):
         try:
@@ -127,14 +137,20 @@ def _build(key: str, term: RewardTerm) -> Term:
 
 
 def _default_name(key: str, term: RewardTerm) -> str:
-    """The key; `http` for a term with a server, unless the key names a reward that asks a server in its own way."""
+    """Returns the name of a term that sets none: its key, or `http` for a term with a server (`serve`).
+
+    A key that is itself a built-in reward with `connect` (for example vlm_judge) stays the name, also with a server.
+    """
     if term.serve is None:
         return key
     return key if key in REWARDS and hasattr(import_named(key, REWARDS[key]), "connect") else HTTP_NAME
 
 
 def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
-    """The class, function or object that a term names, with its options and its call signature checked."""
+    """Returns the class, function or object that a term names, after checking its options and its call signature.
+
+    Raises ValueError if the name is unknown or cannot be imported, or if options or signature do not fit.
+    """
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")

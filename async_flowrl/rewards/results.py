@@ -1,4 +1,7 @@
-"""Results of a reward: numbers, or per image a mapping with `score` and whatever else it has to say."""
+"""Checks of the values that rewards return: numbers, or one mapping per image with `score` and extras.
+
+Extras are further numbers or strings about an image, which are logged beside the score.
+"""
 
 import math
 import re
@@ -12,11 +15,11 @@ import numpy as np
 from async_flowrl.rewards.base import RewardError
 
 MAX_SCORE = 1e30
-"""Largest magnitude of a score: losses are computed in float32, which ends at 3.4e38."""
+"""Largest magnitude of a score. Losses are computed in float32, whose largest number is about 3.4e38."""
 MAX_EXTRAS, MAX_CHARACTERS = 32, 500
-"""Extras of a term, and characters of one that is a string."""
+"""Largest number of extras of a term, and of characters of a text extra; a longer text is cut."""
 STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures", "retries")
-"""Names that metrics use for the term itself (`reward/<term>/mean`), so that no extra may have them."""
+"""Names of a term's own metrics (`reward/<term>/mean`); an extra of such a name is refused."""
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 Extra = float | str
@@ -24,16 +27,17 @@ Extra = float | str
 
 @dataclass(frozen=True)
 class Result:
-    """Scores of n images by one term, and by name what the term said of each beside it."""
+    """The scores of n images by one term, and its extras: name → n values."""
 
     scores: tuple[float, ...]
     extras: Mapping[str, tuple[Extra, ...]] = field(default_factory=dict)
 
 
 def group_result(where: str, returned: object, count: int) -> Result:
-    """What a reward returned for `count` images. Raises RewardError, which begins with `where` and says what came back.
+    """Checks what a reward returned for `count` images.
 
-    `returned` is a sequence of numbers (a list, an array, a tensor), or of mappings with the same keys.
+    `returned` is a sequence of numbers (a list, an array, a tensor) or of mappings with the same keys. Raises
+    RewardError, whose message begins with `where`, if it is anything else.
     """
     if isinstance(returned, Sequence) and any(isinstance(each, Mapping) for each in returned):
         if len(returned) != count:
@@ -46,7 +50,7 @@ def group_result(where: str, returned: object, count: int) -> Result:
 
 
 def image_result(where: str, returned: object) -> Result:
-    """What a reward returned for one image: a number or a mapping. Raises RewardError."""
+    """Checks what a reward returned for one image: a number or a mapping. Raises RewardError if it is anything else."""
     if not isinstance(returned, Mapping):
         values = _numbers(where, returned, 1)
         if values.size != 1:
@@ -62,7 +66,7 @@ def image_result(where: str, returned: object) -> Result:
 
 
 def joined(where: str, results: Sequence[Result]) -> Result:
-    """The results of several images as one. Raises RewardError unless they have the same extras, of the same kinds."""
+    """Joins the results of single images. Raises RewardError unless all have the same extras, as numbers or as text."""
     kinds = [{name: isinstance(values[0], str) for name, values in result.extras.items()} for result in results]
     for one in kinds:
         if one != kinds[0]:
@@ -75,7 +79,7 @@ def joined(where: str, results: Sequence[Result]) -> Result:
 
 
 def check_size(where: str, number: float) -> None:
-    """Raises RewardError for a number beyond what losses can be computed with."""
+    """Raises RewardError if the magnitude of `number` is above MAX_SCORE."""
     if abs(number) > MAX_SCORE:
         raise RewardError(f"{where} is {number:g}; numbers beyond {MAX_SCORE:g} overflow in the loss: scale them down")
 

@@ -1,4 +1,4 @@
-"""Terms whose server the run starts: what `reward.terms.X.serve` may say, and which reward asks that server."""
+"""Reward terms whose server the run starts (`reward.terms.X.serve`): checks, the command line and the addresses."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,22 +15,22 @@ HTTP_NAME = "http"
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a term's servers are, and the token that they want; picklable."""
+    """The URLs of a term's servers, and the token that they require (None for none). Picklable."""
 
     urls: tuple[str, ...]
     token: str | None = None
 
 
 class Connecting(Protocol):
-    """A reward that asks a server."""
+    """A reward that asks servers."""
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """From now on the servers are these."""
+        """Replaces the URLs and the token that the reward uses."""
         ...
 
 
 def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
-    """Term → its server, of training and of held-out evaluations; a name is in one of the two only."""
+    """Yields (term name, server settings) for the trained and the held-out terms; no name occurs in both."""
     for terms in (config.reward.terms, config.evaluate.reward.terms):
         for name, term in terms.items():
             if term.serve is not None:
@@ -38,12 +38,15 @@ def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
 
 
 def is_needed(config: Config, term: str) -> bool:
-    """Whether a run cannot go on without the term's servers: it is trained on, and required."""
+    """Returns True if a run cannot continue without the term's servers, because the term is trained on and required."""
     return term in config.reward.terms and config.reward.terms[term].required
 
 
 def check_serve(where: str, term: RewardTerm, attribute: object) -> None:
-    """Raises ValueError for a server that cannot be started, or that this reward would not ask."""
+    """Checks the server of a term; `attribute` is the term's class or function.
+
+    Raises ValueError if the server cannot be started, or if the reward would not use it.
+    """
     wanted: tuple[str, str] | None = getattr(attribute, "wants_server", None)
     option, example = wanted or ("url", "")
     if term.serve is None:
@@ -81,13 +84,13 @@ def _check_command(where: str, serve: ServeConfig) -> None:
 
 
 def check_served(config: Config) -> None:
-    """Raises ValueError for files that servers need and that are not there."""
+    """Raises ValueError if a requirements file of a server does not exist."""
     for name, serve in served_terms(config):
         requirements_of(name, serve)
 
 
 def requirements_of(name: str, serve: ServeConfig) -> Path | None:
-    """The requirements file, absolute. Raises ValueError if it is not there."""
+    """Returns the requirements file, absolute; None if none is set. Raises ValueError if it does not exist."""
     if serve.requirements is None:
         return None
     try:
@@ -97,7 +100,7 @@ def requirements_of(name: str, serve: ServeConfig) -> Path | None:
 
 
 def command_of(serve: ServeConfig) -> list[str]:
-    """The words of the command; empty where it is neither text nor a list of texts."""
+    """Returns the words of the command; empty if it is neither a text nor a list of texts."""
     given = serve.command
     if isinstance(given, str):
         try:
@@ -110,7 +113,7 @@ def command_of(serve: ServeConfig) -> list[str]:
 
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The words with `{port}` and the like replaced; other braces stay, since JSON is full of them."""
+    """Replaces `{port}` and the other names in `values`. Other braces stay, because commands may contain JSON."""
     replaced = []
     for word in words:
         for name, value in values.items():

@@ -1,8 +1,9 @@
-"""Environments of reward servers whose packages cannot share ours: one per requirements file, made once per node.
+"""Python environments of reward servers whose packages conflict with ours: one per requirements file and node.
 
-They are kept in ~/.cache/async_flowrl/environments (XDG_CACHE_HOME), by what decides their content. `uv` makes them
-where it is installed, else `venv` and `pip`. async_flowrl itself is linked into them, without what it depends on: a
-server may use `async_flowrl.serve_rewards.server`, which needs fastapi, uvicorn, python-multipart, pillow and numpy.
+They are kept in ~/.cache/async_flowrl/environments (or below XDG_CACHE_HOME). The folder's name has a hash of the
+requirements, the Python version and the path of this package. `uv` makes the environment if it is installed, else
+`venv` and `pip`. async_flowrl itself is linked into it, without its dependencies; a server that uses
+`async_flowrl.serve_rewards.server` needs fastapi, uvicorn, python-multipart, pillow and numpy.
 """
 
 import fcntl
@@ -20,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = Path(async_flowrl.__file__).resolve().parent
 COMPLETE = "complete"
-"""File in an environment that was made to its end."""
+"""Name of a file that marks a completely made environment."""
 SHOWN_CHARACTERS = 800
 
 
 def environment_for(requirements: Path) -> Path:
-    """The folder of the environment; made first where there is none. One process makes it, others wait.
+    """Returns the environment's folder, after making it if it is missing. A lock makes other processes wait meanwhile.
 
-    Raises ValueError, one sentence with the installer's last words, where it cannot be made.
+    Raises ValueError, one sentence with the end of the installer's output, if it cannot be made.
     """
     try:
         wanted = requirements.read_bytes()
@@ -46,13 +47,13 @@ def environment_for(requirements: Path) -> Path:
 
 
 def cache() -> Path:
-    """Where environments are kept."""
+    """Returns the folder of all environments."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "async_flowrl" / "environments"
 
 
 def variables(folder: Path | None) -> dict[str, str]:
-    """Of a program that runs in the environment, or in that of this process where it is None."""
+    """Returns the variables of a program in the environment `folder`; None is this process's environment."""
     scripts = (folder / "bin") if folder is not None else Path(sys.executable).parent
     path = {"PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     if folder is None:
@@ -75,7 +76,7 @@ def _make(folder: Path, requirements: Path) -> None:
 
 
 def _run(command: list[str], requirements: Path) -> None:
-    """In the folder of the requirements, so that they may name files beside them."""
+    """Runs in the folder of the requirements file, which may name files beside it. Raises ValueError if it fails."""
     ran = subprocess.run(
         command, cwd=requirements.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,7 @@
-"""A reward server's worker: owns one replica's program, its port, its token and the GPUs of its seat."""
+"""The worker of a reward server: it starts, watches and stops one replica, with its own port, token and GPUs.
+
+The controller (controller/reward_servers.py) starts one ServerWorker per replica of each term with `serve`.
+"""
 
 import logging
 import os
@@ -18,17 +21,21 @@ GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL when a server is stopped."""
 PORT_SECONDS = 15.0
 HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
-"""One answer of the health path may take as long; pause before the next, while the server comes up."""
+"""Longest wait for one answer of the health path, and the pause between two requests while the server starts."""
 WATCH_SECONDS = 10.0
-"""Pause before the next answer of the health path of a server that is up; less where `hung_seconds` is short."""
+"""Pause between two requests to the health path of a running server; shorter if `hung_seconds` is below 40."""
 
 
 class ServerFailed(RuntimeError):
-    """The server did not come up; its last words are in the message."""
+    """Raised if the server does not start; the message ends with the end of its output."""
 
 
 class ServerWorker:
-    """Lanes: `main` starts the server, `wait` watches it to its end, `stop` ends it. It ends with this process, too."""
+    """One replica of a reward server.
+
+    Its methods run on three lanes (threads of the worker, which run side by side): `main` starts the server, `wait`
+    watches it until it ends, `stop` ends it. The server also ends when this process does.
+    """
 
     def __init__(
         self,
@@ -41,7 +48,7 @@ class ServerWorker:
         reachable: str | None,
         log: Path,
     ) -> None:
-        """`reachable`: the address to listen at; None is that of this node, for a cluster of several."""
+        """`reachable` is the address to listen at; None takes this node's address, for a cluster of several nodes."""
         self._serve, self._index, self._name = serve, index, name
         self._requirements, self._token, self._log = requirements, token, log / f"{name}.log"
         self._host = node_address() if reachable is None else reachable
@@ -49,14 +56,15 @@ class ServerWorker:
         self._program: Program | None = None
 
     def prepare(self) -> None:
-        """Makes the environment of the requirements, if there are any. Raises ValueError."""
+        """Makes the environment of the requirements file, if there is one. Raises ValueError if it cannot be made."""
         if self._requirements is not None:
             environment_for(self._requirements)
 
     def start(self) -> str:
-        """Starts the server, at the port it had before where that is free; its URL, once it is healthy.
+        """Starts the server and returns its URL once its health path answers 200.
 
-        Raises ServerFailed if it ends before, or is not healthy within `start_seconds`.
+        It reuses its previous port if that is free. Raises ServerFailed if the server ends before, or does not answer
+        within `start_seconds`.
         """
         self.stop()
         serve = self._serve
@@ -77,7 +85,10 @@ class ServerWorker:
         return url
 
     def wait(self) -> str:
-        """Waits for the end of the server, and ends one that hangs; what it was and said."""
+        """Waits until the server ends, and stops it if it hangs; returns the reason and the end of its output.
+
+        A server hangs if its health path does not answer 200 for `hung_seconds`.
+        """
         program = self._program
         if program is None:
             return "it was not started"
@@ -101,7 +112,7 @@ class ServerWorker:
         return f"its output is in {self._log} and ends with: {program.tail()!r}"
 
     def stop(self) -> None:
-        """Ends the server and all that it started."""
+        """Ends the server and all processes that it started, and deletes the token file."""
         if self._program is not None:
             self._program.stop()
         self._log.with_suffix(".token").unlink(missing_ok=True)
@@ -122,7 +133,7 @@ class ServerWorker:
             time.sleep(POLL_SECONDS)
 
     def _token_file(self) -> str:
-        """Beside the log, a file that only this user can read."""
+        """Writes the token to a file beside the log that only this user can read; returns its path."""
         path = self._log.with_suffix(".token")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
@@ -131,19 +142,19 @@ class ServerWorker:
 
 
 def new_token() -> str:
-    """A token that nobody guesses; it decides nothing of a run."""
+    """Returns a random token from the operating system; it does not influence the run's results."""
     return secrets.token_urlsafe(32)
 
 
 def node_address() -> str:
-    """The address at which other nodes of the cluster reach this one."""
+    """Returns the address at which other nodes of the cluster reach this node."""
     from separation.ray_group import node_address
 
     return node_address()
 
 
 def free_port(host: str, before: int) -> int:
-    """A port that nobody listens at: `before` if it is free (0 is none)."""
+    """Returns `before` if it is free (0: no preference), else any free port. Raises ServerFailed if there is none."""
     for port in (before, 0):
         try:
             return _bound(host, port)
@@ -153,9 +164,9 @@ def free_port(host: str, before: int) -> int:
 
 
 def fixed_port(host: str, port: int) -> int:
-    """The port. Raises ServerFailed where somebody listens at it: their answers would pass for the server's.
+    """Returns `port` once it is free, and waits up to PORT_SECONDS for a stopped server to release it.
 
-    A server whose worker was killed is given PORT_SECONDS to be gone.
+    Raises ServerFailed if another program listens there, because its answers would be taken for the server's.
     """
     end = time.monotonic() + PORT_SECONDS
     while True:
@@ -178,7 +189,7 @@ def _bound(host: str, port: int) -> int:
 
 
 def _healthy(url: str, *, seconds: float = HEALTH_SECONDS) -> bool:
-    """Whether it answers 200 within as long; what else it says is not read."""
+    """Returns True if the URL answers 200 within `seconds`; the body is not read."""
     import httpx
 
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Whether the slowest answer that a reward waits for fits into `deadlines.score`: arithmetic before a run starts."""
+"""A check before a run: whether the slowest server calls of each term can end within `deadlines.score`."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ from async_flowrl.rewards.waves import Waves
 
 
 def too_slow(config: Config) -> list[str]:
-    """A sentence for every term whose calls for one group may take longer than `deadlines.score`.
+    """Returns a sentence for every term whose server calls for a group may take longer than `deadlines.score`.
 
-    Such a worker is killed with answers that were on their way, and the failure does not name the server. Rewards say
-    what they call by `waves(images, **options)`. Raises ValueError for a reward that cannot be found.
+    At that deadline the worker is killed, its replies are lost, and the failure does not name the server. Rewards state
+    their calls by `waves(images, **options)`; a term without it is skipped. Raises ValueError if a reward cannot be
+    found.
     """
     allowed = config.deadlines.score
     sentences = []
@@ -30,7 +31,7 @@ def too_slow(config: Config) -> list[str]:
 
 
 def _asked(config: Config) -> Iterator[tuple[str, int, str, RewardTerm]]:
-    """Where a term stands, the most images that it is given in one call, its name and itself."""
+    """Yields for each term: its section, the largest number of images in one call, its name and the term."""
     evaluated = config.evaluate.images_per_prompt  # every run has an evaluation, at its end
     for name, term in config.reward.terms.items():
         yield "reward.terms", max(config.group_size, evaluated), name, term
@@ -39,5 +40,5 @@ def _asked(config: Config) -> Iterator[tuple[str, int, str, RewardTerm]]:
 
 
 def _round(seconds: float) -> int:
-    """With some room, in whole minutes."""
+    """Adds 30 seconds and rounds up to whole minutes."""
     return math.ceil((seconds + 30.0) / 60.0) * 60

@@ -1,7 +1,7 @@
-"""A vision-language model as the reward, at any OpenAI-compatible endpoint: vLLM, SGLang, OpenAI and the like.
+"""The reward `vlm_judge`: scores by a vision-language model at an OpenAI-compatible endpoint (vLLM, OpenAI, ...).
 
 It asks one question per image, or one per group, and reads a number from the answer in one of three ways (`mode`).
-docs/rewards/vlm_judge.md has the scales, the costs and what such a judge is hacked by.
+docs/rewards/vlm_judge.md has all options, the scales, the costs and the ways in which a policy can exploit a judge.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MAX_REPLY_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Verdict:
-    """One image's score, and what is shown beside it."""
+    """One image's score, and the extras that are logged beside it."""
 
     score: float
     extras: Mapping[str, float | str]
@@ -54,13 +54,15 @@ class Verdict:
 
 @dataclass(eq=False)
 class VLMJudge:
-    """Scores of images by a judge's answers; what cannot be read as one is an error, never a 0.
+    """Scores images by a judge's answers; an answer without a readable score raises an error and never counts as 0.
 
-    `mode`: `score` reads JSON with a number within `range`, `normalise`d to 0 .. 1; `transcribe` compares the text that
-    the judge reads with `prompt.target`, as `ocr` does; `probabilities` is the expectation of `answers` over their
-    probabilities at the first token. `images`: `one_by_one`, or `group` for all images of a group in one call.
-    `cache`: a folder for the replies, in place of the run directory's `judge_cache`. `base_url`: one or several, left
-    out where the term has `serve`. `timeout` bounds one attempt, `deadline` a call with all its attempts, in seconds.
+    - `mode`: `score` reads JSON with a number within `range`, scaled to 0 .. 1 by `normalise`; `transcribe` compares
+      the text that the judge reads with `prompt.target`, as the reward `ocr` does; `probabilities` is the expected
+      value of `answers` (text → number) by their probabilities as first token, which together must reach `min_mass`.
+    - `images`: `one_by_one`, or `group` for one call with all images of a group.
+    - `base_url`: one URL or several; None where the term has `serve`. `api_key_env`: the key's environment variable.
+    - `cache`: folder of stored replies; None means `judge_cache` in the run directory.
+    - `timeout`, `deadline`: seconds for one attempt, and for a call with all its attempts.
     """
 
     base_url: str | Sequence[str] | None = None
@@ -75,7 +77,7 @@ class VLMJudge:
     images: str = checks.ONE_BY_ONE
     structured: bool = True
     after: str | None = None
-    """The score is the number behind this text in a free answer, as some judges are trained to end it."""
+    """Text before the score in a free answer; the number after its last occurrence is read. None reads JSON."""
     temperature: float = 0.0
     seed: int | None = 0
     max_tokens: int | None = None
@@ -91,17 +93,17 @@ class VLMJudge:
 
     deterministic: ClassVar[bool] = False
     wants_server: ClassVar[tuple[str, str]] = ("base_url", "http://127.0.0.1:8000/v1")
-    """Without this option, of which this is an example, the term must have a server of the run."""
+    """Option that is required unless the term has `serve`, and an example of its value."""
 
     @staticmethod
     def waves(
         number: int, *, images: str = checks.ONE_BY_ONE, concurrency: int = 32, deadline: float = 240.0, **_: Any
     ) -> Waves:
-        """The calls for a group of `number` images."""
+        """Returns the calls for a group of `number` images."""
         return Waves(1 if images == checks.GROUP else number, concurrency, deadline)
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for options that cannot work."""
+        """Raises ValueError, one sentence, for an option outside its range or a missing package."""
         self._urls, self._token = checks.urls_of(self.base_url), ""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
@@ -137,23 +139,23 @@ class VLMJudge:
         )
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the judge needs a target and the prompt names none."""
+        """Raises ValueError if the judge needs a target and the prompt has none."""
         if self._needs_target and not normalise(prompt.target or ""):
             what = "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template"
             raise ValueError(f"{what} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """From now on the servers are these, which the run has started."""
+        """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""
         self._urls, self._token = [f"{url.rstrip('/')}/v1" for url in urls], token or ""
         self.seen.forget()
 
     def keep_in(self, folder: Path) -> None:
-        """Keeps replies in `judge_cache` of the run directory `folder`, unless `cache` names another place."""
+        """Stores replies in `judge_cache` of the run directory `folder`, unless `cache` names another folder."""
         if self._cache is None:
             self._cache = ReplyCache(folder / "judge_cache")
 
     async def __call__(self, images: ByteArray, prompt: Prompt) -> list[dict[str, float | str]]:
-        """Score and extras per image. Raises ServerError once every call has ended; what was answered is kept."""
+        """Returns score and extras per image. Raises ServerError once all calls have ended; good replies are kept."""
         self.check(prompt)
         calls = [list(images)] if self._group else [[image] for image in images]
         keys = [self._question.key(prompt, [digest_of(image) for image in call], self.version) for call in calls]
@@ -191,7 +193,10 @@ class VLMJudge:
         return verdicts
 
     async def _post(self, body: bytes, first: int, read: Callable[[bytes], T]) -> T:
-        """The first attempt is made at URL number `first`, modulo their number. Raises ServerError without the key."""
+        """Makes the first attempt at the URL of number `first`, modulo the number of URLs.
+
+        Raises ServerError, with the API key replaced by asterisks.
+        """
         if not self._urls:
             raise ServerError(
                 "there is no judge to ask yet: neither options.base_url nor a server of the run that is up"
@@ -216,14 +221,14 @@ class VLMJudge:
         return key
 
     def _open(self) -> asyncio.Semaphore:
-        """The cap on calls under way; a semaphore belongs to the event loop that waits for it."""
+        """Returns the semaphore that limits concurrent calls; each event loop needs its own."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.concurrency)
         return self._slots[1]
 
     def _keep(self, key: bytes, answer: Answer) -> None:
-        """A node that cannot write the folder asks again; scores of training groups are kept in scores.jsonl anyway."""
+        """Stores a reply. If the folder cannot be written, it warns and stores no more replies in this worker."""
         if self._cache is None:
             return
         try:
@@ -248,5 +253,5 @@ class VLMJudge:
 
 
 def _word(name: str) -> str:
-    """An answer as a part of a metric's name."""
+    """Returns an answer in the form of a metric name."""
     return re.sub(r"[^\w.-]", "_", name)

@@ -1,8 +1,8 @@
-"""Replies of a judge on disk, by what was asked: nothing is asked a second time.
+"""The judge's replies on disk, by a hash of the question, so that no question is asked twice.
 
-A repeated image, a group that is tried again and a resumed run are answered from here. The folder has one file of JSON
-lines per process: no locks, so it works on network file systems, and a process that is killed leaves at most one
-unfinished line, which is not read. A database would need locks that such systems lack.
+It answers repeated images, retried groups and resumed runs. Each process appends JSON lines to a file of its own in the
+folder. This needs no locks, which network file systems may lack. A killed process leaves at most one unfinished line,
+which is ignored.
 """
 
 import errno
@@ -18,19 +18,22 @@ from async_flowrl.rewards.vlm_judge_reply import Answer
 
 @dataclass
 class ReplyCache:
-    """Keys in memory (some 200 bytes each), answers on disk. Where two files know a key, the first one read counts."""
+    """An index of keys in memory (about 200 bytes each), and the answers on disk.
+
+    If two files have the same key, the answer that was read first is used.
+    """
 
     folder: Path
     _places: dict[bytes, tuple[Path, int, int]] = field(default_factory=dict)
     """Key → file, and offset and length of its line in bytes."""
     _read: dict[Path, int] = field(default_factory=dict)
-    """File → bytes that are in `_places`."""
+    """File of another process → number of its bytes that are indexed in `_places`."""
     _own: BinaryIO | None = None
     _own_path: Path = Path()
     _own_size: int = 0
 
     def refresh(self) -> None:
-        """Reads what other processes have added. Raises ValueError naming a line that is not one of ours."""
+        """Indexes lines that other processes have added. Raises ValueError, which names the file, for a damaged one."""
         for path in sorted(self.folder.glob("*.jsonl")):
             start = self._read.get(path, 0)
             if path != self._own_path and path.stat().st_size > start:
@@ -51,6 +54,7 @@ class ReplyCache:
         return start
 
     def get(self, key: bytes) -> Answer | None:
+        """Returns the stored answer; None if there is none."""
         if key not in self._places:
             return None
         path, offset, length = self._places[key]
@@ -60,7 +64,10 @@ class ReplyCache:
         return Answer(kept["text"], kept["cut"], tuple((token, logprob) for token, logprob in kept["first"]))
 
     def put(self, key: bytes, answer: Answer) -> None:
-        """Appends it; `sync` makes it last. The file is this process's own and is made with the first answer."""
+        """Appends an answer to this process's file, which is created by the first call; call `sync` to make it durable.
+
+        Raises OSError if the answer cannot be written.
+        """
         if self._own is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._own_path = self.folder / f"{uuid.uuid4().hex}.jsonl"
@@ -74,6 +81,6 @@ class ReplyCache:
         self._own_size += len(line)
 
     def sync(self) -> None:
-        """Returns when all answers are on the disk."""
+        """Returns once all answers of this process are on the disk."""
         if self._own is not None:
             os.fsync(self._own.fileno())

@@ -1,4 +1,4 @@
-"""Refusals of the options of `vlm_judge`, one sentence each."""
+"""Checks of the options of the reward `vlm_judge`; each error message is one sentence."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ from async_flowrl.rewards.vlm_judge_request import SCORE, TEMPLATES, TRANSCRIBE,
 
 ONE_BY_ONE, GROUP = "one_by_one", "group"
 MAX_TOP_LOGPROBS = 20
-"""OpenAI's limit, and vLLM's unless it is started with another."""
+"""Limit of OpenAI, and of vLLM unless it is started with another one."""
 
 
 def urls_of(given: str | Sequence[str] | None) -> list[str]:
-    """`base_url` as a list, empty if there is none. Raises ValueError for what is no URL of an endpoint."""
+    """Returns `base_url` as a list without trailing slashes, empty for None. Raises ValueError for a wrong URL."""
     urls = [] if not given else [given] if isinstance(given, str) else list(given)
     for url in urls:
         parts = urlsplit(url)
@@ -29,8 +29,10 @@ def urls_of(given: str | Sequence[str] | None) -> list[str]:
 
 
 def check_mode(mode: str, images: str, after: str | None) -> None:
-    """Raises ValueError for an unknown `mode` or `images`, for a group where single images are due, and for `after`
-    where no single score is."""
+    """Raises ValueError for an unknown `mode` or `images`, and for combinations that do not work.
+
+    `images=group` needs mode=score; `after` needs mode=score and images=one_by_one.
+    """
     for key, given, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
         if given not in allowed:
             raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(given), allowed))
@@ -44,7 +46,7 @@ def check_mode(mode: str, images: str, after: str | None) -> None:
 
 
 def check_template(template: str, mode: str) -> set[str]:
-    """The names in braces. Raises ValueError for unknown ones, and for a question that is the same for every prompt."""
+    """Returns the names in braces. Raises ValueError for unknown names, or if the question would ignore the prompt."""
     names = placeholders_of(template)
     if mode != TRANSCRIBE and not names & {"prompt", "target"}:
         raise ValueError(
@@ -54,7 +56,7 @@ def check_template(template: str, mode: str) -> set[str]:
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number that is none, or out of its bounds."""
+    """Raises ValueError for a numeric option that is not a number, or is out of its range."""
     for name, low, high in (
         ("temperature", 0.0, 2.0),
         ("min_mass", 0.0, 1.0),
@@ -78,7 +80,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
 
 
 def bounds_of(given: Sequence[float]) -> tuple[float, float]:
-    """`range` as two numbers. Raises ValueError."""
+    """Returns `range` as (low, high). Raises ValueError unless it is two finite rising numbers."""
     numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
         raise ValueError(f"the vlm_judge reward's range must be two rising numbers, got {list(given)!r}")
@@ -86,7 +88,11 @@ def bounds_of(given: Sequence[float]) -> tuple[float, float]:
 
 
 def answers_of(given: Mapping[Any, Any]) -> dict[str, float]:
-    """`answers` as text → finite number. Raises ValueError, also where the first token may not tell two apart."""
+    """Returns `answers` as text → finite number.
+
+    Raises ValueError for fewer than two answers, for wrong types, and if one answer begins with another one, since only
+    the first token is read.
+    """
     for name in given:
         if isinstance(name, bool):
             raise ValueError(f"the vlm_judge reward's answers have {name} for a name: put yes and no in quotes")

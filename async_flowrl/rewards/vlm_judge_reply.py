@@ -1,6 +1,6 @@
-"""The reply of a judge, a chat completion: a number in a range, a transcription, or probabilities of listed answers.
+"""The judge's reply, a chat completion: reads a number in a range, a transcription, or probabilities of listed answers.
 
-A reply that does not say it is a JudgeError, never a score of 0: a broken judge must not look like a bad image.
+An unreadable reply raises JudgeError instead of scoring 0, because a broken judge must not look like a bad image.
 """
 
 import json
@@ -14,19 +14,23 @@ from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, 
 from async_flowrl.rewards.ocr import normalise, text_score
 
 LOGPROB_ROUNDING = 1e-3
-"""By so much a log-probability may exceed 0, since servers round them."""
+"""Tolerance above 0 for log-probabilities, because servers round them."""
 _NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
-"""Behind a marker, with Markdown's stars around it or not."""
+"""A number after a marker, also inside Markdown's asterisks."""
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
 
 
 class JudgeError(ContractError):
-    """A judge's answer that is no score; the message is one sentence."""
+    """Raised for a judge's answer without a usable score; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What of a reply is read and kept: `first` has the likeliest first tokens and their natural log-probabilities."""
+    """The part of a reply that is used and stored.
+
+    `cut` is True if the text ended at max_tokens. `first` holds the likeliest first tokens with their natural
+    log-probabilities; it is empty if the server sends none.
+    """
 
     text: str
     cut: bool
@@ -34,7 +38,7 @@ class Answer:
 
     @classmethod
     def of(cls, content: bytes) -> "Answer":
-        """From the body of the reply. Raises ContractError for what is no finished chat completion."""
+        """Reads the body of a reply. Raises ContractError if it is not a finished chat completion."""
         reply = loads(content, "the reply")
         try:
             choice = reply["choices"][0]
@@ -50,7 +54,7 @@ class Answer:
 
 
 def _first_tokens(logprobs: Any) -> tuple[tuple[str, float], ...]:
-    """The alternatives at the first token that is not blank; empty if the server sends none. Raises JudgeError."""
+    """Returns the alternatives at the first token that is not white space; empty without any. Raises JudgeError."""
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     if not content:
         return ()
@@ -76,16 +80,16 @@ def _logprob(value: object) -> float:
 
 
 def is_log_probability(value: float) -> bool:
-    """At most 0 but for rounding, minus infinity among them; no truth value, and no integer that is beyond float's."""
+    """Returns True for a number of at most 0 (with LOGPROB_ROUNDING), also minus infinity; False for a bool."""
     if isinstance(value, int) and (isinstance(value, bool) or not is_number(value)):
         return False
     return value <= LOGPROB_ROUNDING
 
 
 def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
-    """`count` numbers within `bounds`: {"scores": [...]} for a group, else {"score": x} or a bare number.
+    """Returns `count` numbers within `bounds`, read from JSON.
 
-    Raises JudgeError.
+    The answer is {"scores": [...]} for a group, else {"score": x} or a bare number. Raises JudgeError otherwise.
     """
     fenced = _FENCE.match(answer.text.strip())
     try:
@@ -105,9 +109,9 @@ def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group:
 
 
 def score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> float:
-    """The number behind the last `marker` of a text, which some judges are trained to end with ("Final Score: 4.5").
+    """Returns the number after the last `marker`, such as "Final Score: 4.5", with which some judges end their text.
 
-    Raises JudgeError where there is none, and for a text that was cut off, whose number may lack its end.
+    Raises JudgeError if there is none, or if the text was cut off, since the number may then be incomplete.
     """
     _, found, rest = answer.text.rpartition(marker)
     number = _NUMBER.match(rest)
@@ -118,7 +122,7 @@ def score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> flo
 
 
 def _refuse(constant: str) -> None:
-    """NaN and infinity, which Python would read and JSON does not have."""
+    """Rejects NaN and infinity, which Python's parser accepts although JSON does not have them."""
     raise ValueError(constant)
 
 
@@ -132,10 +136,10 @@ def _bounded(value: object, bounds: tuple[float, float]) -> float:
 
 
 def transcription_score(answer: Answer, target: str) -> float:
-    """1 - min(edit distance, n) / n for a target of n characters, as `ocr` has it: 1 where the target is contained.
+    """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters.
 
-    A transcription that was cut off at max_tokens counts once it is so long that its rest could no longer lower the
-    distance below n (2 n characters); a shorter one is a JudgeError.
+    A transcription that was cut off at max_tokens is scored if it has at least 2 n characters, since its edit distance
+    cannot fall below n any more. Raises JudgeError if it is shorter.
     """
     if answer.cut and len(normalise(answer.text)) < 2 * len(normalise(target)):
         raise JudgeError(f"the transcription is cut off at max_tokens: {_short(answer.text)}")
@@ -143,10 +147,10 @@ def transcription_score(answer: Answer, target: str) -> float:
 
 
 def expected_value(answer: Answer, values: Mapping[str, float], *, min_mass: float) -> tuple[float, dict[str, float]]:
-    """The expectation of `values` over the listed answers, and each answer's probability among all tokens.
+    """Returns the expected value of the listed answers, and each answer's probability among all tokens.
 
-    Tokens are compared without case and blanks, so " Yes" and "yes" add up. Raises JudgeError where the listed answers
-    hold less than `min_mass` of the probability.
+    Tokens are compared without case and white space, so " Yes" and "yes" are added up. Raises JudgeError if the server
+    sends no log-probabilities, or if the listed answers together have less probability than `min_mass`.
     """
     if not answer.first:
         raise JudgeError("the server sends no log-probabilities (logprobs, top_logprobs): mode=score needs none")

@@ -1,4 +1,4 @@
-"""The request to a judge: the template filled in, images as PNG, and what makes the reply readable by a program."""
+"""The request to a judge, a chat completion: the filled template, the images as PNG, and the required answer format."""
 
 import base64
 import hashlib
@@ -20,19 +20,24 @@ TEMPLATES = {
     PROBABILITIES: "The image was made for this prompt:\n{prompt}\n\nDoes it show what the prompt asks for? "
     "Answer with one of: {answers}.",
 }
+"""Mode → default question; the names in braces are replaced (PLACEHOLDERS)."""
 GROUP_TEMPLATE = (
     "These {count} images were made for one prompt:\n{prompt}\n\nHow well does each show what the prompt asks for? "
     'Answer with JSON only, {"scores": [NUMBER, ...]}, one number per image in their order, from {min} (not at all) to '
     "{max} (perfectly)."
 )
 MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4}
+"""Mode → default limit of the tokens of an answer."""
 PLACEHOLDERS = ("prompt", "target", "min", "max", "answers", "count")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclass(frozen=True)
 class Question:
-    """All of a request but its images and its prompt. `extra_body` is laid over it; null takes a field out."""
+    """Everything of a request except its images and its prompt.
+
+    `extra_body` replaces fields of the request body; the value None removes a field.
+    """
 
     model: str
     template: str
@@ -49,7 +54,7 @@ class Question:
     extra_body: Mapping[str, Any]
 
     def body(self, prompt: Prompt, urls: Sequence[str]) -> dict[str, Any]:
-        """A chat completion request, its images named by `urls`."""
+        """Returns the body of a chat completion request; `urls` are the URLs of its images."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         asked = {"type": "text", "text": self._filled(prompt, len(urls))}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -67,12 +72,12 @@ class Question:
         return {name: value for name, value in (body | dict(self.extra_body)).items() if value is not None}
 
     def key(self, prompt: Prompt, digests: Sequence[str], version: str) -> bytes:
-        """32 bytes that are the same for the same question about the same images."""
+        """Returns a 32-byte hash that is equal for the same question about the same images."""
         asked = json.dumps([version, self.body(prompt, digests)], sort_keys=True)
         return hashlib.sha256(asked.encode()).digest()
 
     def _filled(self, prompt: Prompt, count: int) -> str:
-        """In one pass: braces in a prompt stay what they are."""
+        """Fills in the template in one pass, so braces in a prompt are not replaced."""
         values = {
             "prompt": prompt.text,
             "target": prompt.target or "",
@@ -92,7 +97,7 @@ class Question:
 
 
 def placeholders_of(template: str) -> set[str]:
-    """Names in single braces. Raises ValueError for one that is not among PLACEHOLDERS."""
+    """Returns the names in single braces. Raises ValueError for a name that is not in PLACEHOLDERS."""
     names = set(_PLACEHOLDER.findall(template))
     for name in sorted(names - set(PLACEHOLDERS)):
         raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))
@@ -100,10 +105,10 @@ def placeholders_of(template: str) -> set[str]:
 
 
 def digest_of(image: ByteArray) -> str:
-    """SHA-256 of the shape and the pixels of an image uint8 [H, W, 3]."""
+    """Returns the SHA-256 of the shape and the pixels of an image uint8 [H, W, 3]."""
     return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
 
 
 def png_url(image: ByteArray) -> str:
-    """A data URI of an image uint8 [H, W, 3]; PNG loses nothing."""
+    """Returns an image uint8 [H, W, 3] as a data URI; PNG is lossless."""
     return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode()

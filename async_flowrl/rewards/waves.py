@@ -1,4 +1,4 @@
-"""The longest time that the calls of a reward for one group can take."""
+"""`Waves`: the longest time that a reward's server calls for one group can take."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Waves:
-    """The calls that a reward makes for one group: `concurrency` at a time, each ended by its `deadline` in seconds."""
+    """A reward's server calls for one group: `concurrency` at a time, each limited to `deadline` seconds."""
 
     calls: int
     concurrency: int
@@ -14,7 +14,7 @@ class Waves:
 
     @property
     def seconds(self) -> float:
-        """Until the last of them has its answer or has failed."""
+        """The largest number of seconds until every call has an answer or has failed."""
         return math.ceil(self.calls / self.concurrency) * self.deadline
 
     def __str__(self) -> str:

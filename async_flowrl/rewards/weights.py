@@ -1,4 +1,4 @@
-"""Weights of rewards: where they lie, and one clear sentence where they, or a package, are missing."""
+"""Access to the weights of rewards: checks of packages, paths and revisions, and reading of files."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_package(reward: str, package: str, extra: str) -> None:
-    """Raises ValueError unless the package can be imported."""
+    """Raises ValueError, with the pip command, if `package` cannot be imported."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"the {reward} reward needs the package {package}, which is not installed: "
@@ -20,7 +20,10 @@ def check_package(reward: str, package: str, extra: str) -> None:
 
 
 def check_path(reward: str, option: str, place: str) -> None:
-    """Raises ValueError for a path that does not exist; a name of the hub (owner/name) is left to the first call."""
+    """Raises ValueError if `place` is a local path that does not exist.
+
+    A name of the form owner/name may be a hub repository, and is first looked up when the weights are loaded.
+    """
     path = Path(place).expanduser()
     if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):
         raise ValueError(
@@ -29,9 +32,9 @@ def check_path(reward: str, option: str, place: str) -> None:
 
 
 def check_pins(reward: str, **pins: tuple[str, str | None]) -> None:
-    """Raises ValueError where some of a reward's repositories are pinned to a commit and others are not.
+    """Raises ValueError if some hub repositories of a reward are pinned to a commit and others are not.
 
-    `pins`: option → the place that it is for, and its value. Files of this machine need no pin.
+    `pins`: option → (repository or path, commit or None). Local files need no commit.
     """
     hub = {option: pin for option, pin in pins.items() if not Path(pin[0]).expanduser().exists()}
     open_ones = [f"{option} (of {place})" for option, (place, revision) in hub.items() if revision is None]
@@ -45,10 +48,10 @@ def check_pins(reward: str, **pins: tuple[str, str | None]) -> None:
 
 @contextmanager
 def loading(reward: str, place: str) -> Iterator[None]:
-    """Raises ValueError, one sentence, where what is loaded inside is not here and cannot be fetched."""
+    """Turns an error of loading inside the `with` block (OSError, KeyError) into a ValueError of one sentence."""
     try:
         yield
-    except (OSError, KeyError) as error:  # transformers and the hub raise OSError for all that is not there
+    except (OSError, KeyError) as error:  # transformers and the hub raise OSError for missing files
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = f"https://huggingface.co/{place}" if not Path(place).exists() else place
         raise ValueError(
@@ -58,7 +61,10 @@ def loading(reward: str, place: str) -> Iterator[None]:
 
 
 def weights_file(place: str, filename: str, revision: str | None) -> Path:
-    """A local file, `filename` in a local folder, or the hub's: downloaded once. Raises OSError."""
+    """Returns a local path: the file `place`, or `filename` of the folder or hub repository `place`.
+
+    A hub file is downloaded once. Raises OSError if the download fails.
+    """
     path = Path(place).expanduser()
     if path.is_file():
         return path
@@ -70,7 +76,7 @@ def weights_file(place: str, filename: str, revision: str | None) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Named tensors of a safetensors file, or of torch's own format, of which tensors alone are read (no code runs)."""
+    """Returns the tensors of a safetensors or torch file by name; no code of a torch file runs."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The reward worker: a plain object of the reward pool that scores one group per call."""
+"""The reward worker: a plain object in a process or thread of the reward pool, which scores one group per call."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ from async_flowrl.types import ByteArray, Prompt, Scores
 
 
 class RewardWorker:
-    """Builds its own rewards and keeps one event loop, so that async rewards may keep connections open."""
+    """Builds its rewards once and keeps one event loop, so that async rewards can keep connections open."""
 
     def __init__(
         self,
@@ -35,7 +35,10 @@ class RewardWorker:
         folder: Path | None = None,
         servers: Mapping[str, Addresses] = MappingProxyType({}),
     ) -> None:
-        """`held_out` are terms that score evaluations alone; `folder` is the run's, for rewards that keep something."""
+        """`held_out` are terms that score only evaluations; `folder` is the run directory, or None.
+
+        `servers` are the addresses of the servers that the run has started so far, by term.
+        """
         self.index, self.name = index, name
         self.reward, self.held_out = build_reward(config), build_held_out(held_out)
         self._delays, self._seed = delays or DelaysConfig(), seed
@@ -53,7 +56,7 @@ class RewardWorker:
         self.connect(servers)
 
     def connect(self, servers: Mapping[str, Addresses]) -> None:
-        """Says to the terms whose servers the run has started where these are."""
+        """Passes the addresses of the run's servers to the terms that use them."""
         for term in (*self.reward.terms, *self.held_out):
             if (found := servers.get(term.name)) is not None:
                 cast("Connecting", term.reward).connect(found.urls, found.token)
@@ -61,14 +64,15 @@ class RewardWorker:
                     self._seen[term.name] = seen
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
-        """Scores of one group from its tickets' images uint8 [ticket_size, H, W, 3], in order.
+        """Returns the scores of one group by all terms.
 
-        Terms that fail are in `failed`, and the others keep their scores.
+        Each element of `images` holds a ticket's images, uint8 [ticket_size, H, W, 3]. Terms that fail are listed in
+        `failed`; the other terms keep their scores.
         """
         return self.score_terms(None, prompt, *images)
 
     def score_terms(self, only: Collection[str] | None, prompt: Prompt, *images: ByteArray) -> Scores:
-        """The same by the named terms, all if None."""
+        """Returns the scores like `score`, by the named terms only; None means all."""
         scoring = self.reward.attempt(prompt, _joined(images), self._executor, only=only)
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
         debug_delay(self._delays, "score", self._seed, self.name, self._calls)
@@ -76,18 +80,18 @@ class RewardWorker:
         return replace(scores, served=self._served())
 
     def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
-        """What the named held-out terms say of one group; those that fail are named in it, and end nothing."""
+        """Returns the scores of one group by the named held-out terms; terms that fail are listed in the result."""
         group, attempts = _joined(images), self.reward.attempts
         scoring = score_held_out(self.held_out, names, prompt, group, self._executor, attempts=attempts)
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
         return replace(scores, served=self._served())
 
     def _served(self) -> dict[str, dict[str, bool]]:
-        """What the last call saw of the servers that the run has started, by term."""
+        """Returns for each term with servers of the run: URL → whether it answered since the last call."""
         return {name: seen.take() for name, seen in self._seen.items()}
 
     def close(self) -> None:
-        """Ends the event loop's thread; a reward that is still running is left behind."""
+        """Ends the event loop's thread. A reward that is still running is not waited for."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -95,5 +99,5 @@ class RewardWorker:
 
 
 def _joined(images: tuple[ByteArray, ...]) -> ByteArray:
-    """A group's images from its tickets'."""
+    """Returns the images of a group from those of its tickets."""
     return images[0] if len(images) == 1 else np.concatenate(images)

@@ -1,4 +1,4 @@
-"""The baseline of evaluations: how the base model is usually sampled, which is what a training has to beat."""
+"""Sampling settings of the baseline: an evaluation of the base model, sampled as usual, for comparison."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from async_flowrl.types import Sampling
 
 
 def baseline_sampling(config: Config, family: str) -> Sampling | None:
-    """The family's usual steps and guidance, but for what `evaluate.baseline_*` say; None where none is asked for.
+    """Returns the model family's usual denoising steps and guidance, unless `evaluate.baseline_*` set others.
 
-    The tiny model has nothing usual: it is sampled as its evaluations are.
+    Returns None without `evaluate.baseline`. The tiny model has no usual settings; its evaluations' settings are used.
     """
     if not config.evaluate.baseline:
         return None

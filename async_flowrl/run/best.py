@@ -1,4 +1,4 @@
-"""The best evaluated version: its trained weights beside the newest ones."""
+"""Export of the best evaluated version's weights, beside the newest version's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,12 @@ from async_flowrl.training.checkpoint import read_checkpoint
 def export_best(
     config: Config, model: ResolvedModel, directory: RunDirectory, history: Sequence[Evaluation]
 ) -> Path | None:
-    """Writes what the best version was evaluated with to lora_best/ or transformer_best/; None where no version is kept
-    as best.
+    """Writes the weights with which the best version was evaluated to lora_best/ or transformer_best/.
 
-    Raises DamagedCheckpoint or OSError where its checkpoint is not there to read.
+    Returns the folder, or None if no version is best.
+
+    With `trainer.ema_decay` that LoRA is the moving average. Raises DamagedCheckpoint or OSError if the checkpoint of
+    the version cannot be read.
     """
     row = best_row(config, history)
     if row is None:

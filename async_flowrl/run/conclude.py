@@ -1,4 +1,4 @@
-"""The last lines of a run: what changed, where everything is, and what to type next."""
+"""Last lines that a run prints: its results, where they are, and the command to type next. `run/job.py` calls it."""
 
 import os
 import shlex
@@ -21,35 +21,40 @@ from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 
 LABEL = 8
-"""Columns of what stands before each line."""
+"""Width of the label before each line, in characters."""
 MAX_WARNINGS = 5
-"""Of the summary's, shown here."""
+"""Most warnings of the summary that are printed."""
 
 
 @dataclass(frozen=True)
 class Ending:
+    """Facts about a run that its last lines need."""
+
     prepared: Prepared
     directory: RunDirectory
     stop: StopRequest
     command: str | None
-    """What the run was started with, and `resume=auto`; None where it did not come from a command line."""
+    """Command line that started the run, with `resume=auto`; None if the run was not started from a command line."""
 
     @property
     def quiet(self) -> bool:
         return self.prepared.config.console == "quiet"
 
     def say(self, label: str, text: object, *, whole: bool = False) -> None:
-        """`whole`: a path or a command, which is copied from the screen."""
+        """Prints a line. `whole`: it is not wrapped, because it is a path or a command that people copy."""
         say(f"{label:{LABEL}} {text}\n" if whole else named_lines([(label, text)], LABEL))
 
     @property
     def goes_on(self) -> str:
-        """How to go on where the run was stopped."""
+        """Command that continues the run."""
         return self.command or "the same command with resume=auto"
 
 
 def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> int:
-    """Says how the run ended, and returns the exit code."""
+    """Prints how the run ended and returns the exit code (see `config/exit_codes.py`).
+
+    `prediction` is the planner's sentence on the run, None if there is none.
+    """
     stop, early = ending.stop, ending.stop() and summary["steps"] < summary["total_steps"]
     hacked = early and stop.code == exit_codes.HACKING
     if early:
@@ -70,7 +75,7 @@ def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None)
 
 
 def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> None:
-    """What was reached and where it lies."""
+    """Prints the results, the paths of the files, and the first warnings."""
     say, directory, tune = ending.say, ending.directory, ending.prepared.config.tune
     say_result(ending, summary)
     if prediction:
@@ -91,7 +96,7 @@ def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) 
 
 
 def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
-    """What evaluations measured; of a run without two that compare, the rewards of its training."""
+    """Prints what the evaluations show, or the training's rewards if no two evaluations can be compared."""
     history = read_evaluations(ending.directory.evaluations)
     found = result_sentences(history, str(summary.get("evaluation_prompts")))
     for sentence in found or [training_sentence(summary["reward_first"], summary["reward_last"])]:
@@ -99,7 +104,7 @@ def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
 
 
 def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str:
-    """The command to type next."""
+    """Returns the command to type next."""
     root = shlex.quote(shown(ending.directory.root))
     if early and ending.stop.code == exit_codes.HACKING:
         return (
@@ -125,12 +130,12 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
 
 
 def after_failure(ending: Ending) -> None:
-    """How to go on, for a run that ended in the middle and has a checkpoint."""
+    """Prints how to continue a run that failed; prints nothing without a checkpoint or with `console=quiet`."""
     path = find_checkpoint(ending.directory.checkpoints)
     if path is not None and not ending.quiet:
         ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})", whole=True)
 
 
 def shown(path: Path) -> str:
-    """Relative where that is shorter."""
+    """Returns the path, relative to the working directory if that is shorter."""
     return min(str(path), os.path.relpath(path), key=len)

@@ -1,4 +1,4 @@
-"""The first lines of a run: what was understood, who sits where, and where the run can be watched."""
+"""First lines that a run prints: its settings, its prompts and devices, its folder, and the planner's predictions."""
 
 import asyncio
 import logging
@@ -20,11 +20,11 @@ from async_flowrl.run.tools import ForetellMemory, ForetellSteps
 logger = logging.getLogger(__name__)
 
 Rows = list[tuple[str, str]]
-"""A name and a sentence each."""
+"""(label, sentence) of each line."""
 
 
 def first_lines(prepared: Prepared, directory: Path) -> str:
-    """What a person reads before anything is started; nothing where the console is quiet."""
+    """Returns the lines to print before anything is started; empty with `console=quiet`."""
     config = prepared.config
     if config.console == "quiet":
         return ""
@@ -40,11 +40,12 @@ def first_lines(prepared: Prepared, directory: Path) -> str:
 
 
 def describe_inputs(prepared: Prepared) -> str:
-    """The prompts and the reward alone, for dry_run, which has tables for the rest."""
+    """Returns only the lines on prompts and reward, for `dry_run`, which prints tables of the rest."""
     return _lines(inputs(prepared))
 
 
 def inputs(prepared: Prepared) -> Rows:
+    """Returns the lines on training prompts, evaluation prompts and reward."""
     terms = prepared.config.reward.terms
     return [
         ("training", training(prepared)),
@@ -63,11 +64,11 @@ OVERLAP = {
     "one_step_off": "the next step is generated while one is trained",
     "fully_async": "generation runs ahead while steps are trained",
 }
-"""Mode → what happens at the same time."""
+"""Mode → description of the work that overlaps."""
 
 
 def run_of(config: Config) -> str:
-    """How long, how much in each step, and what overlaps."""
+    """Describes the number of steps, the images per step, the mode, and the age of the images."""
     images = config.prompts_per_step * config.group_size
     age = f", images at most {config.max_staleness} version{'s' * (config.max_staleness > 1)} old"
     return (
@@ -77,6 +78,7 @@ def run_of(config: Config) -> str:
 
 
 def model_of(prepared: Prepared) -> str:
+    """Describes the model, the LoRA and the algorithm."""
     config, model = prepared.config, prepared.model
     start = "" if config.lora.path is None else f", from {config.lora.path}"
     trained = f"LoRA of rank {config.lora.rank}{start}" if config.tune == LORA else "full weights"
@@ -87,7 +89,7 @@ def model_of(prepared: Prepared) -> str:
 
 
 def devices(prepared: Prepared) -> str:
-    """Workers of every pool and what each sits on; of somebody else's cluster, what it is asked for."""
+    """Describes the workers of every pool, and the GPUs or CPU threads that each has or asks the cluster for."""
     config = prepared.config
     said = [
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
@@ -100,7 +102,7 @@ def devices(prepared: Prepared) -> str:
 
 
 def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:
-    """`known`: GPUs there are; None where only the cluster knows."""
+    """Describes the resources of one worker. `known`: number of GPUs there are, None if only the cluster knows it."""
     cores = f"{threads} CPU thread{'s' * (threads > 1)}"
     if gpus_per_worker == 0 or known == 0:
         return cores
@@ -109,7 +111,7 @@ def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:
 
 
 def gpus(config: Config) -> float | None:
-    """GPUs that the run can have; None where only the cluster knows."""
+    """Returns the number of GPUs that the run can have; None if only the cluster knows it."""
     if config.runtime.backend == "local":
         return float(torch.cuda.device_count())
     if config.runtime.address is not None:
@@ -120,7 +122,7 @@ def gpus(config: Config) -> float | None:
 
 
 async def say_step_time(foretell: ForetellSteps, config: Config, directory: RunDirectory) -> None:
-    """One line more; the planner is loaded only where there is something to plan from."""
+    """Prints the predicted step time; `foretell` (the planner) is called only if the run has earlier steps."""
     if config.console == "quiet":
         return
     sentence = "no step time: no earlier steps here"
@@ -130,7 +132,7 @@ async def say_step_time(foretell: ForetellSteps, config: Config, directory: RunD
 
 
 async def say_memory(foretell: ForetellMemory, config: Config, memory: Mapping[str, int]) -> None:
-    """One line more, when the planner has it: half a minute for a large model, which loads meanwhile."""
+    """Prints the predicted memory. For a large model the prediction takes half a minute, while the model loads."""
     if config.console == "quiet":
         return
     sentence = await asyncio.to_thread(foretell, config, memory) if memory else "no memory: no GPU to plan"
@@ -138,7 +140,7 @@ async def say_memory(foretell: ForetellMemory, config: Config, memory: Mapping[s
 
 
 def training(prepared: Prepared) -> str:
-    """The training prompts: how many, of which file, how they are drawn."""
+    """Describes the training prompts: their number, their file, and how they are drawn."""
     config, prompts = prepared.config.data, prepared.data.train
     said = [f"{_count(len(prompts))} of {prompts.rows.path}"]
     if prompts.duplicates:
@@ -153,7 +155,7 @@ def training(prepared: Prepared) -> str:
 
 
 def evaluation(prepared: Prepared) -> str:
-    """The prompts of evaluations, and whether they are held out."""
+    """Describes the evaluation prompts, and how many of them are training prompts too."""
     chosen, shared = prepared.requests.evaluation, prepared.requests.shared
     if prepared.data.evaluation is prepared.data.train:
         return f"{len(chosen)} of {prepared.data.chosen}"

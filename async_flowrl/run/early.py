@@ -1,4 +1,4 @@
-"""Checks of a configuration that need no torch, so that most mistakes are refused at once."""
+"""Checks of a configuration that need no torch, made first (`refuse_early`), so that most mistakes show at once."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from async_flowrl.rewards.served import check_served
 
 
 def refuse_early(config: Config) -> None:
-    """Fields, rewards, and the files and folders that are named. Raises ConfigError."""
+    """Checks the fields, the rewards, and the files and folders that are named. Raises ConfigError for a mistake."""
     try:
         check(config)
         check_rewards(config.reward)
@@ -27,14 +27,14 @@ def refuse_early(config: Config) -> None:
 
 
 def check_prompt_files(config: DataConfig) -> None:
-    """Raises FileNotFoundError, with the nearest name, for prompts that are not there."""
+    """Raises FileNotFoundError, with the nearest name, for a prompt file that does not exist."""
     find_data(config.train, key="data.train", folder=True)
     if config.evaluation is not None:
         find_data(config.evaluation, key="data.evaluation", folder=True)
 
 
 def check_output(config: Config) -> None:
-    """`resume=never` wants a fresh directory; a checkpoint path must exist."""
+    """Raises ConfigError if `output_dir` is a file or not empty (with `resume=never`), or if `resume` is no folder."""
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")

@@ -1,4 +1,4 @@
-"""The end of a run: weights and summary first, then timeline and report, from the trainer and the run's own records."""
+"""Results of a run: `finish` writes weights, summary, timeline and report when the training has ended."""
 
 import asyncio
 import json
@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any]:
-    """Writes everything that a finished (or stopped) run leaves behind and returns the summary."""
+    """Writes the results of a finished or stopped run and returns the summary.
+
+    `report` writes report.html; None means no report. A view or monitor that fails is named in `failed` of the summary.
+    """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
     trainer = run.trainers.first
     average = config.trainer.ema_decay is not None
@@ -74,7 +77,7 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
         summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
         late = views(config, directory, report)
-        # Now and not with the events: W&B sends the last of its data here, and that can fail, too.
+        # The monitor is closed here, before `failed` is final: W&B sends its last data now, which can fail.
         ledgers.monitor.close()
         failed = [*ledgers.failures, *ledgers.monitor.failures, *late]
         if failed != summary["failed"]:
@@ -86,7 +89,7 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
 
 
 def prompts_of(prepared: Prepared) -> dict[str, Any]:
-    """What was trained and evaluated, counted."""
+    """Returns numbers of the training and evaluation prompts, and the digest of the training prompts."""
     train = prepared.data.train
     return {
         "train": len(train),
@@ -98,12 +101,15 @@ def prompts_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def forced(history: Sequence[Event]) -> list[str]:
-    """What resume=force went over in the whole run, a sentence each."""
+    """Returns a sentence for each difference that `resume=force` accepted in the whole run."""
     return [f"resume=force: {each}" for event in history if event["event"] == "inputs" for each in event["forced"]]
 
 
 def views(config: Config, directory: RunDirectory, report: Report | None) -> list[str]:
-    """Writes timeline and report; a sentence for each that failed. They can be made again from the run's files."""
+    """Writes timeline and report, and returns a sentence for each that failed.
+
+    Both can be made again later from the run's files.
+    """
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))
     ]
@@ -113,18 +119,20 @@ def views(config: Config, directory: RunDirectory, report: Report | None) -> lis
     for name, work in works:
         try:
             work()
-        except Exception as error:  # whatever it was: the run's results are written already
+        except Exception as error:  # any error: the run's results are written already
             logger.exception("the %s could not be written", name)
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
 
 
 def foresee(predict: Predict, directory: RunDirectory, summary: dict[str, Any]) -> str | None:
-    """The planner's sentence about a run that has written its results; where there is none to be had, `failed` in
-    `summary` and its file says why."""
+    """Returns the planner's sentence on a run that has written its results, or None if there is none.
+
+    A failure of the planner is added to `failed` in `summary` and in the run's summary.json.
+    """
     try:
         return predict(directory.root)
-    except Exception as error:  # whatever it was: the run's results are written already
+    except Exception as error:  # any error: the run's results are written already
         logger.exception("the run could not be compared with its plan")
         summary["failed"].append(f"plan: {type(error).__name__}: {error}")
         directory.write_summary(json.loads(directory.summary.read_text()) | {"failed": summary["failed"]})
@@ -132,7 +140,7 @@ def foresee(predict: Predict, directory: RunDirectory, summary: dict[str, Any]) 
 
 
 async def peak_of(config: Config, trainer: Worker) -> float | None:
-    """FLOP/s of a worker's device: as configured, or as its name says; the pools' devices are alike."""
+    """Returns the peak FLOP/s of the trainer's device, from the configuration or by its name; None if unknown."""
     if config.hardware.peak_tflops is not None:
         return config.hardware.peak_tflops * 1e12
     known: float | None = await trainer.call("async_flowrl.observability.flops:device_peak")
@@ -140,7 +148,10 @@ async def peak_of(config: Config, trainer: Worker) -> float | None:
 
 
 def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
-    """Seconds in which a rollout worker (on average) stood still for weights: waiting for them and activating them."""
+    """Returns the seconds that a rollout worker on average lost by waiting for versions, receiving and activating them.
+
+    Waiting and receiving count from the start of this process, activation only since the last rollback.
+    """
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == "activate")
     waited = outcome.pools[ROLLOUT]
@@ -148,7 +159,7 @@ def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
 
 
 def ticket_counts(table: TicketTable) -> dict[str, int]:
-    """issued = trained + skipped + failed; retried and duplicate count events beside it."""
+    """Returns the numbers of tickets: issued = trained + skipped + failed; `retried` and `duplicate` count events."""
     counts = table.counts()
     trained, skipped = counts[State.TRAINED], counts[State.SKIPPED]
     return {

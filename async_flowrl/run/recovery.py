@@ -1,7 +1,8 @@
-"""Recovery: the death of a trainer rank ends an attempt, and the next attempt begins at the last checkpoint.
+"""Recovery from the death of a trainer rank: the attempt ends, and the next one begins at the last checkpoint.
 
-This is the same path that `resume` takes after the controller itself has died: the ticket table is built anew, the
-versions that its tickets name are published again, and what had been generated since is generated again, identically.
+`run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. It begins in the same way
+as a run with `resume` after the death of its controller: the ticket table is built anew, the versions that its tickets
+name are published again, and all images since the checkpoint are generated again, identically.
 """
 
 import asyncio
@@ -40,25 +41,26 @@ from separation.supervise import DeadlineExceeded, deadline
 logger = logging.getLogger(__name__)
 
 MAX_RECOVERIES = 3
-"""Deaths of trainer ranks that a run survives; one more ends it with that death's name."""
+"""Deaths of trainer ranks that a run survives; the next one ends the run with its error."""
 
 
 @dataclass(frozen=True)
 class Ledgers:
-    """Where a run is written down while it goes on."""
+    """Records of a run that are written while it goes on."""
 
     events: EventLog
     pools: PoolLedger
+    """Seconds that each worker has spent in each state."""
     metrics: MetricsLog
     evaluations: EvaluationLog
     monitor: Monitor
     failures: list[str] = field(default_factory=list)
-    """What went wrong beside the training, a sentence each: an evaluation, a picture."""
+    """Sentences on failures outside the training, such as an evaluation or a picture that could not be made."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that outlives an attempt."""
+    """Parts of a run that every attempt uses."""
 
     prepared: Prepared
     directory: RunDirectory
@@ -67,17 +69,21 @@ class Run:
     ledgers: Ledgers
     stop: StopRequest
     base_digest: str
+    """Checksum of the base weights; a new trainer rank must report the same."""
     device: str
     """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
     transport: str
+    """Way by which versions are sent to the rollout workers."""
     negatives: Negatives
+    """Embeddings of the negative prompts, for the trainer ranks."""
     servers: RewardServers = field(default_factory=RewardServers)
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end (or until asked to stop), through at most MAX_RECOVERIES deaths of trainer ranks.
+    """Trains to the end, or until the run is asked to stop, and survives MAX_RECOVERIES deaths of trainer ranks.
 
-    A trainer that dies after the run was asked to stop ends it: whoever asked may be ending everything.
+    Raises WorkerDied or WorkerFailed for one more death, for a failure without a dead trainer rank, and for any death
+    after the run was asked to stop, because the request may come with the end of the whole machine.
     """
     for left in reversed(range(MAX_RECOVERIES + 1)):
         try:
@@ -94,15 +100,15 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
 
 
 async def attempt(run: Run, resume: Resume) -> Context:
-    """From a checkpoint to the end, or to the first failure, which is raised.
+    """Trains from a checkpoint to the end. Raises the first failure.
 
-    After the last checkpoint only evaluations are outstanding. What fails then (the images of one cannot be made, for
-    example) is written down, and the run has its results all the same, as long as the trainer is there to give them.
+    When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
+    be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
     """
     ctx = context_of(run, resume)
     try:
         await run_loop(ctx)
-    except Exception as error:  # whatever it was
+    except Exception as error:  # any failure of an evaluation
         if not ctx.steps.trained or await dead_ranks(run.trainers):
             raise
         logger.exception("training is done, but an evaluation could not be completed")
@@ -115,14 +121,15 @@ async def attempt(run: Run, resume: Resume) -> Context:
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
-    """Names of the trainer ranks that are gone, as far as it shows by now."""
+    """Returns the names of the trainer ranks that are known to be dead by now."""
     return [worker.name for worker in await dead_among(trainers.workers.workers)]
 
 
 async def recover(run: Run, before: Resume) -> Resume:
-    """New trainer ranks from the newest checkpoint; rollout workers keep their base model and forget every version.
+    """Starts new trainer ranks from the newest checkpoint; rollout workers keep the base model and drop all versions.
 
-    `before` is where the attempt that has ended began: a run without a checkpoint of its own begins there again.
+    `before` is the point at which the ended attempt began; it is used again if the run has written no checkpoint.
+    Returns the point at which the next attempt begins. Raises StartError if the base weights differ.
     """
     config, trainer = run.prepared.config, run.groups[TRAINER]
     for index in range(len(trainer.workers)):
@@ -147,17 +154,20 @@ async def recover(run: Run, before: Resume) -> Resume:
 
 
 async def restore(trainers: TrainerGroup, directory: RunDirectory, resume: Resume) -> None:
-    """Every trainer rank goes on from the checkpoint; later ones, damaged or left behind on purpose, are removed."""
+    """Loads the checkpoint of `resume` into every trainer rank and removes later checkpoints of the run.
+
+    Without a checkpoint path it does nothing.
+    """
     if resume.path is not None:
         await trainers.all("restore", str(resume.path))
         drop_newer(directory.checkpoints, resume.version)
 
 
 async def clean_rollout(worker: Worker, *, seconds: float) -> None:
-    """Waits for what the worker was doing, then makes it forget its versions.
+    """Waits at most `seconds` for the worker's current work, then makes it drop its versions.
 
-    A worker that cannot, because it is dead, hangs, or was just being replaced and holds no model yet, is killed: the
-    next attempt finds it dead and replaces it.
+    If that fails (the worker is dead, hangs, or holds no model yet because it was being replaced), the worker is
+    killed, and the next attempt replaces it.
     """
     try:
         async with deadline(seconds, f"generate: what {worker.name} was doing when a trainer rank died"):
@@ -169,7 +179,7 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
 
 
 def records_of(run: Run) -> EvaluationRecords:
-    """What takes note of evaluations; what earlier attempts and runs recorded in the directory counts."""
+    """Returns the recorder of evaluations, which also knows the evaluations that the directory already holds."""
     ledgers = run.ledgers
     return EvaluationRecords(
         run.prepared.config,
@@ -184,7 +194,7 @@ def records_of(run: Run) -> EvaluationRecords:
 
 
 def context_of(run: Run, resume: Resume) -> Context:
-    """Fresh controller state for an attempt that goes on from `resume`; the event log learns who the workers are."""
+    """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
     config, ledgers = run.prepared.config, run.ledgers
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     requests = with_outcomes(run.prepared.requests, resume)

@@ -1,4 +1,4 @@
-"""Stopping early but in order: SIGTERM and `time_limit` end the run after the step under way, with a checkpoint."""
+"""Orderly stop of a run: SIGTERM or `time_limit` ends it after the current step, with a checkpoint."""
 
 import asyncio
 import signal
@@ -9,7 +9,10 @@ from async_flowrl.config import exit_codes
 
 
 class StopRequest:
-    """True once somebody asked the run to end; `reason` says who, `code` is what it then exits with."""
+    """Request to end the run; calling it returns whether the run was asked to end.
+
+    `reason` names what asked, None if nothing did; `code` is the exit code that the run then has.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -19,14 +22,14 @@ class StopRequest:
         return self.reason is not None
 
     def ask(self, reason: str, code: int = exit_codes.RESUMABLE) -> None:
-        """The first one who asks counts."""
+        """Asks the run to end. Only the first request counts."""
         if self.reason is None:
             self.reason, self.code = reason, code
 
 
 @contextmanager
 def listening(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
-    """Inside, SIGTERM and the time limit (seconds from now) set `stop`."""
+    """Context in which SIGTERM and the time limit (seconds from now, None: no limit) ask `stop`."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
     timer = loop.call_later(time_limit, stop.ask, f"time_limit={time_limit:g} s") if time_limit is not None else None

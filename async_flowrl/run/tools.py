@@ -1,4 +1,4 @@
-"""Functions that the program gives to a run: the planner and the report are tools, which the run does not import."""
+"""Types of the functions that `async_flowrl.main` hands to a run, so that the run need not import planner or report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,23 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import Prepared
 
 Predict = Callable[[Path], str | None]
-"""Compares a finished run's directory with a plan and returns the sentence about it, if there is one."""
+"""Compares the finished run in a directory with its plan. Returns a sentence, or None if the run is too short."""
 CheckDevices = Callable[[Config, Mapping[str, int]], Sequence[str]]
-"""Compares a configuration with bytes of device memory by pool: sentences to warn with, or ConfigError."""
+"""Compares the planned memory with the bytes of device memory by pool. Returns warnings or raises ConfigError."""
 ForetellSteps = Callable[[Config, Path], str]
-"""The step time of a run from what earlier attempts left in its directory, in a sentence, or why it cannot be known."""
+"""Predicts the step time from the earlier steps in a run's directory. Returns a sentence, or why there is none."""
 ForetellMemory = Callable[[Config, Mapping[str, int]], str]
-"""What the processes will need of the devices, whose bytes are given by pool, or why it cannot be known."""
+"""Predicts the memory of the processes, from bytes of device memory by pool. Returns a sentence, or why not."""
 Preflight = Callable[[Prepared], Sequence[str]]
-"""Looks at the machines that a run would start on: sentences to warn with, or ConfigError."""
+"""Checks the machines on which a run would start. Returns warnings or raises ConfigError."""
 Report = Callable[[Path], object]
 """Writes report.html into a run's directory, from its files."""
 
 
 @dataclass(frozen=True)
 class Tools:
+    """Functions that a run calls; the defaults do nothing."""
+
     predict: Predict = lambda run_directory: None
     check_devices: CheckDevices = lambda config, memory: ()
     foretell_steps: ForetellSteps = lambda config, run_directory: "no step time: started without planner"

@@ -1,2 +1,5 @@
-"""Serves rewards over HTTP: `async-flowrl serve-rewards reward=ocr`. `app.py` and `server.py` import no torch, so that
-servers with an environment of their own (examples/reward_servers) use them too."""
+"""The reward server: `async-flowrl serve-rewards reward=ocr` serves rewards over HTTP.
+
+`app.py` and `server.py` do not import torch, so servers with an environment of their own (examples/reward_servers) can
+use them.
+"""

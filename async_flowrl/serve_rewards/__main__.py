@@ -1,4 +1,4 @@
-"""python -m async_flowrl.serve_rewards reward=ocr [key=value ...] [--port 8000 ...]: any reward of ours over HTTP."""
+"""The program `async-flowrl serve-rewards reward=ocr [key=value ...] [--port 8000 ...]`: serves a reward over HTTP."""
 
 import argparse
 import importlib.util
@@ -20,7 +20,7 @@ PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; what is wrong is one sentence on stderr."""
+    """Runs the server and returns the exit code; an error is one sentence on stderr."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return _refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequence[object]]]:
-    """The weighted sum of a configuration as one reward. Raises ValueError for one that cannot be built."""
+    """Returns the weighted sum of a configuration as one async function (images, prompt) → results.
+
+    Raises ValueError if the reward cannot be built, or if a term has `serve`, since only runs start servers.
+    """
     if served := [name for name, term in config.terms.items() if term.serve is not None]:
         raise ValueError(f"reward.terms.{served[0]}.serve: servers are started by runs; give its command to a shell")
     reward = build_reward(config)
@@ -61,7 +64,10 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
 
 
 def results(scores: Scores, config: RewardConfig) -> list[dict[str, float | str]]:
-    """Per image the weighted sum, beside it every term's own score and what the terms had to say."""
+    """Returns per image the weighted sum under `score`, and as extras every term's score and its extras.
+
+    A single term of weight 1 adds no score of its own, and its extras keep their names.
+    """
     alone = len(config.terms) == 1 and next(iter(config.terms.values())).weight == 1.0
     columns: dict[str, tuple[float | str, ...]] = {} if alone else dict(scores.by_term)
     for term, extras in scores.extras.items():

@@ -1,4 +1,7 @@
-"""The HTTP side of a reward server: who may ask, how much, and in which words a request is refused."""
+"""The HTTP application of a reward server: checks of token and sizes, scoring in turn, and error replies.
+
+`server.py` runs it with uvicorn; docs/rewards/http.md describes requests and replies.
+"""
 
 import asyncio
 import hmac
@@ -26,15 +29,15 @@ from async_flowrl.types import ByteArray, Prompt
 logger = logging.getLogger(__name__)
 
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
-"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image. Called for one group at a time."""
+"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image. It is called for one group at a time."""
 
 OWN, FLOW_GRPO, FLOW_FACTORY = "async_flowrl", "flow_grpo", "flow_factory"
 BODY_SECONDS = 60.0
-"""A request that has not arrived whole by then is given up."""
+"""Seconds within which the whole body of a request must arrive; otherwise the reply is 408."""
 
 
 class Refused(Exception):
-    """A request that is answered with an error: its status and one sentence."""
+    """Raised to answer a request with an error: HTTP status, one sentence, and optionally seconds for Retry-After."""
 
     def __init__(self, status: int, sentence: str, *, retry_after: int | None = None) -> None:
         super().__init__(sentence)
@@ -43,8 +46,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """`dialect`: spoken beside our own contract. `waiting`: requests beyond the one being scored. `all_bytes`: of the
-    bodies of all requests that are arriving, waiting or being scored."""
+    """Settings of the application; server.py makes them from the command line.
+
+    `dialect` is served beside our own contract. `waiting` is the number of requests that may wait beside the one being
+    scored. `all_bytes` limits the bodies of all requests that arrive, wait or are scored, together. `token=None` asks
+    for no token.
+    """
 
     token: str | None = None
     limits: Limits = field(default_factory=Limits)
@@ -54,7 +61,7 @@ class Settings:
 
 
 class Scorer:
-    """Scores requests one at a time, in the order in which they came: rewards need not be safe between threads."""
+    """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe."""
 
     def __init__(self, score: Score, settings: Settings) -> None:
         self._score, self._settings = score, settings
@@ -62,7 +69,10 @@ class Scorer:
         self._turn, self._waiting = asyncio.Lock(), 0
 
     async def reply(self, request: ScoreRequest) -> ScoreReply:
-        """Raises Refused."""
+        """Scores a request.
+
+        Raises Refused: 429 if too many requests wait, 400, 413 or 422 for bad input, 500 if the reward fails.
+        """
         if self._waiting > self._settings.waiting:
             raise Refused(429, f"{self._waiting} requests are waiting already; ask again later", retry_after=1)
         self._waiting += 1
@@ -103,7 +113,7 @@ class Scorer:
 
 
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
-    """Neighbours of one prompt and one size are a group, which a reward sees whole."""
+    """Returns the key of a group: neighbouring images of equal size and prompt are scored in one call."""
     image, prompt = pair
     return image.shape, prompt.text, prompt.target, prompt.negative, repr(prompt.metadata)
 
@@ -113,7 +123,7 @@ def _per_image(result: Result) -> list[dict[str, float | str]]:
 
 
 def build_app(score: Score, settings: Settings) -> FastAPI:
-    """The application that serves `score`, by our contract and by the one dialect that the settings name beside it."""
+    """Returns the application that serves `score` by our contract, and by `settings.dialect` if that is another one."""
     app = FastAPI(title="async-flowrl rewards", docs_url=None, redoc_url=None, openapi_url=None)
     scorer = Scorer(score, settings)
 
@@ -149,7 +159,7 @@ async def _answer(
     scorer: Scorer,
     settings: Settings,
 ) -> Response:
-    """The token first, then the sizes, then the content, then the scores."""
+    """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
     try:
         _check_token(request, settings.token)
         with scorer.room.share() as share:
@@ -174,7 +184,7 @@ def _refused(error: ContractError) -> Refused:
 
 
 def _check_token(request: Request, token: str | None) -> None:
-    """In constant time: how long a wrong one takes says nothing of the right one."""
+    """Compares the token in constant time, so that response times do not reveal it. Raises Refused with status 401."""
     if token is None:
         return
     given = request.headers.get("authorization", "")
@@ -183,7 +193,7 @@ def _check_token(request: Request, token: str | None) -> None:
 
 
 async def _body(request: Request, limit: int, share: Share) -> bytes:
-    """Raises Refused as soon as it is announced, or turns out, to be too long, or more than there is room for now."""
+    """Returns the body of a request. Raises Refused as soon as it is too long or too slow, or finds no room."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise Refused(413, f"the request has {announced} bytes, more than {limit}")
@@ -217,7 +227,7 @@ async def _own(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
 
 
 async def _parts(request: Request, body: bytes, limits: Limits) -> tuple[bytes, list[bytes]]:
-    """The part `request`, and the parts `images` in their order."""
+    """Returns the part `request` and the parts `images`, in order, of a multipart body. Raises ContractError."""
 
     async def stream() -> Any:
         yield body
@@ -253,6 +263,6 @@ def _rewards(reply: ScoreReply) -> bytes:
 
 
 def _pickled(reply: ScoreReply) -> bytes:
-    """`scores` for GenEval's clients and verl-omni's, `outputs` for UnifiedReward's and DeQA's."""
+    """Writes `scores` for clients of GenEval and verl-omni, and `outputs` for those of UnifiedReward and DeQA."""
     scores = list(reply.scores)
     return http_pickle.dumps({"scores": scores, "outputs": scores})

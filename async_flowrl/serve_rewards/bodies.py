@@ -1,4 +1,4 @@
-"""The bytes that all requests of a server hold together: bounded, whoever sends how many at a time."""
+"""The memory limit of a reward server: the number of body bytes that all its requests together may hold."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 
 class Full(Exception):
-    """There is no room for as many bytes now."""
+    """Raised if a request needs more bytes than are free now."""
 
 
 @dataclass
 class Share:
-    """What one request holds."""
+    """The bytes that one request has reserved."""
 
     room: "Room"
     taken: int = 0
 
     def grow(self, size: int) -> None:
-        """Makes it `size` bytes, if it has fewer. Raises Full."""
+        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
         more = size - self.taken
         if more <= 0:
             return
@@ -29,14 +29,14 @@ class Share:
 
 @dataclass
 class Room:
-    """`size` bytes for the bodies of all requests, from their first byte to their reply."""
+    """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
 
     size: int
     taken: int = 0
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """Of one request; given back when the body of this ends."""
+        """Yields the share of one request; its bytes are returned when the `with` block ends."""
         share = Share(self)
         try:
             yield share

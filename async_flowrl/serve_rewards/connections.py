@@ -1,4 +1,4 @@
-"""Connections of a reward server that ask nothing: closed, so that they do not take the places of those that ask."""
+"""The HTTP connections of a reward server: idle ones are closed, so that they do not use up the connection limit."""
 
 import asyncio
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ASK_SECONDS = 20.0
-"""A connection on which no request has begun for as long is closed; uvicorn itself waits for the first one for ever."""
+"""Seconds without a new request after which a connection is closed.
+
+uvicorn itself would wait for a connection's first request without limit.
+"""
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is closed when its next request, to the end of its headers, does not come in time."""
+    """A uvicorn connection that is closed if the headers of its next request do not arrive in time."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -20,7 +23,10 @@ class Connection(H11Protocol):
         asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, seen)
 
     def _look(self, seen: Any) -> None:
-        """`seen`: the request that was the last one when it was looked before."""
+        """Closes the connection if no request is running and none has begun since the last look.
+
+        `seen` is the last request at the time of that look, or None.
+        """
         if self.transport.is_closing():
             return
         if self.cycle is seen and (seen is None or seen.response_complete):

@@ -1,4 +1,7 @@
-"""A reward server as a program: its arguments, where it may listen, and its life until a signal ends it."""
+"""A reward server as a program: its command-line arguments, its settings, and serving until a signal ends it.
+
+`python -m async_flowrl.serve_rewards` and the servers in examples/reward_servers call `add_arguments` and `serve`.
+"""
 
 import argparse
 import asyncio
@@ -20,11 +23,11 @@ from async_flowrl.serve_rewards.connections import Connection
 from async_flowrl.types import Prompt
 
 ALL = 4
-"""Requests of the largest size whose bodies are held at a time where nothing is said."""
+"""Default of --max-all-bytes, as a multiple of --max-bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to listen, who may ask, and how much at once."""
+    """Adds the arguments for address, token, dialect and limits to `parser`."""
     limits = Limits()
     parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
@@ -51,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Raises ServeError for limits below 1, a token that is not there, and an address that would need one."""
+    """Returns the settings of parsed arguments.
+
+    Raises ServeError for limits below 1, a missing token, or an address that other machines reach without a token.
+    """
     if given.max_all_bytes is None:
         given.max_all_bytes = ALL * given.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
@@ -72,7 +78,10 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def serve(score: Score, given: argparse.Namespace, what: str) -> int:
-    """Serves until SIGTERM or Ctrl-C; returns the exit code. Raises ServeError."""
+    """Serves `score` until SIGTERM or Ctrl-C and returns the exit code; `what` names the reward in the start message.
+
+    Raises ServeError if a setting is wrong, the warm-up fails, or the address cannot be listened at.
+    """
     settings = settings_of(given)
     if given.warm_up is not None:
         warm_up(score, given.warm_up)
@@ -100,7 +109,7 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
 
 
 def warm_up(score: Score, prompt: str) -> None:
-    """Scores one image, so that whatever the first call has to load is loaded. Raises ServeError if it cannot."""
+    """Scores one grey image, so that the reward loads its weights now. Raises ServeError if that fails."""
 
     async def once() -> None:
         returned = await asyncio.to_thread(score, np.full((1, 64, 64, 3), 128, dtype=np.uint8), Prompt(0, prompt))
@@ -114,5 +123,5 @@ def warm_up(score: Score, prompt: str) -> None:
 
 
 def paths(dialect: str) -> str:
-    """Where requests go."""
+    """Returns the paths of scoring requests, in words."""
     return PATH if dialect == OWN else f"{PATH} or {DIALECTS[dialect].path}"

@@ -1,1 +1,1 @@
-"""Benchmark of deliveries between Ray actors, each paired with the raw primitive of its transport in one run."""
+"""Benchmark of deliveries between Ray actors, each compared with the bare transfer of its transport in the same run."""

@@ -30,7 +30,7 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures every combination that this machine has room for, then the kills; or reports on an earlier result."""
+    """Measures all combinations for which this machine has room, or reads an earlier result; then prints a report."""
     options = _parser().parse_args(arguments)
     if options.read is None:
         with contextlib.redirect_stdout(sys.stderr):  # where Ray reports that a process died
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start_ray(megabytes: float) -> None:
-    """A cluster of our own, as runs start theirs, with room for so many megabytes in its object store."""
+    """Starts a Ray cluster of its own, as a run does, with room for `megabytes` in its object store."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
     ray.init(
         address="local",
@@ -73,6 +73,7 @@ def _start_ray(megabytes: float) -> None:
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs all measurements and returns the result as plain JSON; see measure.py."""
     cells, kills, skipped = [], [], []
     for transport in options.transports:
         for megabytes in options.megabytes:

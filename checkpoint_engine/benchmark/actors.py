@@ -1,4 +1,4 @@
-"""Ray actors of the benchmark, and the ends of a delivery whose calls they answer.
+"""Ray actors of the benchmark (Half) and the endpoints by which a delivery calls them (End).
 
 A payload moves as in a run: the sending actor returns it as an object of Ray's store, and every receiving actor is
 given the reference.
@@ -30,15 +30,15 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_
 TENSORS = 32
 GROUP_SECONDS = 120.0
 ON_GPUS = (NCCL, PYNCCL)
-"""Transports whose members have a GPU each."""
+"""Transports whose members each need a GPU."""
 MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
-"""Lanes of an actor, one thread each: its own work, deliveries beside it, and aborts beside those."""
+"""Lanes (threads) of an actor, for its own work, deliveries, and aborts."""
 
 
 class Half:
-    """One half of a delivery, in an actor: payload-sized buffers, and the raw primitives on them, which verify nothing.
+    """One side of a delivery in an actor, with the payload's tensors and the bare transfers, which verify nothing.
 
-    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU where the transport is one of ON_GPUS.
+    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU if the transport is in ON_GPUS.
     """
 
     def __init__(self, transport: str, megabytes: float) -> None:
@@ -50,7 +50,7 @@ class Half:
         self.tensors = layout.views(self._payload)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What an end asks for: a method, or one of a part (`publisher.seal`)."""
+        """Calls a method, or a method of an attribute (`publisher.seal`), and returns its result."""
         return attrgetter(method)(self)(*arguments)
 
     def pid(self) -> int:
@@ -68,13 +68,13 @@ class Half:
         return self._seconds_since(began)
 
     def open(self, host: str, port: int, world: int, rank: int) -> None:
-        """Opens a group beside the transport's: torch's own, by NCCL between GPUs and by gloo between hosts."""
+        """Opens a torch process group for `broadcast`, beside the transport's: NCCL for GPUs, else gloo."""
         store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
         self._link = TorchLink(NCCL if self._device == "cuda" else GLOO)
         self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
 
     def broadcast(self) -> None:
-        """The raw collective: all bytes in one call."""
+        """Runs the bare collective: one broadcast of all bytes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         self._link.group.broadcast([self._scratch], options).wait()
@@ -87,7 +87,7 @@ class Half:
 
 
 class Sending(Half):
-    """The half of the trainer: a publisher."""
+    """The trainer's side: a publisher."""
 
     def __init__(self, transport: str, megabytes: float) -> None:
         super().__init__(transport, megabytes)
@@ -96,17 +96,18 @@ class Sending(Half):
             self.group = CollectiveSender(self.publisher, make_member(transport, self._device))
 
     def train(self, version: int) -> None:
+        """Fills the tensors with the version's number, and copies the payload once."""
         for tensor in self.tensors.values():
             tensor.fill_(float(version))
         self.copy()
 
     def put(self) -> ByteArray:
-        """The raw object store, first half: what an actor returns is put there."""
+        """First half of the bare transfer by the object store, where Ray puts the returned array."""
         return self._scratch.numpy()
 
 
 class Receiving(Half):
-    """The half of a rollout worker: a receiver."""
+    """A rollout worker's side: a receiver."""
 
     def __init__(self, transport: str, megabytes: float) -> None:
         super().__init__(transport, megabytes)
@@ -116,10 +117,11 @@ class Receiving(Half):
             self.group = CollectiveReceiver(self.receiver, make_member(transport, self._device))
 
     def get(self, data: ByteArray) -> None:
-        """The raw object store, second half: what an actor is given is mapped, and copied from there."""
+        """Second half of the bare transfer by the object store: copies the array that Ray has mapped."""
         self._scratch.numpy()[:] = data
 
     def activate(self, version: int) -> float:
+        """Returns the seconds of the activation of a version."""
         began = time.perf_counter()
         self.receiver.activate("policy", version)
         return self._seconds_since(began)
@@ -137,12 +139,12 @@ class End:
         self._actor = create.options(num_cpus=0, num_gpus=gpus, resources=seat).remote(transport, megabytes)
 
     def start(self, method: str, *arguments: Any, lane: str = MAIN, returns: int = 1) -> Any:
-        """A reference to the result of a call, or `returns` of them."""
+        """Starts a call; returns a reference to its result, or `returns` references."""
         call = self._actor.call.options(concurrency_group=lane, num_returns=returns)
         return call.remote(method, *arguments)
 
     async def call(self, method: str, *arguments: Any, lane: str = MAIN) -> Any:
-        """The result of a call. Raises what it raised, and ConnectionResetError when the process has died."""
+        """Returns the result of a call. Raises its error, and ConnectionResetError if the process has died."""
         try:
             return await self.start(method, *arguments, lane=lane)
         except RayActorError as error:
@@ -163,14 +165,14 @@ class End:
         await asyncio.gather(self.call("pid"), return_exceptions=True)
 
     async def _payload(self, method: str, *arguments: Any) -> Any:
-        """A reference to the bytes that a method returns beside their header."""
+        """Returns a reference to the bytes that a method returns after their header."""
         header, payload = self.start(method, *arguments, lane=DELIVERY, returns=2)
         await header
         return payload
 
 
 class SenderEnd(End):
-    """The sending actor: a `SenderEndpoint` and a `GroupSender`."""
+    """The sending actor as a SenderEndpoint and a GroupSender."""
 
     async def stage(self, version: int) -> None:
         await self.call("publisher.stage", version)
@@ -198,7 +200,7 @@ class SenderEnd(End):
 
 
 class ReceiverEnd(End):
-    """A receiving actor: a `ReceiverEndpoint` and a `GroupReceiver`."""
+    """A receiving actor as a ReceiverEndpoint and a GroupReceiver."""
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Any:
         return await self.call("receiver.receive", header, payload, slot, lane=DELIVERY)

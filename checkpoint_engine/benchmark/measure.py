@@ -1,4 +1,7 @@
-"""Measurements: deliveries beside the raw primitive, stalls, the event loop's lag, and the time after a SIGKILL."""
+"""Measurements of the benchmark: deliveries and bare transfers, stalls, event loop lag, and recovery after a SIGKILL.
+
+The *primitive* is the bare transfer of the same bytes by the same transport, without verification.
+"""
 
 import asyncio
 import contextlib
@@ -22,11 +25,11 @@ from checkpoint_engine.process_group import SENDER
 from checkpoint_engine.transports import OBJECT_STORE
 
 TICK_SECONDS = 0.002
-"""Between two looks at the event loop's lag."""
+"""Pause between two measurements of the event loop's lag."""
 WARM_UP_PUBLISHES = 2
-"""They touch buffers and meet for the first time."""
+"""Publishes that are not measured, as they allocate buffers and form the group."""
 MAX_SENDER_COPIES, MAX_RECEIVER_COPIES, MAX_STORE_COPIES = 5, 4, 4
-"""Payload-sized buffers per process and in Ray's store, the raw primitive's among them."""
+"""Upper bounds for payload-sized buffers in each process and in Ray's store, with those of the primitive."""
 KILL_MEGABYTES, KILL_RECEIVERS = 50.0, 3
 
 
@@ -56,11 +59,11 @@ class Rig:
             await asyncio.gather(*opening)
 
     async def ask(self, ends: list[Any], method: str, *arguments: Any) -> list[Any]:
-        """All ends at once; their answers in order."""
+        """Calls a method of all ends concurrently; returns their results in order."""
         return await asyncio.gather(*(end.call(method, *arguments) for end in ends))
 
     async def primitive(self) -> float:
-        """Seconds until the last receiver has the same bytes, by the raw way of the transport."""
+        """Returns the seconds of the bare transfer of the same bytes to all receivers."""
         began = time.perf_counter()
         if self.transport == OBJECT_STORE:
             await self.ask(self.receivers, "get", self.sender.start("put"))
@@ -73,7 +76,7 @@ class Rig:
         await asyncio.gather(*(end.close() for end in self.ends))
 
     async def _replace(self, name: str, error: BaseException) -> None:
-        """A receiver that was killed is not replaced."""
+        """Does nothing: a killed receiver is not replaced."""
 
 
 @contextlib.asynccontextmanager
@@ -87,12 +90,15 @@ async def rig(transport: str, megabytes: float, receivers: int, nodes: Sequence[
 
 
 async def measure(transport: str, megabytes: float, receivers: int, *, repeats: int) -> dict[str, Any]:
-    """One cell: medians over `repeats` publishes, each paired with the raw primitive and a copy right after it."""
+    """Measures one row of the table: medians over `repeats` publishes, each followed by the primitive and a copy.
+
+    Raises RuntimeError if a publish did not go by the transport.
+    """
     async with rig(transport, megabytes, receivers) as made:
         rows, lags = [], []
         for version in range(WARM_UP_PUBLISHES + repeats):
             row, lag = await _publish(made, version)
-            async with _watched([]):  # what measures the loop's lag costs both the same
+            async with _watched([]):  # so that measuring the loop's lag costs both the same
                 row["primitive_seconds"] = await made.primitive()
             row["memcpy_seconds"] = await made.sender.call("copy")
             activations = await made.ask(made.receivers, "activate", version)
@@ -119,7 +125,7 @@ async def measure(transport: str, megabytes: float, receivers: int, *, repeats: 
 
 
 async def _publish(made: Rig, version: int) -> tuple[dict[str, float], list[float]]:
-    """Seconds of the stall (`publish`) and of the delivery after it; how late the loop was meanwhile, tick by tick."""
+    """Returns the seconds of the stall (`publish`) and of the delivery after it, and the loop's lags meanwhile."""
     await made.sender.call("train", version)
     lags: list[float] = []
     async with _watched(lags):
@@ -150,7 +156,7 @@ async def _watch(lags: list[float]) -> None:
 
 
 async def after_kill(transport: str) -> dict[str, Any]:
-    """Seconds from a SIGKILL in the middle of a delivery until the last survivor acknowledged that version."""
+    """Measures the seconds from a SIGKILL of a receiver during a delivery until all survivors have acknowledged."""
     async with rig(transport, KILL_MEGABYTES, KILL_RECEIVERS) as made:
         served: dict[str, float] = {}
         victim, *survivors = made.receivers
@@ -170,7 +176,7 @@ async def after_kill(transport: str) -> dict[str, Any]:
 
 
 def obstacle(transport: str, megabytes: float, receivers: int) -> str | None:
-    """Why a cell can't be measured here: too little memory, or fewer GPUs than members."""
+    """Returns the reason why a row cannot be measured on this machine (memory, GPUs), or None."""
     name = f"{transport} {megabytes:g} MB to {receivers}"
     if transport in ON_GPUS and torch.cuda.device_count() <= receivers:
         return f"{name}: needs {receivers + 1} GPUs, {torch.cuda.device_count()} are here"
@@ -179,6 +185,6 @@ def obstacle(transport: str, megabytes: float, receivers: int) -> str | None:
 
 
 def memory_needed(megabytes: float, receivers: int) -> float:
-    """Gigabytes that a cell may take, all processes and Ray's store together."""
+    """Returns the gigabytes that a row may take, in all processes and Ray's store together."""
     copies = MAX_SENDER_COPIES + MAX_RECEIVER_COPIES * receivers + MAX_STORE_COPIES
     return megabytes * copies / 1000 + 0.4 * (receivers + 1)

@@ -1,4 +1,4 @@
-"""The benchmark's result as Markdown, and into a documentation page."""
+"""Report of a benchmark result as Markdown, for the terminal and for a documentation page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ COLUMNS = (
 )
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 LARGE = 50.0
-"""Megabytes from which on the targets hold."""
+"""The targets hold for payloads of at least this many megabytes."""
 TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("fraction >= 0.8", "fraction_of_primitive", lambda value: value >= 0.8),
     ("trainer stall <= 1.5 copies", "trainer_stall_memcpys", lambda value: value <= 1.5),
@@ -25,11 +25,11 @@ TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("loop lag p99 < 100 ms", "loop_lag_p99_ms", lambda value: value < 100.0),
 )
 KILL_LIMIT = 5.0
-"""Seconds after a SIGKILL until the survivors have the version, at most."""
+"""Target: largest number of seconds after a SIGKILL until the survivors have the version."""
 
 
 def report(result: dict[str, Any]) -> str:
-    """Table, kills, what was left out, and how many rows met each target."""
+    """Returns the table, the recoveries after SIGKILL, the rows that met each target, and those not measured."""
     machine = result["machine"]
     load = " ".join(f"{value:.1f}" for value in machine["load"])
     parts = [
@@ -44,7 +44,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def into_page(page: Path, result: dict[str, Any]) -> None:
-    """Puts the report between the page's two markers. Raises ValueError where they are missing."""
+    """Replaces the text between the page's two markers by the report. Raises ValueError if they are missing."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

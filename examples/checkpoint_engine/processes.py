@@ -1,11 +1,13 @@
-"""Ends of a delivery in other processes of one host, without Ray: calls over pipes, payloads in shared memory.
+"""Sender and receiver of a checkpoint_engine `Delivery` for processes of one host, without Ray.
+
+Calls go over pipes, and payloads (the bytes of one version) through shared memory.
 
     publishing process                        channel                         receiving process
     Delivery ─ ProcessSender                                                  serve(channel, receiver)
              └ ProcessReceiver ───────────── call, answer ─────────────────►
 
-A channel is two connections: one carries the calls, one after another; the other carries aborts, which must get through
-while a call is under way. A call to a process that has died raises ConnectionResetError.
+A channel is two connections. One carries the calls, one after another; the other carries only aborts, which must arrive
+while a call is still running. A call to a process that has died raises ConnectionResetError.
 """
 
 import asyncio
@@ -31,23 +33,24 @@ from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.transports import OBJECT_STORE, make_member
 
 Channel = tuple[Connection, Connection]
+"""One end of a channel: the connection for calls and the connection for aborts."""
 _Thread = tuple[Connection, ThreadPoolExecutor]
-"""A connection and the one thread that uses it."""
+"""A connection and the only thread that uses it."""
 
 
 def channel(context: BaseContext) -> tuple[Channel, Channel]:
-    """The two ends of a channel: ours and the other process's."""
+    """Returns the two ends of a new channel: one for this process, one to pass to the other process."""
     (our_calls, their_calls), (our_aborts, their_aborts) = context.Pipe(), context.Pipe()
     return (our_calls, our_aborts), (their_calls, their_aborts)
 
 
 def member_for(transport: str) -> Member | None:
-    """What `ProcessSender` and `serve` take for a transport: None for payloads in shared memory only."""
+    """Returns `member` for `ProcessSender` and `serve`; None for the transport object_store (shared memory)."""
     return None if transport == OBJECT_STORE else make_member(transport)
 
 
 class SharedPayload:
-    """A payload uint8 [n] in a segment of POSIX shared memory, which is deleted with this object."""
+    """Copy of a payload uint8 [n] in POSIX shared memory; the memory is freed when this object is deleted."""
 
     def __init__(self, data: ByteArray) -> None:
         segment = SharedMemory(create=True, size=data.shape[0])
@@ -58,7 +61,7 @@ class SharedPayload:
 
 
 def read(reference: str) -> ByteArray:
-    """A copy, uint8 [n], of a payload that this process or another one has put into shared memory."""
+    """Returns a copy, uint8 [n], of the payload in the shared memory named `reference` (`SharedPayload.reference`)."""
     segment = SharedMemory(reference)
     try:
         return np.array(segment.buf)
@@ -67,10 +70,13 @@ def read(reference: str) -> ByteArray:
 
 
 class ProcessSender:
-    """A publisher of this process as a delivery sees it; its work runs in threads, beside the event loop."""
+    """Sender of a delivery whose `Publisher` is in this process (protocol `SenderEndpoint` of checkpoint_engine.base).
+
+    Slow work runs in threads, beside the event loop.
+    """
 
     def __init__(self, publisher: Publisher, *, member: Member | None = None) -> None:
-        """`member` is needed for a collective transport (`make_member`)."""
+        """`member` is this process's place in a collective group (`member_for`); None for shared memory."""
         self.publisher = publisher
         self._group = None if member is None else CollectiveSender(publisher, member)
 
@@ -108,7 +114,7 @@ class ProcessSender:
         self._sender.abort()
 
     def close(self) -> None:
-        """Ends the group's store; call it when the delivery is closed."""
+        """Ends the store at which the group's members meet; call it after closing the delivery."""
         if self._group is not None:
             self._group.close()
 
@@ -120,7 +126,7 @@ class ProcessSender:
 
 
 class ProcessReceiver:
-    """A receiver that is served in another process, as a delivery sees it."""
+    """Receiver of a delivery that lives in another process, which runs `serve` (protocol `ReceiverEndpoint`)."""
 
     def __init__(self, connections: Channel, name: str, *, node: str = "local") -> None:
         self.name, self.node = name, node
@@ -147,10 +153,10 @@ class ProcessReceiver:
         await self._call("group.abort", by=self._aborts)
 
     def close(self) -> None:
-        """Hangs up: the other process's `serve` ends, and a call under way raises ConnectionResetError."""
+        """Closes the channel: `serve` sets its event over there, and a running call raises ConnectionResetError."""
         for connection, _ in (self._calls, self._aborts):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # closing it would not end a thread that reads from it
+                end.shutdown(socket.SHUT_RDWR)  # close() would not wake a thread that is reading
 
     async def _call(self, method: str, *arguments: Any, by: _Thread | None = None) -> Any:
         connection, thread = by or self._calls
@@ -168,7 +174,7 @@ class ProcessReceiver:
 
 
 class _Service:
-    """What a `ProcessReceiver` may call."""
+    """Object whose methods a `ProcessReceiver` calls by name."""
 
     def __init__(self, receiver: Receiver, member: Member | None) -> None:
         self._receiver = receiver
@@ -180,9 +186,9 @@ class _Service:
 
 @contextlib.contextmanager
 def serve(connections: Channel, receiver: Receiver, *, member: Member | None = None) -> Iterator[threading.Event]:
-    """Answers a `ProcessReceiver` from threads of this process, beside whatever reads the receiver's tensors.
+    """Answers a `ProcessReceiver` in threads of this process while the body of the `with` statement runs.
 
-    Gives an event that is set when the other side hangs up. `member` is needed for a collective transport.
+    Yields an event that is set when the other side closes the channel. `member` is as for `ProcessSender`.
     """
     service, ended = _Service(receiver, member), threading.Event()
     for connection in connections:
@@ -201,7 +207,7 @@ def _answer(connection: Connection, service: _Service, ended: threading.Event) -
             value, error = None, None
             try:
                 value = attrgetter(method)(service)(*arguments)
-            except Exception as raised:  # travels to the caller, who judges it
+            except Exception as raised:  # is raised again in the calling process
                 error = raised.with_traceback(None)
             connection.send((value, error))
     ended.set()

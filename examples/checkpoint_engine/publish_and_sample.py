@@ -1,4 +1,4 @@
-"""Example of two processes: one changes a tensor and publishes it, the other samples from whatever version is newest.
+"""Example with two processes: one changes a tensor and publishes it, the other samples with the newest version.
 
 python examples/checkpoint_engine/publish_and_sample.py
 """
@@ -14,7 +14,7 @@ from examples.checkpoint_engine.processes import Channel, ProcessReceiver, Proce
 
 
 def sample(connections: Channel) -> None:
-    """The sampling process: between two pieces of work it may change to another version, never within one."""
+    """Runs the sampling process. It changes to a newer version between two samples, never during one."""
     weights, used = {"mean": torch.zeros(1000)}, -1
     receiver = Receiver(weights)
     with serve(connections, receiver) as ended:
@@ -30,7 +30,7 @@ def sample(connections: Channel) -> None:
 
 
 async def publish(connections: Channel) -> None:
-    """The publishing process: `publish` returns once the tensor may change; delivery goes on beside it."""
+    """Runs the publishing process. When `Delivery.publish` returns, the tensor may change; the delivery goes on."""
 
     async def replace(name: str, error: BaseException) -> None:
         raise error
@@ -42,7 +42,7 @@ async def publish(connections: Channel) -> None:
     for version in range(5):
         mean.fill_(float(version))
         await delivery.publish(version)
-        await delivery.drain()  # a trainer would train on instead
+        await delivery.drain()  # waits for the delivery; a trainer would continue training here
     await delivery.close()
     sampler.close()
 

@@ -1,7 +1,7 @@
-"""An algorithm of one's own in twenty lines: reward-weighted regression in place of the clipped surrogate.
+"""Example of a custom algorithm: reward-weighted regression in place of Flow-GRPO's clipped surrogate loss.
 
-Peters and Schaal, Reinforcement learning by reward-weighted regression for operational space control (ICML 2007): make
-what was sampled more likely, in proportion to exp(advantage / temperature). Nothing is pushed away, nothing is clipped.
+Peters and Schaal, Reinforcement learning by reward-weighted regression for operational space control (ICML 2007):
+sampled images become more likely in proportion to exp(advantage / temperature). The ratio is not clipped.
 """
 
 import torch
@@ -13,22 +13,23 @@ from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 
 class RewardWeighted(FlowGRPO):
-    """loss = -(exp(A / temperature) - 1) · ratio: worse images than usual weigh at most 1, better ones any amount.
+    """Loss per image: -(exp(A / temperature) - 1) · ratio, where A is the clipped advantage.
 
-    The 1 is a baseline: it leaves the expected gradient as it is, and an image with advantage 0 without any.
+    The weight is at least -1 (for images worse than the group's mean) and grows exponentially for better ones. The
+    subtracted 1 is a baseline: it does not change the expected gradient, and an image with advantage 0 has no gradient.
     """
 
     name = "reward_weighted"
 
     def __init__(self, config: AlgorithmConfig, *, correction: str, temperature: float = 1.0) -> None:
-        """`temperature` above 0 comes from algorithm.options; a ValueError is one sentence before the run starts."""
+        """`temperature` comes from `algorithm.options`. If it is not above 0, ValueError ends the run at its start."""
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         super().__init__(config, correction=correction)
         self.temperature = temperature
 
     def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        """All [B]; `anchor` holds the log-probs at the start of the batch, so the ratio begins at exactly 1."""
+        """Returns tensors [B]; `anchor` has the log-probabilities of the batch's start, so the ratio begins at 1."""
         ratio = torch.exp(current["log_prob"] - anchor["log_prob"])
         weight = torch.expm1(self.clipped_advantages(batch) / self.temperature)
         inside = torch.zeros_like(ratio, dtype=torch.bool)

@@ -1,6 +1,9 @@
-"""What training changed, on held-out words: the trained score beside scores that were not trained.
+"""Measures trained LoRAs on the held-out words: the trained OCR score and scores that were not trained.
 
 python -m examples.glyphs.audit outputs/glyphs/lora
+
+Prints a Markdown table: drawn words, the base model, and each given LoRA. Held-out words (`TEST`) are those that no
+training has seen. compare.py and league.py in this folder use `scores` for their results.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from examples.glyphs.flow import DETECTING_READER, STEPS, generate, legibility
 from examples.glyphs.words import LETTERS, SIDE, TEST, WEIGHTS, draw_many
 
 COPIES = 8
+"""Images per word if --copies is not given."""
 
 
 def main() -> None:
@@ -51,12 +55,12 @@ def main() -> None:
 
 
 def open_model(path: str = str(WEIGHTS)) -> Any:
-    """The glyphs pipeline in float32."""
+    """Loads a glyphs model as a diffusers pipeline, float32 on the CPU."""
     return load_pipeline(resolve_model(ModelConfig(path=path)), dtype="float32", device="cpu")
 
 
 def trained_images(pipeline: Any, lora: Path, copies: int, steps: int = STEPS) -> ByteArray:
-    """Held-out words under a trained adapter, which is taken off again."""
+    """Generates uint8 [len(TEST), copies, H, W, 3] of the held-out words with a trained LoRA, then unloads it."""
     pipeline.load_lora_weights(lora, adapter_name="trained")
     try:
         return generate(pipeline, TEST, copies, steps=steps)
@@ -65,8 +69,12 @@ def trained_images(pipeline: Any, lora: Path, copies: int, steps: int = STEPS) -
 
 
 def scores(images: ByteArray) -> dict[str, float]:
-    """Of images [len(TEST), copies, H, W, 3]: OCR, by another reader, against other words, by template; then how the
-    images look."""
+    """Measures images uint8 [len(TEST), copies, H, W, 3] of the held-out words; every score is a mean.
+
+    `ocr`: score of the reader, the OCR model that is trained on. `other_reader`: the same with other OCR options.
+    `wrong_word`: the reader's score against another word than the asked one. `templates`: `template_accuracy`.
+    `sharpness`, `variety` and `contrast` describe the look of the images.
+    """
     return {
         "ocr": legibility(images, TEST),
         "other_reader": legibility(images, TEST, DETECTING_READER),
@@ -79,30 +87,33 @@ def scores(images: ByteArray) -> dict[str, float]:
 
 
 def row(name: str, images: ByteArray) -> str:
-    """One line of the table."""
+    """Returns one line of the table that `main` prints."""
     return f"| {name} | " + " | ".join(f"{value:.3f}" for value in scores(images).values()) + " |"
 
 
 def sharpness(images: ByteArray) -> float:
-    """Mean absolute difference of neighbouring pixels, as a share of the range of grey."""
+    """Mean absolute difference of horizontal neighbours plus that of vertical neighbours, with greys in 0..1."""
     grey = images.astype(np.float32).mean(-1) / 255
     return float(np.abs(np.diff(grey, axis=-1)).mean() + np.abs(np.diff(grey, axis=-2)).mean())
 
 
 def variety(images: ByteArray) -> float:
-    """How much the images of one word differ from each other (`statistics.diversity`), averaged over the words."""
+    """Difference between the images of one word (`statistics.diversity`), averaged over the words."""
     return float(np.mean([diversity(group) or 0.0 for group in images]))
 
 
 def contrast(images: ByteArray) -> float:
-    """Mean range of an image's greys, from their 5th to their 95th percentile, as a share of all greys."""
+    """95th minus 5th percentile of an image's greys in 0..1, averaged over the images."""
     flat = images.astype(np.float32).mean(-1).reshape(-1, images.shape[-2] * images.shape[-3]) / 255
     low, high = np.percentile(flat, (5, 95), axis=1)
     return float(np.mean(high - low))
 
 
 def template_accuracy(images: ByteArray, words: Sequence[str]) -> float:
-    """Share of letters that correlate best with a drawing of themselves, over sizes and shifts; no network involved."""
+    """Share of letters that template matching recognises, in images uint8 [len(words), copies, H, W, 3].
+
+    A letter counts if, among the `templates` of all letters, one of the right letter correlates best with its cell.
+    """
     right = []
     for word, group in zip(words, images, strict=True):
         for i, letter in enumerate(word):
@@ -113,7 +124,7 @@ def template_accuracy(images: ByteArray, words: Sequence[str]) -> float:
 
 
 def standardised(cells: FloatArray) -> FloatArray:
-    """[n, H, W] to [n, H * W] with mean 0 and length 1."""
+    """Flattens images [n, H, W] to [n, H * W], mean 0 and Euclidean norm 1: dot products are then correlations."""
     flat = cells.reshape(len(cells), -1)
     flat = flat - flat.mean(1, keepdims=True)
     return np.asarray(flat / (np.linalg.norm(flat, axis=1, keepdims=True) + 1e-6), dtype=np.float32)
@@ -121,7 +132,7 @@ def standardised(cells: FloatArray) -> FloatArray:
 
 @cache
 def templates(letter: str, place: int) -> FloatArray:
-    """Drawings of a letter in its cell, dark on light, [27, H * W]: three sizes, nine shifts."""
+    """Drawings of a letter in cell `place` (0 to 2), dark on light: [27, H * W], three sizes times nine shifts."""
     drawn = []
     for size, x, y in itertools.product((12, 13, 14), (-1, 0, 1), (-1, 0, 1)):
         image = Image.new("L", (SIDE, SIDE), 255)
@@ -136,7 +147,10 @@ def _columns(place: int) -> slice:
 
 
 def before_after(before: ByteArray, after: ByteArray, scale: int = 3) -> ByteArray:
-    """Two rows of base images, a white line, two rows of trained ones: one column per word."""
+    """Draws a column per word: two images of `before`, a white line, two of `after`.
+
+    Both are uint8 [words, copies, H, W, 3] with at least two copies.
+    """
     strips = [np.concatenate(list(images[:, k]), axis=1) for images in (before, after) for k in range(2)]
     gap = np.full((4, *strips[0].shape[1:]), 255, dtype=np.uint8)
     grid = np.concatenate([*strips[:2], gap, *strips[2:]])

@@ -1,12 +1,13 @@
-"""Trains glyphs in several modes and seeds, and draws every curve against images and wall clock.
+"""Trains glyphs in several modes and seeds, and draws the OCR scores against images and wall-clock seconds.
 
-python -m examples.glyphs.compare                                    # all that is missing, then the picture
+python -m examples.glyphs.compare                                    # every run without a result, then the pictures
 python -m examples.glyphs.compare --variants one_step_off --seeds 0  # one run
-python -m examples.glyphs.compare --draw                             # the picture and the table alone
+python -m examples.glyphs.compare --draw                             # the pictures and tables alone, no training
 
-A finished run leaves one small JSON file in --results and is skipped from then on; an interrupted one goes on from its
-last checkpoint in --runs. Scores do not depend on what else the machine does, seconds do: the load is kept beside them,
-and a run under `nice`, or on a machine that had much else to do, counts for its scores only.
+Scores after training are on the held-out words, which no training has seen. A finished run writes one JSON file
+(`Result`) into --results and is skipped afterwards. An interrupted run resumes from its last checkpoint in --runs.
+Other work on the machine changes the seconds of a run, not its scores; therefore only the seconds of runs without
+`nice` on a quiet machine are used (`Result.timed`).
 """
 
 import argparse
@@ -29,25 +30,28 @@ from examples.glyphs.result_picture import FAST, FAST_AGAINST, FLOW_GRPO, draw, 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)
 JUDGED_FAST = (14, 15, 16, 17, 18)
-"""Seeds on which nothing was chosen: `--variants one_step_off fast --seeds 14 15 16 17 18`."""
+"""Test seeds of `fast`, with which no setting was chosen: `--variants one_step_off fast --seeds 14 15 16 17 18`."""
 COPIES = 64
-"""Images per held-out word at the end: 1,024 images, whose mean score has a standard error of 0.011."""
+"""Images per held-out word after training: 1,024 images, whose mean score has a standard error of 0.011."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a variant differs from `--config-name <mode> experiment=<experiment>`, and which seeds it is run with."""
+    """Configuration `--config-name <mode> experiment=<experiment>` with `overrides`, and the seeds to run it with."""
 
     mode: str
     overrides: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
     experiment: str = "glyphs"
     sampling_steps: int = STEPS
-    """Denoising steps of the images that are measured at the end."""
+    """Denoising steps of the images that are measured after training."""
 
 
 def flow_grpo(mode: str, *overrides: str, seeds: tuple[int, ...] = (8, 9, 10)) -> Variant:
-    """Judged on seeds that no setting was chosen by; in one process, because only scores count here."""
+    """Returns a variant trained with Flow-GRPO, on seeds with which no setting was chosen.
+
+    All its workers share one process, because these runs are compared by scores and not by seconds.
+    """
     return Variant(mode, ("runtime.backend=local", *overrides), seeds, "glyphs_flow_grpo")
 
 
@@ -64,7 +68,8 @@ VARIANTS = {
     "grpo_two_updates": flow_grpo("sync", "trainer.updates_per_batch=2", seeds=(8,)),
     "grpo_permuted": flow_grpo("sync", "algorithm.permute_advantages=true", seeds=(8,)),
 }
-"""`sync_all_cores`: each phase has both cores of a small machine, of which `sync` leaves one idle."""
+"""Name to variant. `sync_all_cores` gives generation and training two threads each. With one thread each, `sync` leaves
+one of two cores idle, because its two phases take turns. `permuted` is a control whose advantages are shuffled."""
 
 
 def main() -> None:
@@ -99,7 +104,10 @@ def main() -> None:
 
 
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """Markers on the page to the runs that are shown there; the fast recipe beside the one it is measured against."""
+    """Splits the results into the sections of the page; a key is the name of the section's markers.
+
+    `fast` holds the runs of the fast recipe and those of the recipe it is compared with, for the same seeds.
+    """
     slow = [result for result in found if not result.variant.startswith(FLOW_GRPO) and result.variant != FAST]
     fast = [result for result in found if result.variant == FAST]
     seeds = {result.seed for result in fast}
@@ -109,7 +117,10 @@ def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) -> None:
-    """Draws the runs into glyphs_<name>.png, and writes their table between the page's markers of that name."""
+    """Draws the runs into glyphs_<name>.png and writes their table between the page's markers `name`.
+
+    Does nothing without results. Raises ValueError if the page has no such markers.
+    """
     if not results:
         return
     arguments.pictures.mkdir(parents=True, exist_ok=True)
@@ -122,7 +133,11 @@ def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) ->
 def complete(
     name: str, variant: Variant, seed: int, *, steps: int | None, runs: Path, results: Path, copies: int = COPIES
 ) -> None:
-    """Trains and measures what is not in `results` yet, with `copies` images per held-out word at the end."""
+    """Trains and measures one run and writes its `Result` into `results`; does nothing if it is there already.
+
+    `steps` is `total_steps`, None means the experiment's own. `copies` images per held-out word are measured after
+    training; 0 means none. Raises CalledProcessError if the training fails.
+    """
     run = f"{name}_seed{seed}"
     target = results / f"{run}.json"
     if target.is_file():
@@ -136,20 +151,23 @@ def complete(
 
 
 def train(variant: Variant, seed: int, folder: Path, *, steps: int | None) -> None:
-    """The normal entry point, from the last checkpoint if there is one. Raises CalledProcessError if it fails."""
+    """Runs `python -m async_flowrl.main`, resuming from the last checkpoint in `folder` if there is one.
+
+    Raises CalledProcessError if the training fails.
+    """
     command = [sys.executable, "-m", "async_flowrl.main", *overrides(variant, seed, folder, steps=steps)]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
 def overrides(variant: Variant, seed: int, folder: Path, *, steps: int | None) -> list[str]:
-    """What follows `python -m async_flowrl.main`."""
+    """Returns the arguments of `python -m async_flowrl.main`."""
     given = [f"name={folder.name}", f"output_dir={folder.resolve()}", f"seed={seed}", "resume=auto"]
     length = [] if steps is None else [f"total_steps={steps}"]
     return ["--config-name", variant.mode, f"experiment={variant.experiment}", *given, *length, *variant.overrides]
 
 
 def collect(name: str, seed: int, folder: Path, copies: int, sampling_steps: int = STEPS) -> Result:
-    """The curve of a finished run, and its adapter measured on `copies` images per held-out word, if any."""
+    """Reads the curve of a finished run and measures its LoRA on `copies` images per held-out word (0: not at all)."""
     curve = read(folder)
     final = scores(trained_images(open_model(), folder / "lora", copies, sampling_steps)) if copies else {}
     return Result(

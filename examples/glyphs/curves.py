@@ -1,6 +1,8 @@
-"""Curves of finished runs: the OCR score of training images and of held-out words, against images and seconds.
+"""Draws the OCR scores of finished runs, on training images and on held-out words, against images and seconds.
 
 python -m examples.glyphs.curves outputs/seed0 outputs/seed1 --out docs/images/glyphs_curves.png
+
+Held-out words are words that no training has seen. compare.py and readme_figure.py also read runs with `read`.
 """
 
 import argparse
@@ -13,18 +15,22 @@ from pathlib import Path
 import matplotlib as mpl
 
 WINDOW = 10
-"""Steps over which the training curve is averaged."""
+"""Training steps over which the training curve is averaged."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Per step: images so far, seconds so far, mean reward. `evaluations`: (step, -1 is before the first; score)."""
+    """The course of one run: `images`, `seconds` and `reward` have one entry per training step."""
 
     name: str
     images: list[float]
+    """Images trained on, summed up to the step."""
     seconds: list[float]
+    """Seconds, summed up to the step."""
     reward: list[float]
+    """Mean reward of the step's images."""
     evaluations: list[tuple[int, float]]
+    """(step, mean OCR score of the held-out words after that step); step -1 means before training."""
 
 
 def main() -> None:
@@ -41,7 +47,7 @@ def main() -> None:
 
 
 def read(run: Path) -> Curve:
-    """The curve of one run directory's metrics.jsonl."""
+    """Reads the curve from metrics.jsonl of a run directory. Raises FileNotFoundError if there is none."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     key = "evaluation{}/ocr/mean"
     evaluations = [(-1, rows[0][key.format("_before")])] if key.format("_before") in rows[0] else []
@@ -56,13 +62,13 @@ def read(run: Path) -> Curve:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over the last `WINDOW` values, fewer at the start."""
+    """Replaces each value by the mean of the `WINDOW` values that end with it (fewer at the start)."""
     heads = [values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values))]
     return [sum(head) / len(head) for head in heads]
 
 
 def plot(curves: Sequence[Curve], out: Path) -> None:
-    """Two panels, one line per run; dots are evaluations on held-out words."""
+    """Draws two panels (against images, against seconds) with one line per run; dots are held-out evaluations."""
     mpl.use("Agg")
     from matplotlib import pyplot
 

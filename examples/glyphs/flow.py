@@ -1,4 +1,7 @@
-"""Flow matching of the transformer and the text encoder on the VAE's latents, and how well the result can be read."""
+"""Pretraining of the glyphs model by flow matching on the VAE's latents, image generation, and the OCR score.
+
+pretrain.py calls `train_flow`; audit.py and other modules call `generate` and `legibility`.
+"""
 
 import logging
 import random
@@ -18,24 +21,27 @@ from examples.glyphs.vae import encode, normalise
 from examples.glyphs.words import SIDE, draw_many, pretraining_words, prompt
 
 READER: dict[str, Any] = {"detect": False, "line_width": 48}
-"""The reward's, as in configs/reward/ocr_word.yaml: the whole image is one line."""
+"""Options of the OCR model that is the reward, as in configs/reward/ocr_word.yaml: the image is read as one line."""
 DETECTING_READER: dict[str, Any] = {"enlarge": 2, "line_width": 128}
-"""Looks for a line first. Nothing is trained on it."""
+"""Options of a second OCR reader, which first looks for a line of text. No run is trained on it."""
 
 STEPS = 12
-"""Denoising steps, as in configs/experiment/glyphs.yaml."""
+"""Denoising steps per image, as in configs/experiment/glyphs.yaml."""
 
 log = logging.getLogger(__name__)
 
 TOKEN_SIDE = 8
-"""Pixels per token and side: two by two latents of 4 x 4 pixels."""
+"""Side of a transformer token in pixels: a token is 2 x 2 latents, and each latent covers 4 x 4 pixels."""
 
 _NO_TEXT = 0.1
-"""Share of the steps without a word in the prompt, which classifier-free guidance needs."""
+"""Share of the training steps with an empty prompt; classifier-free guidance needs them."""
 
 
 def latents_of(vae: Any, words: Sequence[str], copies: int) -> Tensor:
-    """Packed, normalised latents float32 [len(words), copies, tokens, 64], each copy drawn anew."""
+    """Draws each word `copies` times and returns packed, normalised latents float32 [len(words), copies, tokens, 64].
+
+    Also stores the latents' mean and std in the VAE's configuration (`normalise`).
+    """
     rng = random.Random(2)
     drawn = draw_many([word for word in words for _ in range(copies)], rng)
     x = normalise(vae, encode(vae, drawn))
@@ -45,13 +51,13 @@ def latents_of(vae: Any, words: Sequence[str], copies: int) -> Tensor:
 
 
 def prompt_ids(pipeline: Any, texts: Sequence[str]) -> Tensor:
-    """Token ids [n, L] inside the pipeline's template; the texts must be equally long."""
+    """Token ids [n, L] of the texts inside the pipeline's prompt template; all texts must have equally many tokens."""
     template = pipeline.prompt_template_encode
     return torch.tensor(pipeline.tokenizer([template.format(text) for text in texts]).input_ids)
 
 
 def embed(pipeline: Any, ids: Tensor) -> Tensor:
-    """Prompt embeddings [n, L - prefix, D] as `encode_prompt` makes them, with gradients."""
+    """Prompt embeddings [n, L - prefix, D] like those of the pipeline's `encode_prompt`, but with gradients."""
     states: Tensor = pipeline.text_encoder.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     return states[:, pipeline.prompt_template_encode_start_idx :]
 
@@ -65,10 +71,11 @@ def train_flow(
     learning_rate: float = 2e-3,
     watch: Callable[[int], None] | None = None,
 ) -> None:
-    """Squared error of the velocity noise - latents at uniform noise levels; each step sees its own words.
+    """Trains the transformer and the text encoder for `steps` steps by flow matching.
 
-    The learning rate is constant after a warm-up, so that a shorter run is the beginning of a longer one. `watch` is
-    called with the number of steps done, every hundred steps.
+    The loss is the squared error of the velocity (noise - latents) at noise levels uniform in 0..1. Each step draws
+    `batch` random words. The learning rate is constant after a warm-up, so a shorter run is the beginning of a longer
+    one. `watch(step)` is called after steps 0, 100, 200, … and the last one, counted from 0.
     """
     words = pretraining_words()
     latents = latents_of(pipeline.vae, words, copies)
@@ -113,7 +120,11 @@ def _velocity(transformer: Any, latents: Tensor, sigma: Tensor, text: Tensor) ->
 
 @torch.no_grad()
 def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, guidance: float = 1.0) -> ByteArray:
-    """uint8 [len(words), copies, H, W, 3] without noise after the first; the same first noise every time."""
+    """Generates `copies` images per word: uint8 [len(words), copies, H, W, 3].
+
+    The sampler is the deterministic Euler ODE in `steps` steps, from the same initial noises in every call. `guidance`
+    is the scale of classifier-free guidance; 1 means none.
+    """
     policy = QwenImagePolicy(
         pipeline.transformer, pipeline.scheduler, side=TOKEN_SIDE, dtype=torch.float32, pipeline=pipeline
     )
@@ -131,7 +142,7 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
 
 
 def legibility(images: ByteArray, words: Sequence[str], reader: Mapping[str, Any] = READER) -> float:
-    """Mean OCR score of images [len(words), copies, H, W, 3]."""
+    """Mean OCR score (`text_score`, 0..1) of images uint8 [len(words), copies, H, W, 3], read by `OCR(**reader)`."""
     ocr = OCR(**reader)
     pairs = [(image, word) for word, group in zip(words, images, strict=True) for image in group]
     return float(np.mean([text_score(ocr.read(image), word) for image, word in pairs]))

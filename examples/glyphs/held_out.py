@@ -1,4 +1,6 @@
-"""Rewards of glyphs that nothing is trained on: the letters by template, which needs no network, and another reader.
+"""Held-out reward of the glyphs example: recognises letters by template matching, without a neural network.
+
+Held out means measured in evaluations and not trained on. examples/glyphs/hacking.py uses it as
 
 evaluate.reward.terms: {templates: {name: "examples.glyphs.held_out:Templates"}}
 """
@@ -13,15 +15,17 @@ from examples.glyphs.words import LETTERS, SIDE
 
 
 class Templates:
-    """Share of an image's letters that correlate best with a drawing of themselves, over sizes and shifts.
+    """Reward: share of an image's three letters that are recognised by template matching.
 
-    For images uint8 [n, 32, 32, 3] of three capitals in cells of their own; `prompt.target` is the word.
+    A letter is recognised if, among drawings of all ten capitals, a drawing of the right one correlates best with the
+    letter's cell. Takes images uint8 [n, 32, 32, 3] and the word in `prompt.target`; returns 0, 1/3, 2/3 or 1 per
+    image. Raises ValueError for images of another size and for words that `check` refuses.
     """
 
     needs_target = True
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for a word that is not three of the capitals of glyphs."""
+        """Raises ValueError if `prompt.target` is not three letters of `LETTERS`."""
         word = prompt.target or ""
         if len(word) != 3 or set(word) - set(LETTERS):
             raise ValueError(f"prompt {prompt.text!r} must name three of the capitals {LETTERS}, got {word!r}")

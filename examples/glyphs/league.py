@@ -1,13 +1,14 @@
-"""Every algorithm on the same words with the same tuning budget: trains what is missing, then draws the page.
+"""Compares all algorithms on the same words with the same tuning budget: trains what is missing, then writes the page.
 
-python -m examples.glyphs.league                                  # all that is missing
-python -m examples.glyphs.league --algorithms glyphs flow_grpo    # these alone
+python -m examples.glyphs.league                                  # every run without a result
+python -m examples.glyphs.league --algorithms glyphs flow_grpo    # these algorithms only
 python -m examples.glyphs.league --pace                           # seconds per step, on a quiet machine
-python -m examples.glyphs.league --draw                           # the page alone
+python -m examples.glyphs.league --draw                           # the page alone, no training
 
-An algorithm is a file of configs/algorithm. It is tuned by one whole run per learning rate of the grid on a seed of its
-own, and judged with the best of them on three others. A finished run leaves one small JSON file in --results and is
-skipped from then on; an interrupted one goes on from its last checkpoint in --runs.
+An algorithm is a file of configs/algorithm. Tuning is one whole run per learning rate of `RATES` with one seed. The
+best rate is then judged, which means trained with three other seeds and measured on the held-out words. A finished run
+writes one JSON file into --results and is skipped afterwards. An interrupted run resumes from its last checkpoint in
+--runs.
 """
 
 import argparse
@@ -26,12 +27,12 @@ from examples.glyphs.league_results import League, best_rate, load_league, named
 from examples.glyphs.words import TEST
 
 RATES = (5e-4, 1.5e-3, 4e-3)
-"""The learning rates that every algorithm is tuned over, falling linearly to zero."""
+"""Learning rates that every algorithm is tuned over; each falls linearly to zero during a run."""
 TUNING_SEED, SEEDS, PACE_SEED = 0, (11, 12, 13), 11
 PACE_STEPS = 12
-"""Training steps of the short run that is timed."""
+"""Training steps of the short run whose seconds are measured."""
 STEPS = 8
-"""Sampling steps, in training and at the end."""
+"""Denoising steps per image, in training and in the final measurement."""
 UPDATES = {
     "glyphs": 1,
     "glyphs_flow_grpo": 1,
@@ -45,8 +46,9 @@ UPDATES = {
     "flow_grpo_fast": 2,
     "flow_cps": 2,
 }
-"""Algorithm to optimizer steps per batch, in the order of training. The published policy-gradient recipes take two:
-their clips and masks act from the second on. The recipes found on glyphs and the losses on final images take one."""
+"""Algorithm to optimizer steps per batch, in the order in which the algorithms are trained. The published
+policy-gradient recipes take two, because their clips and masks have no effect before the second. The recipes found on
+glyphs and the losses on final images take one."""
 
 
 def main() -> None:
@@ -73,7 +75,10 @@ def main() -> None:
 
 
 def play(algorithm: str, seeds: list[int], steps: int | None, runs: Path, results: Path) -> None:
-    """Tunes an algorithm and judges it; `steps` is the length of all runs."""
+    """Tunes one algorithm, then trains and measures it with the best learning rate for every seed in `seeds`.
+
+    `steps` is `total_steps` of all these runs; None means the experiment's own.
+    """
     for rate in RATES:
         without = ("evaluate.before_training=false", "evaluate.every=0")
         entry = variant(algorithm, rate, *without)
@@ -87,13 +92,13 @@ def play(algorithm: str, seeds: list[int], steps: int | None, runs: Path, result
 
 
 def measure_pace(algorithm: str, runs: Path, results: Path) -> None:
-    """A short run whose steps are timed: their cost does not depend on the learning rate."""
+    """Makes a short run to time its steps, with the middle learning rate; the rate does not change the seconds."""
     entry = variant(algorithm, RATES[1], "evaluate.before_training=false", "evaluate.every=0")
     complete(algorithm, entry, PACE_SEED, steps=PACE_STEPS, runs=runs, results=results / "pace", copies=0)
 
 
 def variant(algorithm: str, rate: float, *more: str) -> Variant:
-    """One process, one step off, as every run of the league."""
+    """Returns the configuration of a run: mode one_step_off (staleness 1), all workers in one process."""
     given = (
         f"algorithm={algorithm}",
         f"trainer.updates_per_batch={UPDATES[algorithm]}",
@@ -105,7 +110,7 @@ def variant(algorithm: str, rate: float, *more: str) -> Variant:
 
 
 def reference(target: Path) -> None:
-    """Scores of what the training starts from, sampled as the judged runs are; kept, so that --draw needs no model."""
+    """Measures the model before training like the judged runs and writes the scores to `target`, unless it exists."""
     if target.is_file():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +119,7 @@ def reference(target: Path) -> None:
 
 
 def show(league: League, picture: Path, to: Path) -> None:
-    """Draws the judged runs, if there are any, and writes what is known between the page's markers."""
+    """Draws the judged runs, if there are any, writes all tables between the page's markers, and prints them."""
     if any(league.judged.values()):
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw(league, picture)

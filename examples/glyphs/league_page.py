@@ -1,4 +1,4 @@
-"""The league's tables and its picture. A run that is missing is shown as missing."""
+"""Tables and picture of the league (examples/glyphs/league.py); a missing run is shown as missing."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,6 +11,7 @@ from examples.glyphs.league_results import League, tuned_score
 from examples.glyphs.result import Result
 
 GOALS = (0.6, 0.7, 0.8)
+"""OCR scores on held-out words (not trained on); the page shows the images and seconds that reach each."""
 COLUMNS = {
     "ocr": "OCR",
     "other_reader": "other reader",
@@ -20,6 +21,7 @@ COLUMNS = {
     "contrast": "contrast",
     "sharpness": "sharpness",
 }
+"""Key of `Result.final` to column heading."""
 NOT_RUN = "not run"
 NOTHING = (
     "**No judged run of the league has been made yet**, so this page has no scores, no picture and no order of the\n"
@@ -29,10 +31,9 @@ CAPTION = "Held-out words; thin lines are seeds, thick ones their means"
 
 
 def page(league: League, picture: str) -> str:
-    """Three tables (scores at the end, what it took to get to the goals, how the learning rates were chosen) and the
-    picture at `picture`.
+    """Returns Markdown: final scores, the picture at path `picture`, images and seconds to each goal, and the tuning.
 
-    Without a judged run it is one sentence that says so, and the tuning where some of it was run.
+    Without a judged run (a run with the tuned learning rate) it returns `NOTHING`, and the tuning if there is any.
     """
     tuning = ["### Tuning", tuning_table(league)]
     if not any(league.judged.values()):
@@ -42,7 +43,7 @@ def page(league: League, picture: str) -> str:
 
 
 def ranked(league: League) -> list[str]:
-    """Algorithms by their mean OCR, best first; those without a judged run last, in their own order."""
+    """Algorithms by mean final OCR score, best first; those without a judged run last, in their configured order."""
     judged = league.judged
     return sorted(league.algorithms, key=lambda name: -mean_of(judged[name], "ocr") if judged[name] else inf)
 
@@ -52,7 +53,7 @@ def mean_of(results: Sequence[Result], key: str) -> float:
 
 
 def scores_table(league: League) -> str:
-    """One line per algorithm: means over its judged seeds, the OCR of each, and the lowest evaluation there was."""
+    """One line per algorithm: means over its judged seeds, the final OCR of each seed, and the lowest evaluation."""
     head = ["algorithm", "learning rate", "seeds", *COLUMNS.values(), "OCR, by seed", "lowest evaluation"]
     base = [f"{league.reference[key]:.3f}" if key in league.reference else "" for key in COLUMNS]
     rows = [["before training", "", "", *base, "", ""]]
@@ -70,7 +71,7 @@ def scores_table(league: League) -> str:
 
 
 def goals_table(league: League) -> str:
-    """Images to each score by seed; seconds of their median at the pace measured on a quiet machine."""
+    """Images of each seed until each goal; seconds for the median of these images, at the measured pace."""
     head = [
         "algorithm",
         *(f"images to {goal:g}" for goal in GOALS),
@@ -101,17 +102,18 @@ def _seconds(league: League, name: str, reached: Sequence[Sequence[float | None]
 
 
 def pace_of(result: Result) -> float:
-    """Median seconds of a step, without the first two, which load what is loaded once."""
+    """Median seconds per training step, without the first two steps, which include loading."""
     steps = [after - before for before, after in zip(result.seconds[1:], result.seconds[2:], strict=False)]
     return median(steps)
 
 
 def _per_step(league: League, name: str) -> float:
+    """Images per training step."""
     return league.judged[name][0].images[0]
 
 
 def tuning_table(league: League) -> str:
-    """The number that each learning rate got, and which was chosen."""
+    """One line per algorithm: the tuning score of each learning rate, and the chosen rate."""
     head = ["algorithm", *(f"{rate:g}" for rate in league.rates), "chosen"]
     rows = []
     for name in league.algorithms:
@@ -131,8 +133,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(league: League, out: Path) -> None:
-    """Held-out words against images, and against seconds where the pace is known: a thick line for the mean of the
-    seeds, thin ones for each. There must be a judged run."""
+    """Draws held-out OCR scores against images and, for algorithms with a known pace, against seconds.
+
+    Thin lines are seeds, the thick line is their mean. At least one judged run is required.
+    """
     mpl.use("Agg")
     from matplotlib import pyplot
 

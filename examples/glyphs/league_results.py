@@ -1,4 +1,4 @@
-"""What the league's runs left, by algorithm, and which learning rate the tuning runs choose."""
+"""Results of the league (examples/glyphs/league.py), grouped by algorithm, and the choice of the learning rate."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,16 @@ from statistics import fmean
 from examples.glyphs.result import Result, load_all
 
 LAST = 20
-"""Steps at the end of a tuning run whose mean reward, on training words, chooses the learning rate."""
+"""Number of last steps of a tuning run whose mean reward, on training words, decides about the learning rate."""
 
 
 @dataclass(frozen=True)
 class League:
-    """By algorithm: `tuning`, a run per learning rate; `judged`, the runs at the chosen one, by seed; `pace`, a short
-    run whose seconds count. What was not run is not there."""
+    """All results. The mappings' keys are algorithms; a run that was not made has no entry.
+
+    `tuning` has one run per learning rate, `judged` one run per seed at the chosen rate, and `pace` one short run whose
+    seconds are valid (`Result.timed`).
+    """
 
     algorithms: tuple[str, ...]
     rates: tuple[float, ...]
@@ -23,16 +26,16 @@ class League:
     judged: Mapping[str, Sequence[Result]]
     pace: Mapping[str, Result]
     reference: Mapping[str, float]
-    """Scores of the weights that every run starts from."""
+    """Name of a score to its value for the model before training."""
 
     def chosen(self, algorithm: str) -> float | None:
-        """The learning rate that `algorithm` is judged with; None until its tuning is complete."""
+        """Returns the learning rate with the best tuning run; None until there is a run for every rate."""
         tuning = self.tuning[algorithm]
         return best_rate(tuning) if set(tuning) == set(self.rates) else None
 
 
 def named(algorithm: str, rate: float) -> str:
-    """Name of the runs of an algorithm at a learning rate."""
+    """Name of the runs of an algorithm at one learning rate, without the seed."""
     return f"{algorithm}-lr{rate:g}"
 
 
@@ -42,12 +45,12 @@ def tuned_score(result: Result) -> float:
 
 
 def best_rate(tuning: Mapping[float, Result]) -> float:
-    """The learning rate with the highest score; the lowest of equals."""
+    """Returns the learning rate with the highest `tuned_score`, the lowest of several equal ones."""
     return max(sorted(tuning), key=lambda rate: tuned_score(tuning[rate]))
 
 
 def load_league(results: Path, algorithms: Sequence[str], rates: Sequence[float]) -> League:
-    """What is in the folders tuning/, judged/ and pace/ of `results`, and its reference.json."""
+    """Reads the folders tuning/, judged/ and pace/ of `results`, and reference.json; what is missing is left empty."""
     kept = {each: load_all(results / each) for each in ("tuning", "judged", "pace")}
     tuning = {
         algorithm: {rate: r for rate in rates for r in kept["tuning"] if r.variant == named(algorithm, rate)}

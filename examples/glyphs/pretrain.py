@@ -1,4 +1,4 @@
-"""Pretrains the glyphs model: a small Qwen-Image that writes three capitals, badly. Three to five minutes.
+"""Pretrains the glyphs model, a small Qwen-Image that writes three capitals badly; takes three to five minutes.
 
 python -m examples.glyphs.pretrain
 python -m async_flowrl.main --config-name one_step_off experiment=glyphs model.path=~/.cache/async_flowrl/glyphs
@@ -52,7 +52,10 @@ def main() -> None:
 
 
 def pretrain(vae_steps: int, flow_steps: int) -> Any:
-    """The pipeline in memory; random numbers come from the global CPU generator and from fixed seeds."""
+    """Trains VAE, transformer and text encoder and returns the pipeline.
+
+    Random numbers come from torch's global CPU generator and from fixed seeds.
+    """
     from diffusers import QwenImagePipeline
 
     vae = small_vae()
@@ -64,7 +67,11 @@ def pretrain(vae_steps: int, flow_steps: int) -> Any:
 
 
 def save(pipeline: Any, folder: Path) -> None:
-    """Written beside its place and renamed, so that nobody loads half a model. An older one is replaced."""
+    """Writes the pipeline as a diffusers folder and replaces an older one.
+
+    It is written beside `folder` and renamed at the end, so that no reader finds half a model. Raises FileExistsError
+    if `folder` exists and is not a diffusers folder.
+    """
     if folder.exists() and not (folder / "model_index.json").is_file():
         raise FileExistsError(f"{folder} exists and is not a diffusers folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +84,11 @@ def save(pipeline: Any, folder: Path) -> None:
 
 
 def report(pipeline: Any, picture: Path) -> None:
-    """OCR scores of the held-out words: drawn, through the VAE, generated plainly, in 40 steps and with guidance."""
+    """Logs OCR scores of the held-out words (not trained on) and writes a picture of generated ones.
+
+    Scores are of drawings, of drawings after the VAE, and of generated images with `STEPS` steps, 40 steps, and
+    guidance 3.
+    """
     drawn, again = reconstruct(pipeline.vae, TEST, seed=3)
     log.info(
         "held-out words drawn: %.2f; through the VAE: %.2f", *(legibility(x[:, None], TEST) for x in (drawn, again))

@@ -1,8 +1,10 @@
-"""python -m examples.glyphs.readme_figure: makes the picture of the README and prints its table of numbers.
+"""Makes the picture of the README and prints its table of numbers.
 
-Three runs of examples.glyphs.compare with seed 0, made where they are missing: `sync` with one core per pool, `sync`
-with both cores in each phase (the fair opponent: while one pool waits, its core would otherwise lie idle), and
-`one_step_off` with one core per pool. Nothing else should be running.
+python -m examples.glyphs.readme_figure
+
+It needs three runs of examples.glyphs.compare with seed 0 and trains those that are missing: `sync` with one core per
+pool, `sync` with both cores in each phase (a fair comparison, because otherwise one core is idle while its pool waits),
+and `one_step_off` with one core per pool. Nothing else should run on the machine.
 """
 
 import argparse
@@ -37,20 +39,20 @@ CASES = {
     "sync_all_cores": "sync, both cores in each phase",
     "one_step_off": "one_step_off, a core per pool",
 }
-"""Variant → what it is called."""
+"""Variant to its label in the picture and the table."""
 WORK = {"rollout": "#2b6cb0", "trainer": "#3b4252"}
 WAITING = "#e03131"
 WINDOW = 12.0
-"""Seconds of each timeline that are shown, from the middle of the run."""
+"""Length in seconds of the part of each timeline that is shown; it lies in the middle of the run."""
 SHOWN = 14
-"""Held-out words in the picture."""
+"""Number of held-out words (not trained on) in the picture."""
 VERSIONS = (0, 30, 60, 240)
-"""Steps after which the words are shown."""
+"""Numbers of training steps after which the words are shown."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run directory, read back."""
+    """A finished run, read from its directory: summary.json, the curve of metrics.jsonl, and events.jsonl."""
 
     folder: Path
     summary: dict[str, Any]
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_of(variant: str, folder: Path) -> Run:
-    """The run, made unless its directory already holds a finished one."""
+    """Reads the run in `folder`; trains it first if there is no summary.json."""
     if not (folder / "summary.json").exists():
         train(VARIANTS[variant], 0, folder, steps=None)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -78,7 +80,7 @@ def run_of(variant: str, folder: Path) -> Run:
 
 
 def table(runs: dict[str, Run]) -> str:
-    """Markdown, one line per run; seconds of the median step, because some wait for an evaluation."""
+    """Returns Markdown, one line per run. "s/step" is the median, because some steps wait for an evaluation."""
     lines = ["| run | s/step | images/s | held-out OCR | staleness | digest |", "|---|---|---|---|---|---|"]
     for variant, run in runs.items():
         summary, scores = run.summary, [score for _, score in run.curve.evaluations]
@@ -109,7 +111,7 @@ def draw(runs: dict[str, Run], out: Path) -> None:
 
 
 def words(figure: SubFigure, run: Run) -> None:
-    """The same held-out words from the same noise, a row per version, by diffusers' own pipeline."""
+    """Draws the same held-out words from the same noises, one row per version, generated with the trained LoRA."""
     grid = figure.subplots(len(VERSIONS), 1)
     for axes, version, row in zip(grid, VERSIONS, progress(run.folder), strict=True):
         axes.imshow(np.concatenate([np.pad(image, ((0, 0), (1, 1), (0, 0)), constant_values=255) for image in row], 1))
@@ -122,7 +124,7 @@ def words(figure: SubFigure, run: Run) -> None:
 
 
 def progress(run: Path) -> list[ByteArray]:
-    """Per version, images uint8 [SHOWN, H, W, 3] under its adapter, exported from its checkpoint."""
+    """Returns one array per version: images uint8 [SHOWN, H, W, 3] made with the LoRA of that version's checkpoint."""
     pipeline, found = open_model(), []
     with tempfile.TemporaryDirectory() as folder:
         for version in VERSIONS:
@@ -145,7 +147,7 @@ def scores(axes: Axes, runs: dict[str, Run]) -> None:
 
 
 def timeline(axes: Axes, title: str, run: Run) -> None:
-    """A few seconds of rollout and trainer in the middle of the run."""
+    """Draws `WINDOW` seconds of rollout and trainer from the middle of the run."""
     steps = [event for event in run.events if event["event"] == "step"]
     start = steps[len(steps) // 2 + 3]["started"]
     rows = [track for track in tracks(run.events) if track.place in ("rollout-0", "trainer-0")]
@@ -158,7 +160,7 @@ def timeline(axes: Axes, title: str, run: Run) -> None:
 
 
 def bars(track: Track, start: float, *, waiting: bool) -> list[tuple[float, float]]:
-    """(start, width) of the intervals inside the window."""
+    """Returns (start, width) in seconds of the waiting or busy intervals inside the window that begins at `start`."""
     found = track.waiting("wait_data", "wait_weights", "sync", "idle") if waiting else track.busy
     return [(low - start, high - low) for low, high in intersect(found, [(start, start + WINDOW)])]
 

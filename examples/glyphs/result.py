@@ -1,4 +1,4 @@
-"""What is kept of one finished run: its curve, the scores of its adapter on held-out words, the load of the machine."""
+"""Result of one finished run of compare.py or league.py, and statistics of several results."""
 
 import json
 import math
@@ -8,15 +8,19 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
-"""95 % quantiles of Student's t by degrees of freedom: the half width of a two-sided 90 % interval."""
+"""95 % quantiles of Student's t by degrees of freedom: half the width of a 90 % interval, in standard errors."""
 
 BUSY = 1.5
-"""Load average per core above which the seconds of a run do not count; one run alone brings it to 1 or so."""
+"""Load average per core above which the seconds of a run are not used; a run alone on the machine causes about 1."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """`images`, `seconds`, `reward`: per step, the first two summed up. `evaluations`: (step, score), -1 = before."""
+    """One run. `images`, `seconds` and `reward` are as in `curves.Curve`: per training step, the first two summed up.
+
+    `evaluations` are pairs (step, OCR score on held-out words, which are not trained on); step -1 means before
+    training.
+    """
 
     variant: str
     seed: int
@@ -25,31 +29,31 @@ class Result:
     reward: list[float]
     evaluations: list[tuple[int, float]]
     final: dict[str, float]
-    """Scores of the trained adapter (`audit.scores`); empty where it was not measured."""
+    """Scores of the trained LoRA (`audit.scores`); empty if it was not measured."""
     load: float
-    """Load average of the machine over the last 15 minutes of the run."""
+    """Load average of the machine over 15 minutes, taken after the run."""
     niceness: int
-    """Above 0 the run took what others left of the processor: its seconds say nothing."""
+    """Above 0 the run got only the processor time that others left, so its seconds are not used."""
     cores: int
 
     @property
     def timed(self) -> bool:
-        """Whether its seconds say something: it gave way to nobody and had the machine nearly to itself."""
+        """True if the seconds are valid: no niceness, and the machine had little other work."""
         return self.niceness == 0 and self.load <= BUSY * self.cores
 
     def save(self, path: Path) -> None:
-        """Written beside its place and renamed: a file that is there is whole."""
+        """Writes JSON to a temporary file in the same folder, then renames it: an existing file is always complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         temporary.replace(path)
 
     def seconds_to(self, score: float) -> float | None:
-        """Seconds of training until the first evaluation with at least `score`; None if there was none."""
+        """Seconds of training until the first evaluation of at least `score`; 0 if before training, None if never."""
         return self._until(score, self.seconds)
 
     def images_to(self, score: float) -> float | None:
-        """Images trained on until then."""
+        """Images trained on until the first evaluation of at least `score`; 0 if before training, None if never."""
         return self._until(score, self.images)
 
     def _until(self, score: float, along: list[float]) -> float | None:
@@ -58,14 +62,14 @@ class Result:
 
 
 def load_all(folder: Path) -> list[Result]:
-    """Every result of a folder, by variant and seed."""
+    """Reads every result in a folder, sorted by variant and seed."""
     read = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     results = [Result(**{**each, "evaluations": [tuple(pair) for pair in each["evaluations"]]}) for each in read]
     return sorted(results, key=lambda result: (result.variant, result.seed))
 
 
 def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result, Result]]:
-    """Runs of both variants with the same seed and equally many images."""
+    """Pairs of runs (of `one`, of `other`) with the same seed and the same number of images."""
     found = {(r.variant, r.seed, r.images[-1]): r for r in results}
     return [
         (result, found[other, seed, images])
@@ -75,26 +79,29 @@ def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result,
 
 
 def score_differences(results: Sequence[Result], one: str, other: str, *, key: str = "ocr") -> list[float]:
-    """Final score of `one` less that of `other`, by seed, where both have it."""
+    """Final score `key` of `one` minus that of `other`, for each pair in which both have it."""
     both = pairs(results, one, other)
     return [a.final[key] - b.final[key] for a, b in both if key in a.final and key in b.final]
 
 
 def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Seconds of training of `one` as a share of those of `other`, by seed, where both are `timed`."""
+    """Seconds of `one` divided by those of `other`, for each pair in which both are `timed`."""
     timed = [result for result in results if result.timed]
     return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(timed, one, other)]
 
 
 def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -> list[float]:
-    """As `time_ratios`, of the seconds until an evaluation first had `score`; without pairs in which one never had."""
+    """Seconds of `one` divided by those of `other` until an evaluation reached `score`, for each `timed` pair.
+
+    Pairs are left out if a run never reached it, or if `other` had it before training.
+    """
     timed = [result for result in results if result.timed]
     found = [(a.seconds_to(score), b.seconds_to(score)) for a, b in pairs(timed, one, other)]
     return [mine / theirs for mine, theirs in found if mine is not None and theirs]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """90 % interval of the mean (Student's t); None for less than two differences or more than ten."""
+    """90 % confidence interval of the mean (Student's t); None for fewer than two or more than ten differences."""
     freedom = len(differences) - 1
     if freedom not in T90:
         return None

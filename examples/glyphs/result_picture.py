@@ -1,4 +1,4 @@
-"""Curves of all kept runs in one picture, and their scores as a table."""
+"""Picture and Markdown table of the results of compare.py."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,9 @@ from examples.glyphs.curves import smooth
 from examples.glyphs.result import Result, goal_ratios, interval, score_differences, time_ratios
 
 GOAL = 0.8
+"""OCR score on held-out words (not trained on) until which images and seconds are counted."""
 FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness", "variety")
+"""Keys of `Result.final` that the table shows."""
 COLOURS = {
     "one_step_off": "#1f5fa8",
     "sync": "#7a7a7a",
@@ -20,17 +22,17 @@ COLOURS = {
     "permuted": "#b03060",
     "fast": "#c23b22",
 }
-"""Variant to colour, in the order in which they are listed."""
+"""Variant to its colour, in the order of the table."""
 FLOW_GRPO = "grpo_"
-"""What the names of the variants trained by Flow-GRPO begin with; theirs is a picture and a table of their own."""
+"""Prefix of the variants trained with Flow-GRPO; they have a picture and a table of their own."""
 FAST, FAST_AGAINST = "fast", "one_step_off"
-"""The recipe that is meant to reach the goal sooner, and the one that it is measured against."""
+"""The recipe meant to reach the goal sooner, and the recipe it is compared with."""
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
-    """Against images and seconds, one line per run (training images) with dots (held-out words), a colour per variant.
+    """Draws OCR scores against images and seconds: lines are training images, dots held-out words.
 
-    The second panel is left out where no run is `timed`.
+    Each variant has a colour. Without any `timed` run there is no panel of seconds.
     """
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -57,7 +59,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line per run, then each variant against sync."""
+    """Returns Markdown: one line per run, each variant compared with sync, and fast compared with one_step_off."""
     lines = [
         "| variant | seed | images | before | OCR | other reader | wrong word | letters by template | sharpness | "
         "variety | seconds (load) |",
@@ -72,7 +74,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
-    """Differences of scores and ratios of seconds, paired by seed; nothing where there are no pairs."""
+    """Returns score differences and time ratios, paired by seed; empty without pairs."""
     sync = f"{FLOW_GRPO}sync" if variant.startswith(FLOW_GRPO) else "sync"
     differences = score_differences(results, variant, sync)
     if not differences:
@@ -90,7 +92,7 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
 
 
 def _fast(results: Sequence[Result]) -> str:
-    """The fast recipe against the other one, by seed: scores that must not be lower, and seconds to the goal."""
+    """Returns score differences and time ratios of the fast recipe, paired by seed; its scores should not be lower."""
     lines = []
     for key in ("ocr", "other_reader", "variety"):
         if differences := score_differences(results, FAST, FAST_AGAINST, key=key):

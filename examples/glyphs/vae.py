@@ -1,4 +1,7 @@
-"""A small AutoencoderKLQwenImage, trained on drawn words."""
+"""A small AutoencoderKLQwenImage (the VAE of Qwen-Image) for the glyphs example, trained on drawn words.
+
+pretrain.py makes it with `small_vae` and `train_vae`; flow.py encodes images with `encode` and `normalise`.
+"""
 
 import logging
 import math
@@ -19,13 +22,15 @@ from examples.glyphs.words import draw_many, pretraining_words
 log = logging.getLogger(__name__)
 
 _KL_WEIGHT = 1e-4
+"""Weight of the KL divergence in the loss, beside the mean squared pixel error."""
 
 
 @contextmanager
 def single_frames() -> Iterator[None]:
-    """Inside, the VAE's causal 3D convolutions are computed as 2D ones: the same numbers, a third of the work.
+    """Context in which the VAE's causal 3D convolutions run as 2D ones: the same numbers, a third of the work.
 
-    A single frame is preceded by zero frames, so only the kernel's last slice in time meets anything but zeros.
+    Before a single frame the causal convolution pads with zeros, so only the kernel's last time slice has an effect.
+    The change applies to the whole process; inputs of several frames still take the 3D convolution.
     """
     whole: Callable[..., Tensor] = QwenImageCausalConv3d.forward
 
@@ -43,15 +48,16 @@ def single_frames() -> Iterator[None]:
 
 
 def as_frames(images: ByteArray) -> Tensor:
-    """uint8 [n, H, W] to float32 [n, 3, 1, H, W] in -1..1, grey in all three channels."""
+    """Converts grey images uint8 [n, H, W] to float32 [n, 3, 1, H, W] in -1..1 with three equal channels."""
     grey = torch.from_numpy(images).float() / 127.5 - 1
     return grey[:, None, None].expand(-1, 3, -1, -1, -1)
 
 
 def small_vae() -> Any:
-    """Two halvings in place of Qwen-Image's three: a patch of 4 x 4 grey pixels fits into its 16 latent numbers.
+    """Builds the VAE, with `initialise`d weights, in evaluation mode.
 
-    With three, 64 pixels share them, and strokes one pixel wide are still a blur after minutes of training.
+    It halves the image twice; Qwen-Image's own does so three times. A latent of 16 numbers thus describes 4 x 4 grey
+    pixels. With three halvings it would describe 64, and lines one pixel wide stay blurred after minutes of training.
     """
     vae = AutoencoderKLQwenImage(
         base_dim=8, z_dim=16, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True]
@@ -61,10 +67,11 @@ def small_vae() -> Any:
 
 
 def initialise(vae: Any) -> None:
-    """Convolution weights that carry a single frame through with its variance kept, biases zero.
+    """Sets convolution weights so that a single frame keeps its variance through the layers, and biases to zero.
 
-    torch's own initialisation counts the kernel's slices that a single frame never meets, so each layer passes on a
-    third of its input: after seven of them the biases are all that is left and hundreds of steps teach nothing.
+    torch's own initialisation counts all time slices of a kernel, of which a single frame meets only the last. Each
+    layer then passes on a third of its input, after seven layers only the biases are left, and hundreds of steps teach
+    nothing.
     """
     with torch.no_grad():
         for name, module in vae.named_modules():
@@ -76,10 +83,11 @@ def initialise(vae: Any) -> None:
 
 
 def train_vae(vae: Any, steps: int, *, batch: int = 16, learning_rate: float = 6e-3, noise: float = 0.1) -> None:
-    """Squared pixel error of latents with Gaussian `noise`, plus a small pull to the unit Gaussian.
+    """Trains the VAE in place for `steps` steps; the loss is the squared pixel error of the decoded image.
 
-    The posterior's variance stays `noise`^2, so the KL divergence is half the squared mean but for a constant: a
-    learnt variance goes back to 1 in the first hundred steps and nothing gets through the latents any more.
+    Gaussian noise of std `noise` is added to the latents before decoding, and the loss has a small KL divergence to the
+    unit Gaussian. The posterior's variance is fixed to `noise`^2, so the divergence is half the squared mean plus a
+    constant. A learnt variance would return to 1 in the first hundred steps, and the latents would carry nothing.
     """
     rng = random.Random(1)
     words = pretraining_words()
@@ -107,14 +115,14 @@ def train_vae(vae: Any, steps: int, *, batch: int = 16, learning_rate: float = 6
 
 @torch.no_grad()
 def encode(vae: Any, images: ByteArray, chunk: int = 64) -> Tensor:
-    """Posterior means float32 [n, 16, H/4, W/4], not normalised."""
+    """Posterior means of grey images uint8 [n, H, W], not normalised: float32 [n, 16, H/4, W/4]."""
     with single_frames():
         parts = [vae.encode(as_frames(images[i : i + chunk])).latent_dist.mode() for i in range(0, len(images), chunk)]
     return torch.cat(parts)[:, :, 0]
 
 
 def normalise(vae: Any, latents: Tensor) -> Tensor:
-    """Latents with mean 0 and std 1 per channel; the VAE's configuration keeps the two, as the pipeline expects."""
+    """Returns latents with mean 0 and std 1 per channel; the VAE's configuration stores both for the pipeline."""
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     return (latents - mean[:, None, None]) / std[:, None, None]
@@ -122,7 +130,7 @@ def normalise(vae: Any, latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(vae: Any, words: Sequence[str], seed: int) -> tuple[ByteArray, ByteArray]:
-    """Drawn words and what is left of them after the VAE, both uint8 [n, H, W, 3]."""
+    """Draws words and passes them through the VAE; returns the drawings and the results, both uint8 [n, H, W, 3]."""
     images = draw_many(words, random.Random(seed))
     again = vae.decode(vae.encode(as_frames(images)).latent_dist.mode()).sample[:, :, 0]
     levels = ((again + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()

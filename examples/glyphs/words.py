@@ -1,4 +1,7 @@
-"""Which words there are, and how one is drawn: Pillow's own font; place, size and both greys vary a little."""
+"""Words of the glyphs example and how they are drawn.
+
+Drawings use Pillow's default font; position, font size, paper grey and ink grey vary at random.
+"""
 
 import itertools
 import random
@@ -11,36 +14,42 @@ from PIL import Image, ImageDraw, ImageFont
 from async_flowrl.types import ByteArray
 
 LETTERS = "ACEHMNPRTU"
-"""Capitals that OCR does not mistake for digits."""
+"""Letters of all words: capitals that OCR does not mistake for digits."""
 _TRAINED = (
     "ACE ACT ANT APE APT ARC ARM ART ATE CAN CAP CAR CUE CUP EAT HAM HAT HER HUE HUT MAN MAP MEN MUM NAP NUN NUT "
     "PAN PAR PEA PEN PER PET PUN PUT RAM RAN RAT RUE RUM RUN TAN TAP TAR TEN"
 )
 TRAIN = tuple(_TRAINED.split())
+"""The 45 words that RL trains on."""
 _HELD_OUT = "CAT ARE CUT EAR HEN HUM MAT MET NET PAT RAP RUT TEA NAH CAM RAE"
 TEST = tuple(_HELD_OUT.split())
+"""The 16 held-out words: neither pretraining nor RL trains on them."""
 WEIGHTS = Path(__file__).parent / "weights"
-"""The pretrained model that every run begins with."""
+"""Folder of the pretrained model that every run begins with."""
 SIDE = 32
+"""Height and width of an image in pixels."""
 _SIZES = 12, 14
 _SHIFT = 1
-"""Pixels by which a word may be off the middle, each way."""
+"""Largest offset of a word from the middle, in pixels, in each direction."""
 _PAPER, _INK = (150, 255), (0, 90)
 
 
 def prompt(word: str) -> str:
-    """What the text encoder is told."""
+    """Returns the prompt for a word."""
     return f'the word "{word}"'
 
 
 def pretraining_words() -> list[str]:
-    """Every string of three letters but the held-out words: 984 of them."""
+    """Returns the 984 strings of three letters that are not held-out words."""
     every = ("".join(letters) for letters in itertools.product(LETTERS, repeat=3))
     return [word for word in every if word not in TEST]
 
 
 def draw(word: str, rng: random.Random, side: int = SIDE) -> ByteArray:
-    """uint8 [side, side], one random rendering in two greys, dark on light; every letter has a cell of its own."""
+    """Draws a word once, dark grey on light grey: uint8 [side, side].
+
+    Every letter stands in the middle of its own cell; the cells have equal widths.
+    """
     font = ImageFont.load_default(rng.randint(*_SIZES))
     paper, ink = rng.randint(*_PAPER), rng.randint(*_INK)
     image = Image.new("L", (side, side), paper)
@@ -53,5 +62,5 @@ def draw(word: str, rng: random.Random, side: int = SIDE) -> ByteArray:
 
 
 def draw_many(words: Sequence[str], rng: random.Random, side: int = SIDE) -> ByteArray:
-    """uint8 [n, side, side], one rendering per word."""
+    """Draws every word once: uint8 [n, side, side]."""
     return np.stack([draw(word, rng, side) for word in words])

@@ -1,4 +1,4 @@
-"""Writes train.parquet and test.parquet for the OCR reward: prompt, target, system_prompt and negative_prompt columns.
+"""Writes train.parquet and test.parquet for the OCR reward: columns prompt, target, system_prompt, negative_prompt.
 
 python examples/ocr/prepare.py --out data/ocr
 python -m async_flowrl.main reward=ocr data.train=data/ocr/train.parquet data.evaluation=data/ocr/test.parquet
@@ -17,7 +17,7 @@ SYSTEM = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:"
 )
-"""Qwen-Image's own; another one moves every prompt embedding."""
+"""Qwen-Image's own system prompt; another one changes every prompt embedding."""
 
 
 def main() -> None:
@@ -37,7 +37,11 @@ def main() -> None:
 
 
 def write(path: Path, source: str, system: str, negative: str) -> tuple[Path, int]:
-    """Writes one split; prompts without a quoted target are refused with file and line."""
+    """Writes one split; returns its path and the number of prompts.
+
+    `system` and `negative` fill the prompts that bring none. Raises ValueError, with file and line, for a prompt
+    without a quoted target, and FileNotFoundError if `source` does not exist.
+    """
     prompts = load_prompts(DataConfig(train=source, held_out=0), split="train", needs_target=True)
     rows = [
         {

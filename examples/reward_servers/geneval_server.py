@@ -1,8 +1,8 @@
-"""GenEval behind our contract: python geneval_server.py --checkout reward-server --config CONFIG --weights FOLDER.
+"""Reward server for GenEval: python geneval_server.py --checkout reward-server --config CONFIG --weights FOLDER.
 
-Needs geneval.txt, a checkout of github.com/yifan123/reward-server, whose code scores, and the detector's weights.
-Prompts are rows of GenEval: `tag` and `include` must be in the prompt file. Not run here: nobody has had the weights or
-a GPU. The part that needs neither is tested.
+It needs the packages of geneval.txt, a checkout of github.com/yifan123/reward-server, whose code computes the scores,
+and the detector's weights. Every prompt is a row of GenEval: the prompt file must have `tag` and `include`. The scoring
+itself has never been run, for lack of the weights and a GPU; the part without them is tested.
 """
 
 import argparse
@@ -18,13 +18,16 @@ from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 Compute = Callable[[list[Any], list[dict[str, Any]], bool], Sequence[Any]]
-"""What `load_geneval` returns: images, a row of GenEval for each, and whether to leave the benchmark's own judgement
-out → scores, that judgement as 0 or 1, the strict one, and both by task."""
+"""Type of what `load_geneval` returns: a function of images, one row of GenEval per image, and whether to leave out the
+benchmark's own judgement. It returns the scores, the judgement (0 or 1), the strict judgement, and both by task."""
 
 
 def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, float]]]:
-    """The score is the share of what was asked for, which flow_grpo trains on; `correct` is the benchmark's judgement,
-    `strict` the same with exact counts."""
+    """Returns the scoring function, which returns one dictionary per image and raises ValueError for an incomplete row.
+
+    `score` is the share of the requested things in the image, which flow_grpo trains on. `correct` is the benchmark's
+    judgement, and `strict` is the same with exact counts.
+    """
 
     def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
         row = {**prompt.metadata, "prompt": prompt.text}
@@ -41,7 +44,7 @@ def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, flo
 
 
 def loaded(checkout: Path, config: Path, weights: Path) -> Compute:
-    """The checkout's own code, told where its files are; it reads some of them from its working directory."""
+    """Imports the checkout's code, sets its paths, and changes into its folder, from which it reads some files."""
     sys.path.insert(0, str(checkout.resolve()))
     from reward_server import gen_eval  # type: ignore[import-not-found]
 
@@ -59,7 +62,7 @@ def main() -> int:
     server.add_arguments(parser)
     given = parser.parse_args()
     if given.token_file is not None:
-        given.token_file = given.token_file.expanduser().resolve()  # it is read again behind the chdir of `loaded`
+        given.token_file = given.token_file.expanduser().resolve()  # it is read again after the chdir of `loaded`
     try:
         server.settings_of(given)
         return server.serve(scorer(loaded(given.checkout, given.config, given.weights)), given, "GenEval")

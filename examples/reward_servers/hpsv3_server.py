@@ -1,6 +1,6 @@
-"""HPSv3 behind our contract: python hpsv3_server.py --port 8000. Needs hpsv3.txt and the weights, of 7B parameters.
+"""Reward server for HPSv3: python hpsv3_server.py --port 8000. Needs hpsv3.txt and the weights, of 7B parameters.
 
-Not run here: nobody has had the weights. The part that needs none is tested.
+The model itself has never been run, for lack of the weights; the part without them is tested.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 Reward = Callable[[list[Any], list[str]], Any]
-"""HPSv3RewardInferencer.reward: images and prompts → [n, 2], of each image the mean of its score and the logarithm of
-its deviation, as the package's "uncertainty" loss reads it."""
+"""Type of HPSv3RewardInferencer.reward: images and prompts → [n, 2], per image the mean of its score and the logarithm
+of the score's standard deviation, as the package's "uncertainty" loss reads it."""
 
 
 def scorer(reward: Reward, batch_size: int) -> Callable[[ByteArray, Prompt], Sequence[dict[str, float]]]:
-    """The mean is the score, as the package's own example has it; the deviation is shown beside it."""
+    """Returns the scoring function: `score` is the mean, as in the package's own example, `sigma` the deviation."""
 
     def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
         pictures = [Image.fromarray(image) for image in images]

@@ -1,6 +1,6 @@
-"""ImageReward behind our contract: python image_reward_server.py --port 8000. Needs image_reward.txt and the weights.
+"""Reward server for ImageReward: python image_reward_server.py --port 8000. Needs image_reward.txt and the weights.
 
-Not run here: nobody has had the weights. The part that needs none is tested.
+The model itself has never been run, for lack of the weights; the part without them is tested.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 Score = Callable[[str, Any], float]
-"""`score` of the model that ImageReward.load returns: a prompt and one image → a number."""
+"""Type of `score` of the model that ImageReward.load returns: a prompt and one image → a number."""
 
 
 def scorer(score_one: Score) -> Callable[[ByteArray, Prompt], list[float]]:
-    """One image at a time, as the package itself does it for a list."""
+    """Returns the scoring function, which scores one image after another, as the package itself does for a list."""
 
     def score(images: ByteArray, prompt: Prompt) -> list[float]:
         return [float(score_one(prompt.text, Image.fromarray(image))) for image in images]

@@ -1,9 +1,10 @@
-"""Three Ray nodes on this machine: the trainer on one, a rollout worker on each of the others, as a cluster has them.
+"""Trains on three Ray nodes that all run on this machine: the trainer on one, a rollout worker on each of the others.
 
 python examples/several_nodes/pretend.py [key=value ...]
 
-Then the same steps on one node, and both digests: where workers sit changes nothing. Each node has an object store of
-its own, so images and weights really travel between stores; machines, networks and GPUs are what it cannot pretend.
+Then it trains the same steps on one node and compares the digests of the weights, which must be equal; exit code 1 if
+they differ. Each node has its own object store, so images and weights travel between stores as in a cluster. Different
+machines, networks and GPUs are not imitated.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 STORE = 100_000_000
-"""Bytes of each node's object store."""
+"""Size of each node's object store in bytes."""
 
 
 def main() -> int:
@@ -31,12 +32,12 @@ def main() -> int:
 
 
 def node(**seats: int) -> dict[str, object]:
-    """What Ray starts a node with; `seats` are workers of a pool that may sit there, where there is no GPU."""
+    """Arguments with which Ray starts a node; `seats` are its places for workers, by pool, used without a GPU."""
     return {"num_cpus": 4, "resources": seats, "object_store_memory": STORE}
 
 
 def train(name: str, *overrides: str) -> str:
-    """One run, by the command line; returns the digest of its weights. Raises CalledProcessError where it fails."""
+    """Makes one run in a process of its own and returns the digest of its weights; CalledProcessError if it fails."""
     folder = Path("outputs") / name
     words = ["--config-name", "one_step_off", "total_steps=4", f"output_dir={folder}", *overrides, *sys.argv[1:]]
     subprocess.run([sys.executable, "-m", "async_flowrl.main", *words], check=True)

@@ -1,9 +1,9 @@
-"""A judge without a model, at the endpoint that `vlm_judge` asks: it rates how much of the named colour an image has.
+"""A judge without a model for the reward `vlm_judge`: it rates how much of the named colour an image has.
 
 python examples/vlm_judge/toy_judge.py [PORT]
 
-It speaks as much of OpenAI's chat completions as a judge needs, so that the whole path (requests, structured answers,
-cache, retries) can be tried without a GPU. For a real judge, start vLLM or SGLang in its place.
+It is an HTTP server with the part of OpenAI's chat completions that a judge needs, so that requests, structured
+answers, cache and retries can be tried without a GPU. For a real judge, start vLLM or SGLang instead.
 """
 
 import base64
@@ -20,7 +20,10 @@ CHANNELS = ("red", "green", "blue")
 
 
 def rate(question: str, picture: bytes) -> float:
-    """0 to 10: 5 plus the share of the first colour that the question names, less that of the other two."""
+    """Returns 0 to 10: 5, plus 10 times the first named colour's mean minus the mean of the other two (values in 0..1).
+
+    Without a named colour it rates red.
+    """
     means = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), dtype=float).mean(axis=(0, 1)) / 255.0
     named = re.search("|".join(CHANNELS), question)
     channel = CHANNELS.index(named[0]) if named else 0
@@ -47,7 +50,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed per request."""
+        """Prints nothing for a request."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rehearsal on several cards: what fits, and the seconds of a training step by arithmetic, a row per card."""
+"""Table of one rehearsal on several cards: whether it fits, and the estimated seconds of a training step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,7 +15,10 @@ HEAD = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "train
 
 
 def cards_of(names: str) -> list[Card]:
-    """Cards by their names with commas between them, or `all`. Raises ValueError with the nearest name."""
+    """Returns the cards of a list of names with commas, or of `all`.
+
+    Raises ValueError, with the nearest name, for an unknown one.
+    """
     if names.lower() == ALL:
         return list(CARDS.values())
     try:
@@ -26,26 +29,28 @@ def cards_of(names: str) -> list[Card]:
 
 
 def on(card: Card, done: Rehearsal) -> Rehearsal:
-    """The same process with another card's arithmetic: what was rehearsed does not change with the card."""
+    """Returns the rehearsal with the estimate for another card; the counts are the same on every card."""
     roofline = Roofline(card, done.roofline.given)
     return replace(done, roofline=roofline, estimate=estimate(done.config, done.rank, done.rollout, roofline))
 
 
 def lacking(done: Rehearsal) -> float:
-    """Bytes of which a process needs more than its card has; 0 where everything fits."""
+    """Returns the most bytes by which a process exceeds the card's memory; 0 if all fit."""
     return max(0.0, *(phase.peak - done.roofline.card.memory for phase in done.peaks().values()))
 
 
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
-    """A table with a row per card. Images per second are those of a step that is as long as its longer phase, or, with
-    `max_staleness=0`, as both together."""
+    """Returns a table with a row per card.
+
+    For images per second a step takes the longer of generation and training, or both with `max_staleness=0`.
+    """
     rows = [_row(on(card, done)) for card in cards]
     layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
     return f"By card, estimated by arithmetic ({layout}):\n{format_table(HEAD, rows)}\n"
 
 
 def as_json(done: Rehearsal, cards: Sequence[Card]) -> list[dict[str, Any]]:
-    """Per card whether it fits and the estimate, in seconds."""
+    """Returns, for each card, whether the processes fit, and the estimate in seconds."""
     found = [on(card, done) for card in cards]
     return [
         {"card": asdict(each.roofline.card), "fits": not lacking(each), "estimate": asdict(each.estimate)}

@@ -1,4 +1,4 @@
-"""Named cards, and the seconds that a kernel, a collective and a copy take on one: arithmetic, nothing else."""
+"""Named GPUs (cards), and a roofline model of the seconds that a kernel, a collective and a copy take on one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,19 @@ from async_flowrl.config.messages import unknown_name
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU by its data sheet: dense FLOP/s of tensor cores (bfloat16) and of float32 units, and bytes per second.
-
-    `memory` is in bytes; `links` are bytes per second to the other cards of a machine, per direction.
-    """
+    """GPU by the numbers of its data sheet."""
 
     name: str
     memory: float
+    """Bytes."""
     bfloat16: float
+    """Dense FLOP/s of the tensor cores in bfloat16."""
     float32: float
+    """FLOP/s of the float32 units."""
     bandwidth: float
+    """Bytes per second of the card's memory."""
     links: float
+    """Bytes per second to the other cards of the machine, per direction."""
 
 
 _NVLINK_3, _NVLINK_4, _NVLINK_5, _PCIE_4 = 300e9, 450e9, 900e9, 32e9
@@ -39,25 +41,25 @@ CARDS: Mapping[str, Card] = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says: shares of the peaks that kernels reach, and what lies between two cards."""
+    """Assumptions that no data sheet gives: reached shares of the peak rates, and rates between machines."""
 
     tensor_core_share: float = 0.65
-    """Of the bfloat16 peak, by matrix products and attention."""
+    """Share of the bfloat16 peak that matrix products and attention reach."""
     float32_share: float = 0.8
-    """Of the float32 peak, by matrix products in float32 (TF32 is off)."""
+    """Share of the float32 peak that matrix products in float32 reach (TF32 is off)."""
     bandwidth_share: float = 0.85
-    """Of the memory's bandwidth."""
+    """Share of the memory bandwidth that kernels reach."""
     launch_seconds: float = 4e-6
-    """The least that a kernel takes: the host launches them one by one."""
+    """Shortest duration of a kernel, because the host launches kernels one by one."""
     link_share: float = 0.8
-    """Of the links between cards, by collectives of one machine."""
+    """Share of the links' rate that collectives within one machine reach."""
     host_bytes_per_second: float = 50e9
-    """Between a card and pinned host memory."""
+    """Rate between a card and pinned host memory."""
     network_bytes_per_second: float = 40e9
-    """Between trainer and rollout workers."""
+    """Rate between trainer and rollout workers."""
 
     def sentences(self, card: Card) -> list[str]:
-        """What an estimate on `card` takes for granted."""
+        """Returns the assumptions of an estimate on `card` in words."""
         return [
             f"products and attention reach {self.tensor_core_share:.0%} of {card.bfloat16 / 1e12:g} TFLOP/s in bfloat16"
             f" and {self.float32_share:.0%} of {card.float32 / 1e12:g} in float32",
@@ -73,40 +75,41 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds by the larger of arithmetic and traffic."""
+    """Roofline model: a kernel takes the larger of its time for arithmetic and its time for memory traffic."""
 
     card: Card
     given: Assumptions = Assumptions()
 
     def kernel(self, flops: float, moved: int, dtype: torch.dtype | None) -> float:
-        """`moved`: bytes read and written; `dtype`: what products are computed in."""
+        """Returns the seconds of a kernel; `moved`: bytes read and written; `dtype`: that of its matrix products."""
         return max(self.arithmetic(flops, dtype), self.traffic(moved), self.given.launch_seconds)
 
     def is_arithmetic(self, flops: float, moved: int, dtype: torch.dtype | None) -> bool:
-        """Whether the kernel computes longer than it moves bytes or is launched."""
+        """Returns whether arithmetic takes at least as long as memory traffic and the launch."""
         return flops > 0 and self.arithmetic(flops, dtype) >= self.kernel(flops, moved, dtype)
 
     def arithmetic(self, flops: float, dtype: torch.dtype | None) -> float:
-        """Dtypes of less than 32 bits run on tensor cores."""
+        """Returns the seconds of `flops`; dtypes of less than 32 bits run on tensor cores, None as float32."""
         if dtype is not None and dtype.itemsize < 4:
             return flops / (self.card.bfloat16 * self.given.tensor_core_share)
         return flops / (self.card.float32 * self.given.float32_share)
 
     def traffic(self, moved: int) -> float:
+        """Returns the seconds to read and write `moved` bytes of the card's memory."""
         return moved / (self.card.bandwidth * self.given.bandwidth_share)
 
     def collective(self, sent: float) -> float:
-        """`sent`: bytes that this rank sends."""
+        """Returns the seconds of collectives in which this rank sends `sent` bytes."""
         return sent / (self.card.links * self.given.link_share)
 
     def delivery(self, size: int) -> float:
-        """A version of the weights from the trainer's device to a rollout worker's: staged, sent, received."""
+        """Returns the seconds to stage, send and receive a version of `size` bytes."""
         given = self.given
         return self.traffic(2 * size) + 2 * size / given.host_bytes_per_second + size / given.network_bytes_per_second
 
 
 def card_of(name: str) -> Card:
-    """The card of that name, whatever its case. Raises ValueError with the nearest one."""
+    """Returns the card of that name in any case. Raises ValueError, with the nearest name, for an unknown one."""
     found = {known.upper(): card for known, card in CARDS.items()}.get(name.upper())
     if found is None:
         raise ValueError(unknown_name("--card", name, CARDS))

@@ -1,4 +1,8 @@
-"""Command line of `python -m async_flowrl.plan --rehearse`."""
+"""Command `python -m async_flowrl.plan --rehearse`: runs a configuration's workers on fake tensors.
+
+Fake tensors have shapes and dtypes but no values. `rehearse` returns a `Rehearsal`: memory, FLOPs, collectives and
+estimated seconds of a trainer rank and of a rollout worker.
+"""
 
 import argparse
 import json
@@ -22,7 +26,7 @@ from async_flowrl.tickets.arithmetic import check_batching
 
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
-    """Runs both kinds of process on fake tensors. Raises ValueError, one sentence, for what cannot be rehearsed."""
+    """Runs a trainer rank and a rollout worker on fake tensors. Raises ValueError if that is not possible."""
     check_batching(config)
     config = at_largest(config)
     if config.rollout.engine != "diffusers":
@@ -38,6 +42,7 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Prints the rehearsal; returns the exit code, 2 if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --rehearse",
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
@@ -56,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
         cards = by_card.cards_of(given.card)
         config = compose_config(given.config_name, given.overrides)
         check(config)
-        # This package's warnings are about values, of which a rehearsal has none.
+        # The package's warnings are about values, and fake tensors have none.
         with quieter("async_flowrl", logging.ERROR):
             done = rehearse(config, cards[0])
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
-    except MemoryError as error:  # a version of the adapter is in host memory here, too
+    except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
         sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
         return 2
     if given.json:

@@ -1,4 +1,4 @@
-"""Arithmetic from what was rehearsed to seconds per ticket, micro-batch, training step and delivery."""
+"""Estimate of seconds per ticket, micro-batch, training step and delivery, computed from a rehearsal's counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,24 +12,27 @@ from async_flowrl.plan.rehearsal.trainer import RankRehearsal
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds and FLOPs of one rollout worker and one trainer rank, by roofline; nothing of it was observed."""
+    """Seconds and FLOPs of one rollout worker and one trainer rank by the roofline model; none of them is measured."""
 
     ticket: float
+    """Seconds of one ticket: denoising and decoding, without the text encoders."""
     generation: float
-    """A training step's tickets, spread evenly over the rollout workers."""
+    """Seconds per training step, with its tickets spread evenly over the rollout workers."""
     micro_batch: float
-    """Forward and backward, collectives included."""
+    """Seconds of forward and backward, collectives included."""
     update: float
-    """A training step's passes and optimizer steps on a rank."""
+    """Seconds of all passes and optimizer steps of a rank per training step."""
     delivery: float
+    """Seconds to stage a version, send it to a rollout worker and receive it there."""
     ticket_flops: float
     update_flops: float
+    """FLOPs of a rank per training step."""
     update_sent: float
-    """Bytes that a rank sends in collectives in a training step."""
+    """Bytes that a rank sends in collectives per training step."""
 
 
 def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
-    """For the recipe's numbers of workers."""
+    """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`."""
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     repeats = rollout.passes / rollout.run
     ticket = sum(
@@ -59,10 +62,10 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roo
 
 
 def _once(roofline: Roofline, phase: Phase) -> float:
-    """Seconds each time the phase is entered."""
+    """Returns the mean seconds per entry of the phase, collectives included."""
     return (phase.seconds(roofline) + roofline.collective(phase.sent)) / phase.entered
 
 
 def peak(phases: Iterable[Phase]) -> Phase:
-    """The phase that needs the most memory."""
+    """Returns the phase that needs the most memory."""
     return max(phases, key=lambda phase: phase.peak)

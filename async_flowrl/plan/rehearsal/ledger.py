@@ -1,4 +1,4 @@
-"""Ledger of a rehearsed process: memory, kernels, FLOPs and collectives, phase by phase."""
+"""Ledger of a rehearsed process: memory, kernels, FLOPs and collectives, by phase (such as `forward`)."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from async_flowrl.plan.footprint import Allocations
 from async_flowrl.plan.rehearsal.cards import Card, Roofline
 
 _ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
-"""Beginnings of the names of operations that run no kernel, besides views."""
+"""Prefixes of the names of operations that run no kernel. Views run none either."""
 _SENT = {
-    # Ring algorithms; n ranks, a tensor that is whole on none or on all of them.
+    # Bytes that a ring algorithm sends, for n ranks.
     "_allgather_base_": lambda size, n: size * (n - 1) / n,
     "allgather_": lambda size, n: size * (n - 1),
     "_reduce_scatter_base_": lambda size, n: size * (n - 1) / n,
@@ -27,22 +27,24 @@ _SENT = {
 """Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks."""
 
 Kernel = tuple[float, int, torch.dtype | None]
-"""FLOPs, bytes read and written, and what products are computed in."""
+"""FLOPs, bytes read and written, and dtype of matrix products (None for kernels without)."""
 
 
 @dataclass
 class Phase:
-    """What happened in one kind of phase, over all the times it was entered. All sizes in bytes."""
+    """Totals of all phases with one name. All sizes are in bytes."""
 
     name: str
     resident: int = 0
-    """Live when it was entered, the most of all times."""
+    """Live bytes when a phase was entered; the maximum over all entries."""
     peak: int = 0
-    """Most live at once, the phases inside it aside."""
+    """Most live bytes at the same time, without those of phases inside this one."""
     entered: int = 0
+    """Number of entries."""
     kernels: Counter[Kernel] = field(default_factory=Counter)
+    """Kernel → number of launches."""
     collectives: Counter[str] = field(default_factory=Counter)
-    """Bytes of the whole tensors, by operation."""
+    """Operation → bytes of the largest tensor of each call, added up."""
     sent: float = 0.0
     """Bytes that this rank sends in collectives."""
 
@@ -51,17 +53,20 @@ class Phase:
         return sum(flops * times for (flops, _, _), times in self.kernels.items())
 
     def seconds(self, roofline: Roofline) -> float:
-        """Of all kernels on a card; collectives are not among them."""
+        """Returns the estimated seconds of all kernels on the roofline's card, without collectives."""
         return sum(roofline.kernel(*kernel) * times for kernel, times in self.kernels.items())
 
     def arithmetic(self, roofline: Roofline) -> float:
-        """Seconds of the kernels that arithmetic limits; the others wait for memory or for their launch."""
+        """Returns the seconds of those kernels that arithmetic limits, not memory traffic or launches."""
         bound = ((kernel, times) for kernel, times in self.kernels.items() if roofline.is_arithmetic(*kernel))
         return sum(roofline.kernel(*kernel) * times for kernel, times in bound)
 
 
 class Ledger(Allocations):  # type: ignore[no-untyped-call]
-    """Counts a rank of `world`. A number that the host reads from a fake tensor is 1, or true."""
+    """Context that counts one rank of `world` ranks on `card`, by phase.
+
+    Code that reads a number from a fake tensor gets 1, or True.
+    """
 
     def __init__(self, card: Card, world: int = 1) -> None:
         super().__init__()
@@ -72,7 +77,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Everything inside belongs to the phase of that name, but for phases inside it."""
+        """Context whose operations are counted in the phase `name`, except those of phases inside it."""
         phase = self.phases.setdefault(name, Phase(name))
         phase.entered += 1
         phase.resident = max(phase.resident, self.live)
@@ -87,7 +92,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is made inside is in host memory."""
+        """Context whose tensors count as host memory and whose operations are not counted."""
         self._aside = True
         try:
             yield
@@ -95,7 +100,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
             self._aside = False
 
     def moved(self, size: int) -> None:
-        """`size` bytes more on the device than the storages counted, or fewer where it is negative."""
+        """Adds `size` bytes to the live device memory; a negative size removes them."""
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -109,7 +114,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         return out
 
     def _matters(self, tensor: Tensor) -> bool:
-        """What is on the meta device has no memory."""
+        """Whether the storage is to be counted: not on the meta device, not made inside `aside`, and new."""
         return not self._aside and tensor.device.type != "meta" and super()._matters(tensor)
 
     def _book(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -143,5 +148,5 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What of a tensor comes from memory: where it is expanded, the cache gives the rest."""
+    """Returns the bytes that a kernel reads of a tensor: an expanded tensor repeats a smaller storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

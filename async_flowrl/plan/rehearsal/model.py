@@ -1,4 +1,4 @@
-"""Policies of a published or local model at full size, of fake tensors: shapes, dtypes and storages, no weights."""
+"""Policies of fake tensors for a rehearsal: a model at full size with shapes, dtypes and storages, but no weights."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,11 +20,12 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 from async_flowrl.types import Conditioning, Resolution, Wording
 
 Aside = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which new tensors count as host memory (`Ledger.aside`)."""
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Stands in for a model's files wherever a worker loads them; to be used in a FakeTensorMode."""
+    """Stand-in for a model's files wherever a worker loads them; it needs an active FakeTensorMode."""
 
     known: Architecture
     family: PipelineFamily
@@ -32,7 +33,7 @@ class FakeModel:
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":
-        """Raises ValueError in one sentence where the architecture is not known."""
+        """Returns the configuration's model. Raises ValueError if its architecture is not known or not supported."""
         known, dtype = architecture(config)
         family = load_family(known.family)
         if not isinstance(family, PipelineFamily):
@@ -46,12 +47,17 @@ class FakeModel:
 
     @property
     def text_bytes(self) -> int:
+        """Bytes of all text encoders."""
         return self.known.text_parameters * self.dtype.itemsize
 
     def load_policy(
         self, aside: Aside, model: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str
     ) -> Any:
-        """As `policies.registry.load_policy`, on a device whose memory is not counted inside `aside`."""
+        """Replaces `policies.registry.load_policy`; returns a policy of fake tensors on the CPU.
+
+        `parts` is `structure` (the network on the meta device), `transformer` (the network), or `all` or `offload`
+        (with VAE and text encoders). `dtype` and `device` are ignored.
+        """
         network = self._network(aside, on_meta=parts == "structure")
         whole = parts in ("all", "offload")
         policy = self.family.policy(
@@ -65,7 +71,7 @@ class FakeModel:
         return rehearsed(policy)
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
-        """Built in host memory, where its tables are computed, too."""
+        """Builds the network in host memory, because its tables are computed, and then replaces its tensors."""
         import diffusers
 
         with aside():
@@ -82,7 +88,7 @@ class FakeModel:
         return network
 
     def _pipeline(self, network: nn.Module) -> Any:
-        """What of the stock pipeline a policy decodes with. All text encoders are one piece of memory."""
+        """Returns the parts of diffusers' pipeline that a policy uses; one parameter stands for all text encoders."""
         import diffusers
         from diffusers.image_processor import VaeImageProcessor
 
@@ -105,7 +111,7 @@ class FakeModel:
 
 
 def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
-    """The same policy with a schedule that falls evenly, and with embeddings of usual length for any prompt."""
+    """Returns the same policy, changed: its noise levels fall evenly, and any prompt has embeddings of usual length."""
     changed = cast("Any", policy)
     changed.sigmas = _sigmas
     changed.encode = lambda texts, system=None, *, negative=False: _encode(policy, texts)
@@ -118,7 +124,7 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 
 
 def conditioning(policy: Any) -> Conditioning:
-    """A prompt's arrays, of usual length."""
+    """Returns a prompt's embeddings of usual length as float32 zeros."""
     return {name: np.zeros(shape, np.float32) for name, shape in policy.conditioning_shapes().items()}
 
 

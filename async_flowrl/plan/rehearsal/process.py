@@ -1,8 +1,8 @@
-"""The surroundings in which a worker's own code runs on fake tensors: no weights, no device, no other rank.
+"""Environment in which a worker's real code runs on fake tensors, without weights, devices or other ranks.
 
 A FakeTensorMode computes shapes instead of values, torch's fake process group answers for the other ranks at once, and
-the places where a worker reads files, asks CUDA or looks at values are given stand-ins. Fake tensors say `cpu`: of a
-torch without CUDA those that say `cuda` cannot run a backward pass.
+functions that read files, ask CUDA or need values are replaced by stand-ins. The device of the fake tensors is `cpu`,
+because a torch without CUDA cannot run a backward pass on fake `cuda` tensors.
 """
 
 import os
@@ -31,9 +31,9 @@ from async_flowrl.training import worker as training
 
 @contextmanager
 def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iterator[None]:
-    """Inside, this process is the first of the ledger's ranks, on its card, and the ledger counts.
+    """Context in which this process acts as rank 0 of the ledger's ranks, on its card, and the ledger counts.
 
-    `joined`: the ranks have formed a process group. Raises RuntimeError where this process is in one already.
+    `joined`: whether the ranks form a process group. Raises RuntimeError if this process is in a process group already.
     """
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process that has joined no process group")
@@ -57,7 +57,7 @@ def _restore(environment: Mapping[str, str]) -> None:
 
 
 def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, stand-in). An attribute that is not there any more is an AttributeError."""
+    """Returns (owner, attribute, stand-in); mock raises AttributeError for an attribute that no longer exists."""
     load_policy, memory = partial(model.load_policy, ledger.aside), int(ledger.card.memory)
     return [
         (torch.cuda, "is_available", lambda: False),
@@ -81,13 +81,13 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
 
 
 def _pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """Winners and losers by their places, as nobody has won."""
+    """Returns (winners, losers) of the pairs by place, because fake rewards have no values to compare."""
     rows = len(batch.steps)
     return list(range(0, rows, 2)), list(range(1, rows, 2))
 
 
 class _Files(dict[str, float]):
-    """A model's files: whatever tensor is asked for is there, and its values do not matter."""
+    """Stand-in for a model's files that has a tensor for every name; its values are never used."""
 
     def __missing__(self, name: str) -> Tensor:
         return torch.zeros(())
@@ -105,7 +105,7 @@ _own_numpy, _own_data_ptr = Tensor.numpy, Tensor.data_ptr
 
 
 def _numpy(tensor: Tensor, **options: Any) -> Any:
-    """Of a fake tensor zeros, in pages that nobody has touched."""
+    """Returns zeros for a fake tensor; untouched pages of zeros take no physical memory."""
     if not isinstance(tensor, FakeTensor):
         with unset_fake_temporarily():
             return _own_numpy(tensor, **options)
@@ -113,7 +113,7 @@ def _numpy(tensor: Tensor, **options: Any) -> Any:
 
 
 def _data_ptr(tensor: Tensor) -> int:
-    """Of a fake tensor an address that no other storage has."""
+    """Returns for a fake tensor an address that no other storage has."""
     if not isinstance(tensor, FakeTensor):
         return _own_data_ptr(tensor)
     storage: int = tensor.untyped_storage()._cdata
@@ -121,7 +121,7 @@ def _data_ptr(tensor: Tensor) -> int:
 
 
 def _apply(module: Any, fn: Any, recurse: bool = True) -> Any:
-    """As torch's own, but what leaves the meta device becomes a new parameter: fake ones cannot be swapped."""
+    """As `nn.Module._apply`, but replaces a parameter that changes its device, because fake ones cannot be swapped."""
     if recurse:
         for child in module.children():
             child._apply(fn)

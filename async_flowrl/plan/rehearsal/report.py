@@ -1,4 +1,4 @@
-"""A rehearsal as text and as JSON. GiB are 2**30 bytes, MB, GB and TFLOP powers of ten."""
+"""Result of a rehearsal, as text and as JSON. GiB are 2**30 bytes; MB, GB and TFLOP are powers of ten."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ HEAD = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estim
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Both kinds of process, and what follows for their card."""
+    """Result of a rehearsal: both kinds of process, and the estimate for the card of `roofline`."""
 
     config: Config
     roofline: Roofline
@@ -28,7 +28,10 @@ class Rehearsal:
     estimate: Estimate
 
     def peaks(self) -> dict[str, Phase]:
-        """The phase of each process that needs the most memory; of both together where they share a device."""
+        """Returns process title → the phase that needs the most memory.
+
+        Colocated processes count as one, with the sum of both peaks.
+        """
         rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
         if self.config.placement != "colocated":
             return {"trainer rank": rank, "rollout worker": rollout}
@@ -36,7 +39,7 @@ class Rehearsal:
 
 
 def describe(done: Rehearsal) -> str:
-    """Tables of both kinds of process, what fits, the estimate, and what it takes for granted."""
+    """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
     lines = [
         f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
@@ -64,6 +67,7 @@ def describe(done: Rehearsal) -> str:
 
 
 def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
+    """Returns a table with a row per phase."""
     rows = [
         (
             phase.name,
@@ -81,7 +85,7 @@ def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
 
 
 def fits(done: Rehearsal) -> list[str]:
-    """Without the allocator's gaps and what CUDA itself takes."""
+    """Returns a sentence per process on whether its peak fits the card, without fragmentation and CUDA's own memory."""
     card = done.roofline.card
     sentences = []
     for title, phase in done.peaks().items():
@@ -95,7 +99,7 @@ def fits(done: Rehearsal) -> list[str]:
 
 
 def sentences(done: Rehearsal) -> list[str]:
-    """The estimate."""
+    """Returns the estimate in sentences."""
     config, found = done.config, done.estimate
     longer = "training" if found.update > found.generation else "generation"
     return [
@@ -115,7 +119,7 @@ def sentences(done: Rehearsal) -> list[str]:
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:
-    """All sizes in bytes, all times in seconds."""
+    """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
     rank, rollout, card = done.rank, done.rollout, done.roofline.card
     return {
         "trainer_rank": {**asdict(rank), "phases": _phases(rank.phases, done.roofline)},
@@ -133,7 +137,7 @@ def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[s
 
 
 def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
-    """Of the kernels only how many they are and how long they take."""
+    """Returns the phase as a dictionary, with the number and the seconds of its kernels but not each kernel."""
     seconds, arithmetic = phase.seconds(roofline), phase.arithmetic(roofline)
     return {
         **asdict(replace(phase, kernels=Counter())),

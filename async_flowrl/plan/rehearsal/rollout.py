@@ -1,4 +1,4 @@
-"""One rollout worker's own code on fake tensors: loading, deliveries, and a ticket of two denoising steps."""
+"""Rehearsal of a rollout worker: its real code on fake tensors, with loading, deliveries, and a ticket of two steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,28 +21,28 @@ from checkpoint_engine.base import Draft
 from checkpoint_engine.incremental import Intake
 
 STEPS = 2
-"""Denoising steps that are run, one with noise and one without; every other one is like them."""
+"""Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same."""
 
 
 @dataclass(frozen=True)
 class RolloutRehearsal:
-    """Phases by name: load, encode, denoise, decode, sample (what of a ticket is none of them), delivery.
-
-    `passes` and `chunks` are counts of a ticket.
-    """
+    """Result of a rollout worker's rehearsal."""
 
     phases: dict[str, Phase]
+    """Name → phase: load, encode, denoise, decode, delivery, and sample (the rest of a ticket)."""
     rows: int
-    """Images in a forward pass, guidance's second branch aside."""
+    """Images in a forward pass, without the second branch of classifier-free guidance."""
     chunks: int
+    """Chunks of `rows` images in a ticket."""
     passes: int
+    """Forward passes of a real ticket."""
     run: int
-    """Forward passes that were run."""
+    """Forward passes of the rehearsed ticket."""
     version_bytes: int
 
 
 def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutRehearsal:
-    """In steady state: the ring is full, one version more is being received, and an evaluation's is there."""
+    """Rehearses a worker in steady state: all its places for versions are full, and one more is being received."""
     if config.rollout.text_encoder == "cached":
         # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
         config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
@@ -74,9 +74,9 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
 
 
 def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
-    """Fills the ring and the evaluation's place through the receiver's own verification.
+    """Fills the receiver's ring (a place for each version that a ticket may name) and its place for an evaluation.
 
-    Returns the newest version, and the intake of one that is arriving: its memory is taken while that is kept.
+    Returns the newest version, and the intake of a version that is arriving, whose memory lasts as long as the intake.
     """
     layout, receiver = worker.receiver.layout, worker.receiver
     data = np.zeros(layout.nbytes, np.uint8)
@@ -91,6 +91,7 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:
+    """Returns a training ticket of STEPS denoising steps, to be generated with `version`."""
     rollout, n = config.rollout, config.images_per_ticket
     drawn = draw_window(
         config.algorithm, num_inference_steps=rollout.num_inference_steps, seed=config.seed, step=0, group=0
@@ -113,7 +114,10 @@ def ticket_request(config: Config, version: int) -> RolloutRequest:
 
 @contextmanager
 def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel) -> Iterator[None]:
-    """Forward passes, decoding and encoding become phases of their own; an offloaded encoder is there to encode."""
+    """Makes forward passes, decoding and encoding phases of their own.
+
+    An offloaded text encoder counts as device memory only while it encodes. The change of the policy is permanent.
+    """
     policy: Any = worker.engine.policy  # type: ignore[attr-defined]
     encode = policy.encode
     offloaded = model.text_bytes if config.rollout.text_encoder == "offload" else 0

@@ -1,4 +1,4 @@
-"""One trainer rank's own code on fake tensors: loading, one update with all its passes, the staging of a version."""
+"""Rehearsal of a trainer rank: its real code on fake tensors, with loading, one update, and staging of a version."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,28 +29,29 @@ NEGATIVE = "negative"
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """Phases by name: load, behaviour, reference, forward, backward, optimizer, delivery, and update for the rest.
-
-    `micro_batches` and `frozen_passes` are counts of a rank in one training step; `optimizer_steps` too.
-    """
+    """Result of a trainer rank's rehearsal."""
 
     phases: dict[str, Phase]
+    """Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest)."""
     layout: str
-    """How the ranks hold the base."""
+    """How the ranks hold the base weights, in words."""
     rows: int
-    """Of a micro-batch."""
+    """Rows (one image at one denoising step each) of a forward pass."""
     micro_batches: int
+    """Forward and backward passes of a rank per training step."""
     frozen_passes: int
+    """Forward passes without gradient of a rank per training step."""
     optimizer_steps: int
+    """Optimizer steps per training step."""
     host_bytes: int
-    """Pinned host memory for an offloaded base."""
+    """Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`."""
     version_bytes: int
     base_parameters: int
     adapter_parameters: int
 
 
 def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehearsal:
-    """The first of the recipe's ranks, in steady state: optimizer state and all versions are there."""
+    """Rehearses rank 0 of the configuration's ranks in steady state, with optimizer state and all versions."""
     world = config.trainer.num_workers
     joined = world > 1 or config.trainer.cpu_offload
     ledger = Ledger(card, world)
@@ -84,7 +85,7 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
 
 
 def _spans(ledger: Ledger) -> Any:
-    """The update's own spans, which are phases, too."""
+    """Returns a replacement of `UpdateMetrics.span` that also makes each timed span of the update a phase."""
     own = UpdateMetrics.span
 
     @contextmanager
@@ -96,24 +97,27 @@ def _spans(ledger: Ledger) -> Any:
 
 
 def _offloaded(worker: TrainerWorker) -> int:
-    """Bytes of the base that FSDP2 keeps in host memory."""
+    """Returns the bytes of the base that FSDP2 keeps in host memory."""
     shards = [p for p in worker.policy.transformer.parameters() if isinstance(p, DTensor)]
     return sum(shard.to_local().nbytes for shard in shards)
 
 
 def settle(worker: TrainerWorker, config: Config) -> None:
-    """Steps without groups retain as many versions as ever, one step of Adam makes its moments."""
+    """Brings the worker to steady state: steps without groups fill its retained versions, one Adam step its moments."""
     last = StepPlan(rows=1, update=config.trainer.updates_per_batch - 1)
     for step in range(config.live_versions):
         worker.train(TrainRequest(step, (), last, True))
-    # As on CUDA, where the kernel is fused and has no temporaries.
+    # On CUDA the optimizer's kernel is fused and has no temporary tensors.
     for group in worker.optimizer._adam.param_groups:
         group["fused"], group["foreach"] = True, False
     worker.optimizer.step(0.0, 1.0)
 
 
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
-    """One group with a micro-batch of samples for every rank, as far as it has as many."""
+    """Returns a request to train one group, and its trajectory.
+
+    The group has one micro-batch for every rank, or fewer if the algorithm trains on fewer of its images.
+    """
     size, steps = config.group_size, config.rollout.num_inference_steps
     drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
     points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
@@ -146,18 +150,22 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
 
 
 def _selected(worker: TrainerWorker, config: Config) -> list[int]:
-    """Of what the algorithm trains of a group, a micro-batch for every rank."""
+    """Returns the places in the group of the images to train: a micro-batch for every rank."""
     chosen = worker.algorithm.select(_advantages(config))
     return chosen[: config.trainer.micro_batch_size * config.trainer.num_workers]
 
 
 def _advantages(config: Config) -> npt.NDArray[np.float64]:
-    """Of a group, as different as can be."""
+    """Returns advantages from -1 to 1 that differ for every image of a group."""
     return np.linspace(-1.0, 1.0, config.group_size)
 
 
 def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
-    """Of one training step; proximal passes are those of all optimizer steps but the first."""
+    """Counts the passes of a training step on the rank that has the most.
+
+    Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
+    policy.
+    """
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
     columns = trained_steps(config) // (trainer.timesteps_per_forward or trained_steps(config))
@@ -166,7 +174,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     later = groups - groups // updates
 
     def most(of_groups: int) -> int:
-        """Micro-batches of so many groups on the rank that has most of them, which decides how long they take."""
+        """Returns the forward passes of `of_groups` groups on the rank that has the most, which decides the time."""
         return -(-of_groups * parts // trainer.num_workers) * columns
 
     stale = config.max_staleness > 0 or worker.versions.sampling is not None

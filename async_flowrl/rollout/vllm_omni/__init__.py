@@ -1,1 +1,1 @@
-"""The vllm-omni rollout engine. Everything that imports vllm is imported only when the engine starts."""
+"""Rollout engine `vllm_omni`, which generates with vllm-omni; modules that import vllm load when the engine starts."""

@@ -1,4 +1,7 @@
-"""The rollout engine `vllm_omni`: vllm-omni inside the rollout worker's process, told which version a ticket needs."""
+"""Rollout engine `vllm_omni`: runs vllm-omni in the rollout worker and names the version of each ticket.
+
+The rollout worker builds `VllmOmniEngine`, which implements `rollout.base.RolloutEngine`; `Client` talks to vllm-omni.
+"""
 
 import asyncio
 import itertools
@@ -26,19 +29,19 @@ T = TypeVar("T")
 
 
 class VllmOmniError(RuntimeError):
-    """vllm-omni refused a call, failed in it, or answered what was not asked."""
+    """vllm-omni refused a call, failed in it, or gave an unexpected answer."""
 
 
 class VllmOmniEngine:
-    """The rollout worker's receiver fills host tensors; a version goes from there to the engine when a ticket names it.
+    """Generates tickets with vllm-omni, each on exactly the version that it names.
 
-    Each version is an engine adapter of its own, so a ticket can only run on exactly the version it names: the request
-    carries the adapter's number, and the worker stamps its answer with what its network carried.
+    The rollout worker's receiver fills tensors in host memory; `adopt` sends their bytes to vllm-omni. Each version is
+    an adapter of vllm-omni with its own number. A request names the number, and the answer names the version used.
     """
 
     def __init__(self, config: Config, model: ResolvedModel) -> None:
         check_installed()
-        # Hundreds of lines of start-up information per worker otherwise.
+        # Without this, every worker prints hundreds of lines at its start.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         shapes = network_shapes(config, model)
         self._parameters = shapes.empty_adapter()
@@ -57,9 +60,9 @@ class VllmOmniEngine:
         return self._parameters
 
     def adopt(self, active: Activation, export: Export) -> None:
-        """Makes `active` the version of the next tickets, delivering it to the engine unless it is there already.
+        """Makes `active` the version of the next tickets and delivers it to vllm-omni if it is not there yet.
 
-        Raises VllmOmniError where the engine's workers refuse it or hold something else afterwards.
+        Raises VllmOmniError if vllm-omni refuses it or reports another version afterwards.
         """
         if active == self._active:
             return
@@ -75,12 +78,15 @@ class VllmOmniEngine:
         return self._client.call("rollout_probe", dict, self._numbers[self._adopted()])
 
     def generate(self, request: RolloutRequest) -> Rollout:
-        """One ticket as one engine request. Raises VllmOmniError where the engine did not run it on its version."""
+        """Generates one ticket as one request. Raises VllmOmniError if vllm-omni ran it on another version."""
         (rollout,) = self.generate_together([request])
         return rollout
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Tickets as one engine request, so as one batch. Raises as `generate` does, and what `check_alike` raises."""
+        """Generates several tickets as one request and so as one batch.
+
+        Raises VllmOmniError as `generate` does, and whatever `check_alike` raises for tickets that differ.
+        """
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
@@ -121,13 +127,16 @@ class VllmOmniEngine:
 
 
 class Client:
-    """`AsyncOmni` with its event loop on a thread of its own, called from ordinary threads.
+    """Blocking client of `AsyncOmni`, whose event loop runs on a separate thread.
 
-    Starts the engine on construction. All methods block and may be called from any thread.
+    The constructor starts vllm-omni. All methods block and may be called from any thread.
     """
 
     def __init__(self, arguments: Mapping[str, Any], *, start_timeout: float, timeout: float) -> None:
-        """Seconds that the start, and afterwards one request or remote call, may take before VllmOmniError."""
+        """Starts vllm-omni. Raises VllmOmniError if that takes longer than `start_timeout` seconds.
+
+        `timeout` is the limit of one request or remote call in seconds.
+        """
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
@@ -139,13 +148,13 @@ class Client:
             raise
 
     def generate(self, prompt: str, parameters: Any, request_id: str) -> Any:
-        """The finished output of one request. Raises what the engine raises."""
+        """Returns the finished output of one request. Raises vllm-omni's errors, and VllmOmniError for a timeout."""
         return self._await(self._generate(prompt, parameters, request_id), self._timeout)
 
     def call(self, method: str, kind: type[T], *args: Any) -> T:
-        """Runs a method of the worker extension on every rank, between two requests; rank 0's answer.
+        """Runs a method of the worker extension on every rank, between two requests, and returns rank 0's answer.
 
-        Raises VllmOmniError for a failure on any rank and for an answer that is not of `kind`.
+        Raises VllmOmniError for a failure on any rank, for a timeout, and for an answer that is not of type `kind`.
         """
         results = self._await(self._omni.collective_rpc(method, timeout=self._timeout, args=args), self._timeout)
         return reply(method, results, kind)
@@ -178,9 +187,9 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _started(config: Config, model: ResolvedModel) -> Client:
-    """A running engine, whose ranks meet at a store that this process holds.
+    """Starts vllm-omni with a store in this process, at which its ranks form their process group.
 
-    vllm-omni's own way is a port that is free when it is chosen and must still be free seconds later.
+    vllm-omni would choose a free port for that itself, which another process can take before the ranks use it.
     """
     ranks = tensor_parallel(config.rollout.gpus_per_worker, torch.cuda.device_count())
     port = open_store(ranks, config.deadlines.load)
@@ -189,16 +198,16 @@ def _started(config: Config, model: ResolvedModel) -> Client:
 
 
 def _folder(model: ResolvedModel) -> str:
-    """The model as a local folder at exactly its revision: vllm-omni would take the hub's newest."""
+    """Returns a local folder with exactly the model's revision; vllm-omni itself would take the hub's newest one."""
     if model.revision is None:
         return model.path
     return str(download(model.path, model.revision, "all"))
 
 
 def reply(method: str, results: Any, kind: type[T]) -> T:
-    """One answer out of `collective_rpc`'s nested lists, in which a failed call is an ordinary answer.
+    """Returns the one answer in the nested lists of `collective_rpc`, which returns failures as ordinary answers.
 
-    Raises VllmOmniError for a failure, for more or fewer answers than one, and unless it is of `kind`.
+    Raises VllmOmniError for a failure, for more or fewer answers than one, and for one that is not of type `kind`.
     """
     answer = results
     while isinstance(answer, list | tuple):
@@ -214,7 +223,7 @@ def reply(method: str, results: Any, kind: type[T]) -> T:
 
 
 def metadata(output: Any, group: str) -> Mapping[str, Any]:
-    """What the pipeline put beside the images of a finished request; VllmOmniError where the request failed."""
+    """Returns the pipeline's metadata `group` of a finished request. Raises VllmOmniError if the request failed."""
     if output is None:
         raise VllmOmniError("vllm-omni ended a request without an answer")
     if getattr(output, "error", None):

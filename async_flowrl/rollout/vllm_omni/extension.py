@@ -1,4 +1,7 @@
-"""vllm-omni's workers, extended: the remote calls beside generating, and the adapters that they deliver and prove."""
+"""Extension of vllm-omni's ranks: remote calls beside generation, and the adapters (LoRAs) that the calls deliver.
+
+`VllmOmniEngine` makes these calls; `Adapters` keeps one vllm-omni adapter per version.
+"""
 
 import multiprocessing
 import os
@@ -37,12 +40,12 @@ from checkpoint_engine.digest import ByteArray
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[misc]
-    """Mixed in front of vllm-omni's worker. Methods with a prefix run on every rank, between two requests."""
+    """Mixin before vllm-omni's worker class. Methods named `rollout_*` run on every rank, between two requests."""
 
     def init_device(self) -> None:
-        """The first thing that happens in a rank, in front of vllm-omni's own, which uses the world that it finds.
+        """Joins the process group at the rollout worker's store, then runs vllm-omni's own `init_device`.
 
-        The ranks meet at a store that the rollout worker holds open.
+        It is the first call in a rank; vllm-omni uses a process group that exists already.
         """
         end_with_parent()
         port, world = self.od_config.custom_pipeline_args[STORE_PORT], self.od_config.num_gpus
@@ -53,7 +56,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
     def rollout_open(self, config: Config, model: ResolvedModel, shapes: NetworkShapes) -> str:
         """Prepares the loaded pipeline for tickets. Returns the digest of the base weights, under diffusers' names.
 
-        Raises ValueError for layers to adapt that vllm-omni has no adapters for.
+        Raises ValueError if `lora.targets` names layers for which vllm-omni has no adapters.
         """
         pipeline = self.model_runner.pipeline
         network = pipeline.transformer
@@ -68,23 +71,27 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         return digest
 
     def rollout_holds(self, adapter: int) -> bool:
+        """Returns whether vllm-omni still holds the adapter."""
         return adapter in self.lora_manager.list_adapters()
 
     def rollout_receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
+        """Delivers a version; see `Adapters.receive`."""
         return self._rollout_adapters.receive(header, buffer, adapter)
 
     def rollout_probe(self, adapter: int) -> dict[str, Tensor]:
+        """Returns `checkpoint_engine.binding_probe` of the live layers; see `Adapters.layers`."""
         return binding_probe(self._rollout_adapters.layers(adapter))
 
     def rollout_encode(self, texts: list[Wording]) -> dict[int, Conditioning]:
-        """By position: vllm-omni would take a list for one answer per rank."""
+        """Returns position → embeddings; vllm-omni would take a list for one answer per rank."""
         return dict(enumerate(self.model_runner.pipeline.engine.encode(texts)))
 
 
 def end_with_parent() -> None:
-    """Kills this process, if it is a rank of its own, when its rollout worker is gone, however that one ended.
+    """Kills this process when the process that started it ends; does nothing if multiprocessing did not start it.
 
-    vllm-omni asks for a SIGTERM then, which a rank inside a collective does not get to handle.
+    So no rank outlives its rollout worker. vllm-omni itself only asks for SIGTERM then, which a rank inside a
+    collective cannot handle.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -98,7 +105,7 @@ def end_with_parent() -> None:
 
 
 def check_adaptable(network: torch.nn.Module, modules: Mapping[str, str]) -> None:
-    """Raises ValueError, naming them, for modules (diffusers' name to vllm-omni's) that are no linear layer of vllm."""
+    """Raises ValueError if one of `modules` (diffusers' name → vllm-omni's) is no linear layer of vllm."""
     linear = {name for name, module in network.named_modules() if isinstance(module, LinearBase)}
     if missing := sorted(name for name, module in modules.items() if module not in linear):
         raise ValueError(
@@ -108,10 +115,10 @@ def check_adaptable(network: torch.nn.Module, modules: Mapping[str, str]) -> Non
 
 
 class Adapters:
-    """The engine adapters of a rank: one per delivered version, verified bytes to bound layers.
+    """Adapters of a rank, one per delivered version, each known by stream, version and digest.
 
-    Knows of every adapter which (stream, version, digest) it is. `manager` is vllm-omni's own table of adapters; the
-    receiver here holds what came last, whatever its version, in its evaluation slot.
+    `manager` is vllm-omni's table of adapters. The receiver verifies the bytes of a version and holds only the one
+    that came last, in its evaluation slot.
     """
 
     def __init__(self, manager: Any, names: Names, shapes: NetworkShapes, lora: LoraConfig) -> None:
@@ -124,13 +131,13 @@ class Adapters:
 
     @property
     def modules(self) -> dict[str, str]:
-        """The adapted modules, diffusers' name to that of vllm-omni's module."""
+        """Adapted modules, diffusers' name → vllm-omni's name."""
         return {name: self._names.slice(name)[0] for name in self._layers}
 
     def receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
-        """Verifies a version, makes it engine adapter number `adapter` and binds it to the layers.
+        """Verifies a version, makes it adapter number `adapter` and binds it to the layers.
 
-        Raises what checkpoint_engine's receiver raises, and ValueError where a tensor finds no layer.
+        Raises what checkpoint_engine's receiver raises, and ValueError if a tensor belongs to no layer.
         """
         self._receiver.receive(header, buffer, slot=EVALUATION)
         digest = self._receiver.activate(header.stream, header.version, slot=EVALUATION)
@@ -139,16 +146,16 @@ class Adapters:
         try:
             self._manager.set_active_adapter(lora_request(active, adapter), 1.0)
         except BaseException:
-            # The manager keeps an adapter whose binding failed, and would answer that it holds it.
+            # The manager keeps an adapter whose binding failed, and would later report that it holds it.
             self._manager.remove_adapter(adapter)
             del self._known[adapter]
             raise
         return active
 
     def load(self, adapter: int, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The engine's question for an adapter it does not hold: vllm's LoRA model and its description.
+        """Returns vllm's LoRA model and its description for an adapter; vllm-omni calls it for one that it lacks.
 
-        Only what was received last can be answered with. Raises WeightsMismatch for anything else.
+        Raises WeightsMismatch for any adapter but the one that was received last.
         """
         if adapter not in self._known or self._receiver.active != self._known[adapter]:
             raise WeightsMismatch(f"adapter {adapter} was not delivered to this worker, or is gone")
@@ -160,17 +167,17 @@ class Adapters:
         return model, helper
 
     def active(self) -> Activation:
-        """What the layers compute with now. Raises WeightsMismatch while that is no delivered version."""
+        """Returns the version with which the layers compute now. Raises WeightsMismatch if none was delivered."""
         active = self._known.get(self._manager._active_adapter_id)
         if active is None:
             raise WeightsMismatch("vllm-omni's network carries no delivered version")
         return active
 
     def layers(self, adapter: int) -> Mapping[str, LoraModule]:
-        """The adapter received last as the live layers hold it, for the binding proof.
+        """Returns module name → layer of the adapter received last, after a check that the live layers hold it.
 
-        The engine stores scaling * B, rounded, and each rank its part. So every live buffer is compared bit for bit
-        with what the layer itself would store of the received tensors. Raises WeightsMismatch, naming the layer.
+        A live layer stores A and scaling * B, rounded, and only its rank's shard. Each stored buffer must equal, bit
+        for bit, what the layer would store of the received tensors. Raises WeightsMismatch, naming the module, if not.
         """
         if not self.active() == self._known.get(adapter) == self._receiver.active:
             raise WeightsMismatch(f"adapter {adapter} is not the one that was received last")
@@ -188,7 +195,7 @@ class Adapters:
         if live is None or not live._diffusion_lora_active_slices[index]:
             raise WeightsMismatch(f"{name} is not adapted in vllm-omni's network")
         a: Any = layer.a
-        # As vllm's LoRA loader does: rounded to the network's dtype, then scaled in it.
+        # vllm's LoRA loader rounds B to the network's dtype and then scales it in that dtype.
         b: Any = layer.b.to(live.lora_b_stacked[index].dtype) * layer.scaling
         if live.n_slices > 1:
             a = live.slice_lora_a([a if i == index else None for i in range(live.n_slices)])[index]
@@ -200,12 +207,14 @@ class Adapters:
 
 
 def lora_request(active: Activation, adapter: int) -> Any:
-    """A request for engine adapter `adapter`. vllm-omni wants a folder: an absolute one that is never opened keeps it
-    from asking a hub."""
+    """Returns vllm-omni's request for adapter number `adapter`.
+
+    vllm-omni requires a folder. It is never opened; an absolute path keeps vllm-omni from asking a model hub for it.
+    """
     return LoRARequest(f"{active.stream}-{active.version}", adapter, f"/async_flowrl/adapter-{adapter}")
 
 
 def _same(stacked: Tensor, tensor: Tensor) -> bool:
-    """stacked [1, 1, rows, columns], rank padded to the engine's next size, against tensor [rows, columns]."""
+    """Whether `stacked` [1, 1, at least rows, at least columns] begins with `tensor` [rows, columns], bit for bit."""
     rows, columns = tensor.shape
     return torch.equal(stacked[0, 0, :rows, :columns].cpu(), tensor.to(stacked.dtype))

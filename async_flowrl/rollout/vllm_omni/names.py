@@ -1,7 +1,7 @@
-"""Names and shapes of a network's parameters, as diffusers and as vllm-omni have them.
+"""Names and shapes of a network's parameters in diffusers and in vllm-omni, and the translation between them.
 
-vllm-omni packs projections into one parameter, shards parameters over ranks, and calls Qwen-Image's `attn.to_out.0`
-`attn.to_out`. Nothing here needs vllm.
+vllm-omni packs several projections into one parameter, shards parameters over its ranks, and renames `attn.to_out.0`
+of Qwen-Image to `attn.to_out`. This module needs no vllm.
 """
 
 import re
@@ -20,28 +20,31 @@ _OUTPUT = re.compile(r"\.to_out\.0(?=\.|$)")
 
 Shape = tuple[int, ...]
 Gather = Callable[[Tensor, int], Tensor]
-"""All ranks' shards of a tensor, put together along a dimension."""
+"""Function of (local shard, dimension) that returns the shards of all ranks, concatenated along the dimension."""
 
 
 @dataclass(frozen=True)
 class NetworkShapes:
-    """Shapes by diffusers' names: of the adapter's tensors and of the base weights; dtypes of the adapter's tensors."""
+    """Shapes of a network's parameters, by the names of diffusers."""
 
     adapter: dict[str, Shape]
+    """Shapes of the adapter's (LoRA's) tensors."""
     base: dict[str, Shape]
+    """Shapes of the base weights."""
     dtypes: dict[str, torch.dtype]
+    """Dtypes of the adapter's tensors."""
     config: dict[str, Any]
-    """Of the diffusers network, with its defaults."""
+    """Configuration of the diffusers network, with its defaults."""
 
     def empty_adapter(self) -> dict[str, Tensor]:
-        """Host tensors that versions of the adapter fit into, zero."""
+        """Returns zero tensors in host memory, into which a version of the adapter fits."""
         return {name: torch.zeros(shape, dtype=self.dtypes[name]) for name, shape in self.adapter.items()}
 
 
 def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
-    """From the model's configuration files, without weights.
+    """Returns the shapes, from the model's configuration files without its weights.
 
-    Raises ValueError where `lora.targets` names no layer of the network.
+    Raises ValueError if `lora.targets` names no layer of the network.
     """
     policy = load_family(model.family).load(
         model.path,
@@ -63,25 +66,23 @@ def _shapes(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class Names:
-    """What the engine's network calls a module or parameter of the diffusers one.
-
-    `packed` is the engine's own table, such as {"to_qkv": ["to_q", "to_k", "to_v"]}; `flat`: an attention's `to_out.0`
-    is its `to_out`.
-    """
+    """Translation of diffusers' names of modules and parameters to those of vllm-omni's network (the engine's)."""
 
     packed: Mapping[str, Sequence[str]]
+    """Packed module → its parts, from the engine, such as {"to_qkv": ["to_q", "to_k", "to_v"]}."""
     flat: bool
+    """Whether the engine names an attention's `to_out.0` `to_out`."""
 
     def engine(self, name: str) -> str:
-        """The engine's name of a module or parameter that it does not pack."""
+        """Returns the engine's name of a module or parameter that is not packed."""
         return _OUTPUT.sub(".to_out", name) if self.flat else name
 
     def key(self, name: str) -> str:
-        """The key under which vllm's LoRA loader reads an adapter's tensor."""
+        """Returns the key under which vllm's LoRA loader reads a tensor of the adapter."""
         return f"base_model.model.transformer.{self.engine(name)}"
 
     def slice(self, name: str) -> tuple[str, int]:
-        """(the engine's module, index of the slice) that holds module `name`; the slice is 0 where it is not packed."""
+        """Returns the engine's module that holds module `name`, and its slice in it; 0 if the module is not packed."""
         prefix, _, leaf = name.rpartition(".")
         for whole, parts in self.packed.items():
             if leaf in parts:
@@ -92,9 +93,9 @@ class Names:
 def unpacked(
     live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather
 ) -> dict[str, Tensor]:
-    """The network's parameters under diffusers' names and in its shapes, from the engine's packed and sharded ones.
+    """Returns the network's parameters under diffusers' names and in its `shapes`, from the engine's `live` parameters.
 
-    `gather` puts tensor-parallel shards together. Raises ValueError, naming it, for a parameter that is not there.
+    `gather` concatenates the shards of all ranks. Raises ValueError for a missing parameter or another shape.
     """
     packed = names.packed
     shards = {part: shard for name, tensor in live.items() for part, shard in _parts(name, tensor, shapes, packed)}
@@ -104,7 +105,7 @@ def unpacked(
 def _parts(
     name: str, tensor: Tensor, shapes: Mapping[str, Shape], packed: Mapping[str, Sequence[str]]
 ) -> Iterable[tuple[str, Tensor]]:
-    """The engine's parameter cut into what it packs; each part's rows are sharded alike."""
+    """Splits the engine's parameter into the parts that it packs; the rows of each part are sharded evenly."""
     module, _, leaf = name.rpartition(".")
     prefix, _, whole = module.rpartition(".")
     if whole not in packed:

@@ -1,4 +1,4 @@
-"""vllm-omni's networks behind the signatures of the diffusers ones, so that a family's policy runs on either."""
+"""vllm-omni's networks with the call signatures of diffusers' networks, so that a policy can use either."""
 
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
@@ -12,7 +12,10 @@ from async_flowrl.rollout.vllm_omni.settings import FAMILIES
 
 
 def build_network(family: str, od_config: Any) -> nn.Module:
-    """vllm-omni's network of `family` in the sizes of the model's own configuration, without weights."""
+    """Returns vllm-omni's network of `family`, sized by the model's configuration; its weights are not loaded yet.
+
+    `od_config` is vllm-omni's configuration of the engine.
+    """
     from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
     kind = resolve_name(FAMILIES[family])
@@ -21,7 +24,7 @@ def build_network(family: str, od_config: Any) -> nn.Module:
     known = kind.__init__.__code__.co_varnames[: kind.__init__.__code__.co_argcount]
     network = kind(**given | {name: value for name, value in own.items() if name in known})
     if not hasattr(network, "stacked_params_mapping"):
-        # Where the LoRA manager looks for packed projections; most networks set it while they load, FLUX.1's does not.
+        # The LoRA manager reads packed projections from here. Most networks set it while they load; FLUX.1's does not.
         packed: Mapping[str, Sequence[str]] = getattr(network, "packed_modules_mapping", {})
         network.stacked_params_mapping = [
             (f".{whole}", f".{part}") for whole, parts in packed.items() for part in parts
@@ -30,12 +33,12 @@ def build_network(family: str, od_config: Any) -> nn.Module:
 
 
 def as_in_diffusers(family: str, network: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """`network` as the policy of `family` calls it, with the diffusers network's `config`."""
+    """Returns `network` with the call signature that the policy of `family` uses; `config` is that of diffusers."""
     return _VIEWS.get(family, _View)(network, config)
 
 
 class _View(nn.Module):
-    """Takes and gives what the two networks have in common (FLUX.1)."""
+    """View of a network whose signature is the same in both libraries (FLUX.1)."""
 
     def __init__(self, network: Any, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -48,22 +51,22 @@ class _View(nn.Module):
 
 class _QwenImage(_View):
     def forward(self, *, encoder_hidden_states: Tensor, **named: Any) -> Any:
-        """Its rotary embedding wants each row's padded text length named."""
+        """Adds each row's padded text length, which the rotary embedding of vllm-omni's network needs."""
         rows, length = encoder_hidden_states.shape[:2]
         return self.network(encoder_hidden_states=encoder_hidden_states, txt_seq_lens=[length] * rows, **named)
 
 
 class _SD3(_View):
     def forward(self, *, return_dict: bool, **named: Any) -> tuple[Tensor]:
-        """It answers with diffusers' output class, whatever is asked for."""
+        """Returns a tuple: vllm-omni's network always returns diffusers' output class."""
         return (self.network(**named).sample,)
 
 
 class _ZImage(_View):
     def forward(self, x: Sequence[Tensor], t: Tensor, texts: Sequence[Tensor], **named: Any) -> tuple[list[Tensor]]:
-        """It attends to padding, so rows whose texts have other padded lengths go through it one length after another.
+        """Runs the network once for each padded text length, because vllm-omni's network attends to padding.
 
-        Padding up to the next multiple of 32 tokens is the model's own, and attended to by diffusers as well.
+        Padding to the next multiple of 32 tokens belongs to the model, and diffusers attends to it as well.
         """
         made: dict[int, Tensor] = {}
         lengths = [-(-len(text) // 32) for text in texts]

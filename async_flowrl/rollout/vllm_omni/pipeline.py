@@ -1,4 +1,4 @@
-"""The pipeline that vllm-omni runs: its own network, and around it the reference engine's loop and the other parts."""
+"""Pipeline that vllm-omni runs: vllm-omni's network inside the denoising loop of this project's diffusers engine."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -24,9 +24,10 @@ from async_flowrl.types import RolloutRequest
 
 
 class RolloutPipeline(nn.Module):
-    """vllm-omni's network of a family; denoising, noise and log-probs are `DiffusersEngine`'s and so the trainer's.
+    """Pipeline of one rank, which vllm-omni builds and calls.
 
-    Text encoders, VAE, schedule and prompt template are those of the diffusers pipeline, loaded by `open_rollout`.
+    Only the network is vllm-omni's. Denoising, noise and log-probs are those of `DiffusersEngine`, as in the trainer.
+    Text encoders, VAE, schedule and prompt template are diffusers', loaded by `open_rollout`.
     """
 
     supports_request_batch = True
@@ -43,14 +44,17 @@ class RolloutPipeline(nn.Module):
         self.transformer = build_network(od_config.custom_pipeline_args[FAMILY], od_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """vllm-omni's question, with the network's files. The names that were loaded."""
+        """Loads the network's weights, which vllm-omni reads from the model's files. Returns the loaded names."""
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights)
         return loaded
 
     def open_rollout(
         self, adapters: Adapters, config: Config, model: ResolvedModel, network_config: Mapping[str, Any]
     ) -> None:
-        """Loads everything but the network from the model's folder; `network_config` is the diffusers network's."""
+        """Loads all parts but the network from the model's folder; `RolloutWorkerExtension.rollout_open` calls it.
+
+        `network_config` is the configuration of the diffusers network.
+        """
         self.adapters = adapters
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
@@ -62,27 +66,31 @@ class RolloutPipeline(nn.Module):
         )
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """One output for one request, which is whole tickets; vllm-omni's own warm-up comes before `open_rollout`.
+        """Generates the tickets of one request and returns one output with their rollouts and the version used.
 
-        Raises ValueError for any other composition of a batch: the trajectory would not be the ticket's.
+        vllm-omni's warm-up request, which comes before `open_rollout`, gets an empty image. Raises ValueError if the
+        batch is not one request of whole tickets.
         """
         if req.is_dummy_run():
             return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
         requests = whole_tickets(req)
         several = len(requests) > 1
         rollouts = self.engine.generate_together(requests) if several else [self.engine.generate(requests[0])]
-        # The images are bytes already and travel beside the trajectory; nothing is left for vllm-omni to convert.
+        # The images are uint8 already and are part of the rollouts, so vllm-omni gets no image to convert.
         payload = {"image": torch.empty(0, 3, 32, 32)}
         stamped = {"active": self.adapters.active(), "rollouts": rollouts}
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-        """vllm-omni's hook for adapters that are no files."""
+        """Loads an adapter from received tensors; vllm-omni calls this hook instead of reading files."""
         return self.adapters.load(lora_request.lora_int_id, dtype)
 
 
 def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
-    """The policy of `model` with `network` in place of diffusers', and everything else from the model's folder."""
+    """Returns the policy of `model` with `network`, and all other parts loaded from the model's folder.
+
+    `offload`: the text encoders stay in host memory.
+    """
     family: Any = load_family(model.family)
     assert isinstance(family, PipelineFamily)
     dtype = DTYPES[model.dtype]
@@ -101,7 +109,7 @@ def around_network(network: Any, model: ResolvedModel, device: torch.device, *, 
 
 
 def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
-    """The tickets that a batch consists of, those of one request; ValueError otherwise."""
+    """Returns the tickets of a batch. Raises ValueError unless it is one request for all images of whole tickets."""
     if batch.num_reqs != 1:
         raise ValueError(f"one engine batch is one request's tickets, got {batch.num_reqs}: {batch.request_ids}")
     parameters = batch.sampling_params

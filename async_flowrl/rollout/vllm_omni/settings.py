@@ -1,4 +1,7 @@
-"""Settings of vllm-omni: its arguments, the releases that belong together, and the keys that both sides know."""
+"""Settings of the engine `vllm_omni`: vllm-omni's arguments, the supported release, and shared keys.
+
+The rollout worker and the engine's ranks (processes, one per GPU) both import this module. It needs no vllm.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -8,9 +11,9 @@ from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.stored import configuration
 
 RELEASE = "0.30"
-"""vllm and vllm-omni come in pairs, and the seams used here move between releases."""
+"""Supported release of both vllm and vllm-omni; the interfaces used here change between releases."""
 MAX_RANK = 512
-"""The largest rank that vllm's LoRA layers are made for."""
+"""Largest LoRA rank that vllm's layers support."""
 _MODELS = "vllm_omni.diffusion.models"
 FAMILIES = {
     "qwen_image": f"{_MODELS}.qwen_image.qwen_image_transformer:QwenImageTransformer2DModel",
@@ -18,21 +21,21 @@ FAMILIES = {
     "flux": f"{_MODELS}.flux.flux_transformer:FluxTransformer2DModel",
     "z_image": f"{_MODELS}.z_image.z_image_transformer:ZImageTransformer2DModel",
 }
-"""Model family to vllm-omni's network."""
+"""Model family → class of vllm-omni's network."""
 PIPELINE = "async_flowrl.rollout.vllm_omni.pipeline.RolloutPipeline"
 EXTENSION = "async_flowrl.rollout.vllm_omni.extension.RolloutWorkerExtension"
 FAMILY = "family"
-"""Key of the model family among the pipeline's arguments, which reach every rank's process."""
+"""Key of the model family in the pipeline's arguments, which reach every rank."""
 STORE_PORT = "store_port"
-"""Key of the ranks' meeting point among them."""
+"""Key, in the pipeline's arguments, of the port of the store at which the ranks form their process group."""
 REQUEST = "rollout_request"
-"""Key of the tickets among a request's extra arguments."""
+"""Key of the tickets in a request's extra arguments."""
 ROLLOUT = "rollout"
-"""Metadata group of the answer: {"active": what the network carried, "rollouts": images and trajectories}."""
+"""Metadata group of an answer: {"active": version that the network used, "rollouts": images and trajectories}."""
 
 
 def check_installed() -> None:
-    """Raises ValueError, saying what to install, unless both packages are there in the one release supported."""
+    """Raises ValueError, with the command to install them, unless vllm and vllm-omni have the supported release."""
     for package in ("vllm", "vllm-omni"):
         try:
             installed = version(package)
@@ -46,8 +49,11 @@ def check_installed() -> None:
 
 
 def check_model(config: Config, model: ResolvedModel) -> None:
-    """Raises ValueError, one sentence, for a family that vllm-omni has no network for, and for tensor parallelism or a
-    rank of the adapter that its network does not take. Reads the network's configuration, nothing of vllm."""
+    """Raises ValueError if vllm-omni cannot generate with the model.
+
+    The reasons are a model family without a network, a LoRA rank above MAX_RANK, and a number of GPUs that does not
+    divide the network's attention heads. Only the network's configuration file is read.
+    """
     check_family(model.family)
     if config.lora.rank > MAX_RANK:
         raise ValueError(f"lora.rank must be at most {MAX_RANK} with rollout.engine=vllm_omni, got {config.lora.rank}")
@@ -64,7 +70,7 @@ def check_model(config: Config, model: ResolvedModel) -> None:
 
 
 def check_family(family: str) -> None:
-    """Raises ValueError for a model family that vllm-omni has no network for."""
+    """Raises ValueError if vllm-omni has no network for the model family."""
     if family not in FAMILIES:
         raise ValueError(
             f"rollout.engine=vllm_omni generates with {', '.join(FAMILIES)}, the model is {family}: use "
@@ -73,9 +79,10 @@ def check_family(family: str) -> None:
 
 
 def tensor_parallel(gpus_per_worker: float, devices: int) -> int:
-    """The ranks that a rollout worker's engine spreads its network over: one per device that the worker was given.
+    """Returns the number of ranks among which a rollout worker's network is divided, one per GPU.
 
-    Raises ValueError where fewer devices are visible than asked for.
+    `devices` is the number of GPUs that the worker sees. Raises ValueError if it is smaller than `gpus_per_worker`;
+    without GPUs there is one rank.
     """
     if gpus_per_worker <= 1 or devices == 0:
         return 1
@@ -85,22 +92,23 @@ def tensor_parallel(gpus_per_worker: float, devices: int) -> int:
 
 
 def engine_arguments(config: Config, *, folder: str, family: str, ranks: int, port: int) -> dict[str, Any]:
-    """Keyword arguments of `AsyncOmni`; every one is named here, none is left to the environment.
+    """Returns the keyword arguments of `AsyncOmni`.
 
-    `port` is where the rollout worker holds a store for the engine's `ranks` to meet at.
+    `folder` is the local folder of the model. `port` is that of a TCP store in the rollout worker, at which the
+    engine's `ranks` form their process group.
     """
     check_family(family)
     return {
         "model": folder,
         "dtype": config.model.dtype,
         "tensor_parallel_size": ranks,
-        # Of vllm-omni's own output processing only that of Qwen-Image hands on what a pipeline put beside its images.
+        # Only vllm-omni's output processing for Qwen-Image passes on the metadata beside a pipeline's images.
         "model_class_name": "QwenImagePipeline",
         "custom_pipeline_args": {"pipeline_class": PIPELINE, FAMILY: family, STORE_PORT: port},
         "worker_extension_cls": EXTENSION,
-        # One request is all the tickets of a batch: vllm-omni's own batches depend on which requests have come in time.
+        # One request has all tickets of a batch, because vllm-omni's own batches depend on when requests arrive.
         "max_num_seqs": 1,
-        # The versions a ticket may name, one for evaluation, and the canary of the binding proof.
+        # The versions that a ticket may name, one for evaluation, and one for the check that layers use their adapter.
         "max_cpu_loras": config.live_versions + 2,
         "enforce_eager": True,
         "cache_backend": "none",
