@@ -6,8 +6,8 @@ named module, with x seeded by the module's name, and the results are compared. 
 that its result proves nothing; an adapter with random B (the canary) is delivered and compared first.
 
 With whole weights (tune=full), each end digests its live bytes by the names that the network itself has for its
-tensors. The canary is delivered for them, too: both ends have loaded version 0, so it would look right in a network that
-it never reached.
+tensors. The canary is delivered for them, too: both ends have loaded version 0, so it would look right in a network
+that it never reached.
 """
 
 import hashlib
