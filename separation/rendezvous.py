@@ -5,11 +5,11 @@ Rank 0 opens the store on a port that the system picks and keeps it, so that no 
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from separation.group import WorkerGroup
+from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 
 LONGEST_TIMEOUT = 20 * 86_400.0
@@ -108,19 +108,38 @@ def leave() -> None:
     _stores.clear()
 
 
-async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
-    """Makes the group's workers the ranks 0..n-1 of a new default process group, leaving any earlier one first.
+def abort() -> None:
+    """Ends the collectives of the default group that are under way, with an error: a rank that died answers none.
 
-    `timeout`, seconds, is that of joining and of every collective of the group later. Raises DeadlineExceeded.
+    For a lane of its own. NCCL's ranks would wait for their time-out; gloo's see that a connection is closed.
     """
-    world, timeout = len(group.workers), min(timeout, LONGEST_TIMEOUT)
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    group: Any = dist.group.WORLD
+    for device in {torch.device(each) for each in group._device_types}:
+        group._get_backend(device).abort()
+
+
+async def join_process_group(group: WorkerGroup, *, timeout: float, members: Sequence[Worker] | None = None) -> None:
+    """Makes the group's workers, or some of them, the ranks 0..n-1 of a new default process group.
+
+    Each leaves any earlier one first; a single one of `members` stays outside of any. `timeout`, seconds, is that of
+    joining and of every collective of the group later. Raises DeadlineExceeded.
+    """
+    workers = group.workers if members is None else members
+    world, timeout = len(workers), min(timeout, LONGEST_TIMEOUT)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
-        await together(*(worker.call("separation.rendezvous:leave") for worker in group.workers))
-        master = group.workers[0]
+        await together(*(worker.call("separation.rendezvous:leave") for worker in workers))
+        if members is not None and world == 1:
+            return
+        master = workers[0]
         port = await master.call("separation.rendezvous:open_store", world, timeout)
         environments = [
             rank_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
             for rank in range(world)
         ]
-        calls = zip(group.workers, environments, strict=True)
+        calls = zip(workers, environments, strict=True)
         await together(*(worker.call("separation.rendezvous:join", environment) for worker, environment in calls))

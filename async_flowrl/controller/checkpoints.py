@@ -76,7 +76,7 @@ class Checkpoints:
         if version in self.saved:
             return
         async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
-            await self.trainers.all("snapshot")
+            await self.trainers.first.call("snapshot")
         controller = {
             "version": version,
             "published": {str(v): digest for v, digest in table.published.items()},

@@ -53,6 +53,8 @@ class Owners:
         self._given: set[int] = set()
         """Replicas that have work in this optimizer step."""
         self._whole = True
+        self.absent: set[int] = set()
+        """Replicas that died: they are given nothing."""
 
     def begin(self, groups: int, now: float = 0.0) -> None:
         """A new optimizer step of so many groups. With at least two for each replica, no group is split over them."""
@@ -61,7 +63,7 @@ class Owners:
             self._pace[replica] = fastest + PACE_TRUST * (self._pace[replica] - fastest)
         self._load, self._given = [0] * len(self._load), set()
         self._done_at = [now] * self._replicas
-        self._whole = groups >= 2 * self._replicas
+        self._whole = groups >= 2 * (self._replicas - len(self.absent))
 
     def of(self, samples: Sequence[int], now: float = 0.0) -> tuple[int, ...]:
         """The owners of the next group's parts, given their samples; of equal replicas and ranks the first."""
@@ -90,7 +92,7 @@ class Owners:
         def done(replica: int) -> float:
             return max(now, self._done_at[replica]) + samples * self._pace.get(replica, usual)
 
-        chosen = min(range(self._replicas), key=done)
+        chosen = min((replica for replica in range(self._replicas) if replica not in self.absent), key=done)
         self._done_at[chosen] = done(chosen)
         self._given.add(chosen)
         return chosen

@@ -30,6 +30,8 @@ class Replica:
     """It has been told of the optimizer step under way."""
     waiting: int = 0
     """Calls that were not answered yet."""
+    dead: bool = False
+    """Its ranks are gone, and nobody has taken their place yet."""
     state: str = ""
     """What was last recorded of its ranks in this step."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -98,7 +100,7 @@ async def with_probe(
     probe: HandedGroup | None,
     requests: Sequence[TrainRequest],
 ) -> list[Any]:
-    """Calls `train` on all ranks with what ends an optimizer step, and the trajectories of the probe's first part."""
+    """Calls `add_up` on the ranks with what ends an optimizer step, and the trajectories of the probe's first part."""
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
         which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
@@ -108,7 +110,7 @@ async def with_probe(
         refs = [tried[place] for place in which]
         try:
             async with deadline(ctx.config.deadlines.update, f"update: end of step {requests[0].step}"):
-                return await _called(workers, "train", [(request, refs) for request in requests])
+                return await _called(workers, "add_up", [(request, refs) for request in requests])
         except RefLost as lost:
             if probe is None:
                 raise

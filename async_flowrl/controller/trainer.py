@@ -7,7 +7,7 @@ and stream hand-over train the same parts; only the waiting differs.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +15,22 @@ import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.collect import Stepped, Sums, add_up, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
+from async_flowrl.controller.living import Living
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.controller.replicas import (
     MAX_GROUPS_PER_CALL,
     Replica,
     failing_as_one,
-    with_probe,
     with_trajectories,
 )
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
-from async_flowrl.training.parts import cut
-from separation.group import Worker, WorkerGroup
+from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.parts import NOBODY, cut
+from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ class TrainerGroup:
         self._owners = Owners(ranks, per_replica)
         starts = range(0, ranks, per_replica)
         self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
+        self.living = Living(self.workers, per_replica)
+        self._attempts = 0
+        """Beginnings of optimizer steps until now."""
         self._freed = asyncio.Event()
         self._measures = True
         """Whether the next optimizer step is measured, as the ranks said last; new ones have not said anything yet."""
@@ -72,14 +76,15 @@ class TrainerGroup:
         return self.workers.workers[0]
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
-        """The method's results on every rank, in rank order; the first failure is raised."""
-        return await together(*(worker.call(method, *args, lane=lane) for worker in self.workers.workers))
+        """The method's results on every rank that lives, in rank order; the first failure is raised."""
+        return await together(*(worker.call(method, *args, lane=lane) for worker in self.living.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = _now()
         self._waited = 0.0
+        self._came(await self.living.welcome(ctx, step))
         for replica in self._replicas:
             replica.state = ""
         updates = ctx.config.trainer.updates_per_batch
@@ -110,7 +115,7 @@ class TrainerGroup:
             batch += self._owned(ctx, handed[start : start + size])
         async with failing_as_one() as tasks:
             # Predictions of the weights at the start of the batch, on the ranks that will train on them.
-            self._give(ctx, tasks, step, batch[size:], "update.proximal", None, most=1)
+            self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
         return batch
 
     async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
@@ -130,10 +135,10 @@ class TrainerGroup:
 
         while left:
             await self._until(ctx, lambda: bool(ready()))
-            while not (free := sum(not replica.waiting for replica in self._replicas)):
+            while not (free := sum(not replica.waiting for replica in self._alive)):
                 self._freed.clear()
                 await self._freed.wait()
-            found, shares = ready(), 1 if len(self._replicas) == 1 else 2 * len(self._replicas)
+            found, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
             # Smaller and smaller shares, so that all replicas end at about the same time.
             chosen = found[: min(max(1, len(found) // shares), MAX_GROUPS_PER_CALL) * free]
             left -= set(chosen)
@@ -154,18 +159,18 @@ class TrainerGroup:
         """Waits for groups; it counts as waiting only as long as no rank computes."""
         if not condition():
             began = _now()
-            for replica in self._replicas:
+            for replica in self._alive:
                 if not replica.waiting:
                     self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
-            if not any(replica.waiting for replica in self._replicas):
+            if not any(replica.waiting for replica in self._alive):
                 self._waited += _now() - max(began, self._idle_since)
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
 
     def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
         """Only where it changes: with many ranks this is asked for each group."""
-        if replica.state != state:
+        if replica.state != state and not replica.dead:
             replica.state = state
             for rank in replica.ranks:
                 ctx.observer.state(self.workers.workers[rank].name, state)
@@ -177,10 +182,11 @@ class TrainerGroup:
     ) -> tuple[list[HandedGroup], list[UpdateStats]]:
         """One optimizer step on the groups that come: all of them by rising number, and what it did, by rank."""
         while True:
-            groups, results = await self._attempt(ctx, step, update, size, coming)
-            self._book(ctx, results)
-            if (exponent := results[0].overflow) is None:
-                return groups, results
+            groups, found = await self._attempt(ctx, step, update, size, coming)
+            if not isinstance(found, int):
+                self._book(ctx, found)
+                return groups, [stats for _, stats in found]
+            exponent = found
             logger.warning(
                 "step %d: the sum of its gradients could exceed the range of multiples of 2^%s; the optimizer step is "
                 "computed again with larger ones, which later steps keep",
@@ -191,47 +197,61 @@ class TrainerGroup:
 
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
-    ) -> tuple[list[HandedGroup], list[UpdateStats]]:
+    ) -> tuple[list[HandedGroup], Stepped | int]:
+        """The groups by rising number, and what was done, or the exponent with which it must be done again."""
         groups: list[HandedGroup] = []
-        results: list[UpdateStats] = []
-        plan = StepPlan(rows=0)
+        found: Stepped | int = []
+        sums = Sums(step, StepPlan(rows=0))
+        self._attempts += 1
         for replica in self._replicas:
             replica.begun = False
         async with failing_as_one() as tasks:
             async for some in coming:
                 if not groups:
-                    plan = self._plan(ctx, some[0], update, size)
+                    sums.plan = self._plan(ctx, some[0], update, size)
                 groups += some
                 if len(self.workers.workers) > 1:
-                    self._give(ctx, tasks, step, some, "train", plan)
+                    self._give(ctx, tasks, sums, some, "train")
                 else:
-                    begins = plan if len(groups) == len(some) else None
-                    results = await self._train_alone(ctx, step, some, begins, finishes=len(groups) == size)
+                    found = await self._train_alone(ctx, sums, groups, some, finishes=len(groups) == size)
         groups.sort(key=lambda group: group.number)
-        return groups, results or await self._finish(ctx, step, groups, plan)
+        return groups, found or await self._finish(ctx, sums, groups)
 
     async def _train_alone(
-        self, ctx: Context, step: int, groups: Sequence[HandedGroup], begins: StepPlan | None, *, finishes: bool
-    ) -> list[UpdateStats]:
+        self,
+        ctx: Context,
+        sums: Sums,
+        until_now: Sequence[HandedGroup],
+        groups: Sequence[HandedGroup],
+        *,
+        finishes: bool,
+    ) -> Stepped | int:
         """On the only rank: the last call ends the optimizer step, too."""
+        step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
         trained = [group for group in groups if group.meta is not None]
-        request = TrainRequest(step, tuple(group.meta for group in trained if group.meta), begins, finishes)
+        metas = tuple(group.meta for group in trained if group.meta)
+        request = TrainRequest(step, metas, begins, finishes, attempt=sums.plan.attempt)
         if trained:
             workers, (replica,) = self.workers.workers, self._replicas
             results = await with_trajectories(ctx, workers, replica, trained, "train", request)
         else:
             async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
                 results = await self.all("train", request)
-        return results if finishes else []
+        if not finishes:
+            return []
+        summed = results[0]
+        if isinstance(summed, Summed):
+            assert summed.overflow is not None, "a rank alone steps at once"
+            return summed.overflow
+        return [(self.first, summed)]
 
     def _give(
         self,
         ctx: Context,
         tasks: asyncio.TaskGroup,
-        step: int,
+        sums: Sums,
         groups: Sequence[HandedGroup],
         method: str,
-        plan: StepPlan | None,
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
@@ -240,47 +260,105 @@ class TrainerGroup:
             own = [group for group in groups if replica.owns(group)]
             for start in range(0, len(own), most):
                 replica.waiting += 1
-                tasks.create_task(self._on_replica(ctx, index, step, own[start : start + most], method, plan))
+                tasks.create_task(self._on_replica(ctx, index, sums, own[start : start + most], method))
 
     async def _on_replica(
-        self, ctx: Context, index: int, step: int, groups: Sequence[HandedGroup], method: str, plan: StepPlan | None
+        self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str
     ) -> None:
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
         async with replica.lock:
-            self._book_state(ctx, replica, "busy")
-            metas = tuple(group.meta for group in groups if group.meta is not None)
-            request = TrainRequest(step, metas, None if replica.begun else plan)
-            replica.begun, began = plan is not None, _now()
-            await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
+            began = _now()
+            if not replica.dead:
+                self._book_state(ctx, replica, "busy")
+                await self._call(ctx, replica, sums, groups, method)
             now, replica.waiting = _now(), replica.waiting - 1
-            idle_at = None if replica.waiting else now
-            self._owners.took(index, replica.samples(groups, samples), now - began, idle_at=idle_at)
+            if not replica.dead:
+                idle_at = None if replica.waiting else now
+                self._owners.took(index, replica.samples(groups, samples), now - began, idle_at=idle_at)
         if not replica.waiting:
             self._idle_since = now
             self._freed.set()
             self._book_state(ctx, replica, "idle")
 
-    async def _finish(
-        self, ctx: Context, step: int, groups: Sequence[HandedGroup], plan: StepPlan
-    ) -> list[UpdateStats]:
-        """Has all ranks add up what they have and step; each is told what all of them together must have."""
-        for replica in self._replicas:
-            self._book_state(ctx, replica, "busy")
-        trained = [group for group in groups if group.meta is not None]
-        planned = tuple((group.meta.group, len(group.meta.owners)) for group in trained if group.meta is not None)
-        begun = [replica.begun for replica in self._replicas for _ in replica.ranks]
-        requests = [TrainRequest(step, (), None if told else plan, True, planned=planned) for told in begun]
-        probe = next((group for group in trained if group.meta and group.meta.selected), None)
-        return await with_probe(ctx, self.workers.workers, probe if self._measures else None, requests)
+    async def _call(
+        self, ctx: Context, replica: Replica, sums: Sums, groups: Sequence[HandedGroup], method: str
+    ) -> None:
+        """One call to a replica, and what is in its sums then. One that dies is buried, and what it had with it."""
+        metas = tuple(group.meta for group in groups if group.meta is not None)
+        trains = method == "train"
+        request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None)
+        replica.begun |= trains
+        try:
+            answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
+        except (WorkerDied, WorkerFailed) as error:
+            self._died(sums, await self.living.bury(ctx, error))
+            return
+        if trains:
+            sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
+
+    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
+        """Has the living add up what they have, which is the whole step then, and step."""
+        while True:
+            await self._complete(ctx, sums, groups)
+            for replica in self._alive:
+                self._book_state(ctx, replica, "busy")
+            try:
+                summed = await add_up(ctx, self.living, sums, groups, measures=self._measures)
+            except (WorkerDied, WorkerFailed) as error:
+                self._died(sums, await self.living.bury(ctx, error))
+                await self.living.abort()
+                continue
+            if (overflow := summed[self.living.ranks[0]].overflow) is not None:
+                return overflow
+            stepped, buried = await take_step(ctx, self.living, sums.step, summed)
+            self._died(sums, buried)
+            return stepped
+
+    async def _complete(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> None:
+        """Has the living compute again what is in nobody's sum, because the rank that had it died."""
+        for _ in self._replicas:
+            if not (again := lacking(groups, sums, lambda group: self._owned(ctx, [group])[0])):
+                return
+            parts = sum(owner != NOBODY for group in again if group.meta for owner in group.meta.owners)
+            ctx.observer.event("recomputed", step=sums.step, update=sums.plan.update, parts=parts, lost=dict(sums.lost))
+            logger.warning(
+                "step %d: %d parts of its groups are computed again by the %d trainer ranks that live; nothing goes "
+                "back to a checkpoint",
+                sums.step,
+                parts,
+                len(self.living.ranks),
+            )
+            async with failing_as_one() as tasks:
+                if sums.plan.update:
+                    self._give(ctx, tasks, sums, again, "update.proximal", most=1)
+                self._give(ctx, tasks, sums, again, "train")
+
+    def _died(self, sums: Sums, buried: Mapping[int, str]) -> None:
+        sums.forget(buried)
+        for index, replica in enumerate(self._replicas):
+            if any(rank in buried for rank in replica.ranks):
+                replica.dead = True
+                self._owners.absent.add(index)
+
+    def _came(self, ranks: Sequence[int]) -> None:
+        for index, replica in enumerate(self._replicas):
+            if any(rank in ranks for rank in replica.ranks):
+                replica.dead = False
+                self._owners.absent.discard(index)
+
+    @property
+    def _alive(self) -> list[Replica]:
+        return [replica for replica in self._replicas if not replica.dead]
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
-        return StepPlan(rows=groups * per_group * len(request.train_steps), update=update, probe=update == 0)
+        rows = groups * per_group * len(request.train_steps)
+        return StepPlan(rows, update, self._attempts, probe=update == 0)
 
-    def _book(self, ctx: Context, results: list[UpdateStats]) -> None:
-        self._measures = results[0].measures_next
-        for worker, stats in zip(self.workers.workers, results, strict=True):
+    def _book(self, ctx: Context, results: Stepped) -> None:
+        self._measures = results[0][1].measures_next
+        for worker, stats in results:
             for span in stats.spans:
                 book_span(ctx.observer, worker.name, span)
             got, step = stats.fetched, stats.step

@@ -25,7 +25,7 @@ from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Span, Trajectory
 from checkpoint_engine import Publisher
@@ -114,7 +114,7 @@ def trained(prepared: Prepared, trajectories: Sequence[Trajectory], rounds: int)
         step = next(steps)
         metas = tuple(meta(config, group, step) for group in range(config.prompts_per_step))
         stats = worker.train(TrainRequest(step, metas, begins=plan, finishes=True), *trajectories)
-        spans.extend(stats.spans if stats is not None else ())
+        spans.extend(stats.spans if isinstance(stats, UpdateStats) else ())
 
     seconds = timed(update, rounds)
     return Worked(peak_since(before), seconds, total(spans), images(config))

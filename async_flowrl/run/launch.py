@@ -15,7 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.dispatch import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
-from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.controller.living import group_timeout
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
@@ -232,9 +232,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only to offload its base.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
-            # A rank that has trained its parts waits for the others, at most as long as a call may take. The call's
-            # deadline comes first, and names what was late.
-            await join_process_group(group, timeout=config.deadlines.update * (MAX_GROUPS_PER_CALL + 2))
+            await join_process_group(group, timeout=group_timeout(config))
         infos: list[dict[str, Any]] = await trainers.all("load")
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]

@@ -18,6 +18,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import StartError
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.living import dead_among
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RECOVERIES = 3
 """Deaths of trainer ranks that a run survives; one more ends it with that death's name."""
-DEATH_DETECTION_SECONDS = 2.0
-"""Time in which the death of one rank shows after another rank has failed because of it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,7 @@ async def attempt(run: Run, resume: Resume) -> Context:
         logger.exception("training is done, but an evaluation could not be completed")
         run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
+        await run.trainers.living.settle()
         await ctx.weights.close()
         ctx.steps.abandon()
     return ctx
@@ -116,11 +116,7 @@ async def attempt(run: Run, resume: Resume) -> Context:
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
     """Names of the trainer ranks that are gone, as far as it shows by now."""
-    watches = {asyncio.create_task(worker.watch()): worker.name for worker in trainers.workers.workers}
-    done, pending = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS)
-    for task in pending:
-        task.cancel()
-    return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+    return [worker.name for worker in await dead_among(trainers.workers.workers)]
 
 
 async def recover(run: Run, before: Resume) -> Resume:

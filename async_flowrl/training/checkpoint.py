@@ -27,6 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_engine import base_digest
+
 logger = logging.getLogger(__name__)
 
 FORMAT = 4
@@ -87,6 +89,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
             except SafetensorError as error:
                 raise DamagedCheckpoint(f"checkpoint {path}: {name} cannot be read: {error}") from error
     return Checkpoint(tensors, json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text()))
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """Hex digest of all its tensors as they are, and of the trainer's part, whether it was written or not."""
+    parts = {name: base_digest(tensors) for name, tensors in checkpoint.tensors.items()}
+    return _manifest_digest({**parts, TRAINER: checkpoint.trainer})
 
 
 def read_controller(path: Path) -> dict[str, Any]:

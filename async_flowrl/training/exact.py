@@ -91,6 +91,9 @@ class ExactSum:
         self.exponent = FIRST_EXPONENT
         self._numel = numel
         self._values = torch.zeros(numel + _TAIL, dtype=torch.int64, device=device)
+        self._whole = self._values
+        """The sum of all ranks: of several in memory of its own, because this rank's must outlive a reduction that
+        breaks off."""
         self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
         self._account = Account()
 
@@ -118,21 +121,28 @@ class ExactSum:
         self._account = self._account.plus(mark, largest)
 
     def reduce(self, world: World) -> Account:
-        """Adds up the ranks, in place; returns the account of the whole, the same on every rank."""
-        tail = self._values[self._numel :]
+        """Adds up the ranks; returns the account of the whole, the same on every rank.
+
+        What this rank has added stays as it is until `begin`, so that it can be reduced again.
+        """
+        if world.size > 1 and self._whole is self._values:
+            self._whole = torch.empty_like(self._values)
+        if self._whole is not self._values:
+            self._whole.copy_(self._values)
+        tail = self._whole[self._numel :]
         tail.copy_(upload(torch.tensor(_written(self._account)), tail.device))
-        world.sum(self._values)
+        world.sum(self._whole)
         return _read(tail.tolist())
 
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the sum ÷ `rows` to `out` [numel] float32: to float64, divided, to float32."""
         for start in range(0, self._numel, self._chunk):
-            whole = self._values[start : min(start + self._chunk, self._numel)]
+            whole = self._whole[start : min(start + self._chunk, self._numel)]
             out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """[numel] float32 in the memory of a sum that was used; `begin` takes it back."""
-        return self._values.view(torch.float32)[: self._numel]
+        """[numel] float32 in the memory of a whole that was used; `begin` or `reduce` takes it back."""
+        return self._whole.view(torch.float32)[: self._numel]
 
 
 def _written(account: Account) -> list[int]:

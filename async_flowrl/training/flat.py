@@ -9,6 +9,9 @@ from torch import Tensor, nn
 _ALIGN = 64
 """Elements between the starts of tensors: 256 bytes, because matrix products round differently on unaligned memory and
 the rollouts' copies are aligned so too."""
+_CHUNK = 1 << 20
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd number of 64 bits, 2^64 over the golden ratio, as an int64: multiples of neighbours have little in common."""
 
 
 class FlatParameters:
@@ -60,6 +63,18 @@ class FlatParameters:
     def snapshot(self) -> Tensor:
         """A copy of the live values."""
         return self.values.data.clone()
+
+    def fingerprint(self) -> str:
+        """64 bits (hex) in which every value and its place count; what ranks that must be equal compare.
+
+        Exact integer sums where the values are, so the order of no kernel shows; the host waits once.
+        """
+        bits, sums = self.values.data.view(torch.int32), []
+        for start in range(0, len(bits), _CHUNK):
+            part = bits[start : start + _CHUNK].to(torch.int64)
+            places = torch.arange(start, start + len(part), dtype=torch.int64, device=part.device)
+            sums.append(part.mul_(places.mul_(_SPREAD).bitwise_or_(1)).sum())
+        return f"{int(torch.stack(sums).sum()) % (1 << 64):016x}"
 
     def load(self, flat: Tensor) -> None:
         """Overwrites the live values in place."""

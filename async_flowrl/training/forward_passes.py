@@ -69,9 +69,12 @@ class ForwardPasses:
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
+        self.negatives: Mapping[Wording, Conditioning] = {}
+        """As they were given."""
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
+        self.negatives = conditionings
         self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
 
     def batches(self, group: Group, part: Part) -> list[MicroBatch]:

@@ -33,8 +33,11 @@ class World(Place):
         return cls(dist.get_rank(), dist.get_world_size(), joined=True)
 
     def sum(self, values: Tensor) -> None:
-        """Sums `values` over the ranks, in place; all ranks end up with the same bits."""
-        if self.size > 1:
+        """Sums `values` over the ranks that live, in place; all end up with the same bits.
+
+        A rank that has left the group, because no other lives, has the sum already.
+        """
+        if self.size > 1 and dist.is_initialized():
             dist.all_reduce(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:

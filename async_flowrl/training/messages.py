@@ -1,7 +1,7 @@
 """Messages between the controller and a trainer rank. Small, frozen, picklable; no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from async_flowrl.types import Sampling, Span, Trajectory, Wording
 
@@ -17,6 +17,8 @@ class StepPlan:
     rows: int
     update: int = 0
     """Which optimizer step of the batch this is; from the second on, every group needs its proximal predictions."""
+    attempt: int = 0
+    """Rises with every beginning of an optimizer step: a sum that was begun in an earlier one is worth nothing."""
     probe: bool = True
     """Recompute one micro-batch under the weights that sampled it, to compare its log-probs with the rollout's."""
 
@@ -73,14 +75,34 @@ class TrainRequest:
     part come along after the others. None: a rank that trains alone measures on the lowest it was given."""
     probe_tickets: tuple[int, ...] = ()
     """The tickets of `probe` that came along."""
+    attempt: int = 0
+    """With `finishes`: the plan's."""
 
     def split(self) -> "list[TrainRequest]":
         """The same, group by group."""
         last = len(self.metas) - 1
         return [
-            TrainRequest(self.step, (meta,), self.begins if index == 0 else None, self.finishes and index == last)
+            replace(
+                self,
+                metas=(meta,),
+                begins=self.begins if index == 0 else None,
+                finishes=self.finishes and index == last,
+                tickets=(),
+            )
             for index, meta in enumerate(self.metas)
         ]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in the sum of one rank that was not collected yet."""
+
+    step: int
+    update: int
+    attempt: int
+    """The plan's that the sum was begun with."""
+    parts: tuple[tuple[int, int], ...]
+    """Group and part of every contribution, in the order they were added."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,16 @@ class PartStats:
     """Sums over its rows of what the algorithm's loss reported."""
     squared: float
     """Squared L2 norm of its gradient, before the division by the rows of the step."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The ranks' sums were added up on this rank; its own is untouched, and nothing has stepped."""
+
+    overflow: int | None
+    """The sum could have left its range with this exponent: the step is to be begun again."""
+    parts: tuple[PartStats, ...]
+    """Those that this rank has trained."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +177,12 @@ class UpdateStats:
     parts: tuple[PartStats, ...] = ()
     rows: int = 0
     """The plan's."""
-    overflow: int | None = None
-    """The sum could have left its range with this exponent: nothing was changed, and the step is to be begun again."""
     measures_next: bool = True
     """Whether the next optimizer step is measured, for which several ranks need `TrainRequest.probe`."""
     fetched: Fetched = Fetched()
     """What this rank was given for this optimizer step."""
+    digest: str = ""
+    """Of the trained weights after it, the same on every rank."""
 
 
 def arrived(*payloads: object) -> None:

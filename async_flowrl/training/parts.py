@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from async_flowrl.training.messages import GroupMeta
 
+NOBODY = -1
+"""The owner of a part that is not to be computed: it is in some rank's sum already."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -77,7 +80,7 @@ def _owners(meta: GroupMeta, place: Place, samples: int) -> Sequence[int]:
     count = len(cut(meta.selected, samples))
     if not meta.owners:
         return [place.rank] * count
-    if len(meta.owners) != count or not all(0 <= owner < place.size for owner in meta.owners):
+    if len(meta.owners) != count or not all(NOBODY <= owner < place.size for owner in meta.owners):
         raise ValueError(
             f"group {meta.group} has {count} parts of {samples} samples for {place.size} ranks, its owners are "
             f"{list(meta.owners)}"

@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: begin … accumulate (parts of groups) … finish.
+"""One optimizer step of one rank: begin … accumulate (parts of groups) … add_up, take_step.
 
 Each part's gradient starts from zero, is added exactly (see `exact.py`), and the sum of all ranks is divided by the
 rows of the step. So neither the order of groups, nor which rank trained what, changes a bit.
@@ -6,6 +6,7 @@ rows of the step. So neither the order of groups, nor which rank trained what, c
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, groupby
 
@@ -17,7 +18,17 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
-from async_flowrl.training.messages import GAP, Fetched, GroupMeta, PartStats, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import (
+    GAP,
+    Fetched,
+    GroupMeta,
+    Manifest,
+    PartStats,
+    StepPlan,
+    Summed,
+    TrainRequest,
+    UpdateStats,
+)
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
 from async_flowrl.training.parts import Part, cut, parts_of
@@ -44,6 +55,10 @@ class Update:
         """The lowest group until now, whose first part is the one to probe."""
         self._fetched = Fetched()
         self._step: int | None = None
+        """The one under way: what was added is not in the weights yet."""
+        self._summed = False
+        self._start: Tensor | None = None
+        """The weights at the start of the batch, where later optimizer steps of it may have to look back."""
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
@@ -63,14 +78,38 @@ class Update:
         """Conditioning of the negative prompts by text, once per run."""
         self._passes.set_negatives(conditionings)
 
+    @property
+    def negatives(self) -> Mapping[Wording, Conditioning]:
+        return self._passes.negatives
+
+    @property
+    def under_way(self) -> int | None:
+        """The step whose sum is not in the weights yet."""
+        return self._step
+
+    @property
+    def manifest(self) -> Manifest:
+        """What this rank has added to the optimizer step under way. Raises RuntimeError where none is."""
+        if self._step is None:
+            raise RuntimeError("no optimizer step is under way")
+        parts = tuple((part.group, part.part) for part in self._measured.parts)
+        return Manifest(self._step, self._plan.update, self._plan.attempt, parts)
+
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
-        """Predicts, under the live weights, for groups that a later optimizer step of this batch trains on."""
-        measured = UpdateMetrics()
+        """Predicts, under the weights at the start of the batch, for groups that a later optimizer step trains on.
+
+        That is before the first step of the batch, or later for groups whose predictions were lost with their rank.
+        """
+        parameters, start = self._inputs.parameters, self._start
         self._fetched = self._fetched.plus(trajectories)
-        for group, parts in self._mine(request.metas, trajectories, request.tickets):
-            for part in parts:
-                self._passes.remember_proximal(group, part, measured)
-        self._before.extend(measured.spans)
+        # During a step its measurements go on; before it, they wait for it.
+        measured = UpdateMetrics()
+        with parameters.swapped(start) if start is not None else nullcontext():
+            for group, parts in self._mine(request.metas, trajectories, request.tickets):
+                for part in parts:
+                    self._passes.remember_proximal(group, part, measured)
+        spans = self._before if self._step is None else self._measured.spans
+        spans.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
         """Clears gradients and statistics. `step` is the batch; its optimizer steps come as plan.update = 0, 1, ..."""
@@ -78,9 +117,10 @@ class Update:
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
         self._step, self._plan, self._measured = step, plan, UpdateMetrics()
-        self._measured.spans, self._before = self._before, []
+        self._measured.spans, self._before, self._summed = self._before, [], False
         if plan.update == 0:
             self._profiler.start(step)
+            self._start = self._inputs.parameters.snapshot() if last > 0 and self._inputs.world.size > 1 else None
         self._inputs.parameters.gradients.zero_()
         self._sum.begin()
         self._planned, self._lowest = Account(), None
@@ -130,23 +170,48 @@ class Update:
                 account = account.plus(mark_of(step, self._plan.update, group, part))
         return account
 
-    def finish(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats:
-        """Sums gradients over the ranks, clips and steps; without a group to train on the weights stay as they are.
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        """Adds up the ranks' sums; no weight changes, and this rank's own sum stays, so it can be done again.
 
-        (Adam's momentum would move them.) Nor do they change where the sum could have left its range; then the step is
-        to be begun again. `trajectories`: those of the request's probe. Raises NonFiniteError, before anything changed.
+        Where the whole could have left its range, the step is to be begun again. `trajectories`: those of the request's
+        probe. Raises RuntimeError where not each planned part is in the whole once, or the request is of an attempt
+        that is over.
         """
         if self._step is None:
-            raise RuntimeError("finish was called before begin")
-        step, self._step = self._step, None
+            raise RuntimeError("the ranks cannot be added up before an optimizer step began")
+        step, plan, measured = self._step, self._plan, self._measured
+        if request.attempt != plan.attempt:
+            raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
         if request.planned is not None:
             self._planned = self._account_of(step, request.planned)
         if request.probe is not None:
             self._fetched = self._fetched.plus(trajectories)
             self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
+        overflow = None
+        if self._planned.count:
+            if self._region.measures:
+                with measured.span("probe"):
+                    self._region.prepare()
+            with measured.span("optimizer"):
+                overflow = self._add(step)
+        if overflow is not None:
+            self._step, self._before = None, measured.spans
+        self._summed = overflow is None
+        return Summed(overflow, tuple(measured.parts))
+
+    def take_step(self) -> UpdateStats:
+        """Clips what was added up and steps; without a group to train on the weights stay as they are.
+
+        (Adam's momentum would move them.) No rank waits for another replica's. Raises NonFiniteError, before anything
+        changed.
+        """
+        if self._step is None or not self._summed:
+            raise RuntimeError("an optimizer step needs the sum of all ranks first")
+        step, self._step, self._summed = self._step, None, False
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
         self._fetched = Fetched()
-        if stats.overflow is None and self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
+        if self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
+            self._start = None
             self._passes.forget_proximal()
             self._profiler.stop()
         return stats
@@ -157,12 +222,8 @@ class Update:
         stats = UpdateStats(step, plan.update, self._planned.count == 0, {"lr": rate}, rows=plan.rows)
         if stats.skipped:
             return replace(stats, spans=tuple(measured.spans))
-        if self._region.measures:
-            with measured.span("probe"):
-                self._region.prepare()
         with measured.span("optimizer"):
-            if (overflow := self._add_up(step)) is not None:
-                return replace(stats, spans=tuple(measured.spans), overflow=overflow)
+            self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
             taken = self._step_from(before, rate, step)
         if self._region.measures:
@@ -171,8 +232,8 @@ class Update:
                 let_go(inputs.policy.transformer)
         return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
-    def _add_up(self, step: int) -> int | None:
-        """The mean gradient of all ranks into `gradients`, or the exponent in which their sum could overflow."""
+    def _add(self, step: int) -> int | None:
+        """The exponent in which the sum of all ranks could overflow, if it could."""
         inputs, total = self._inputs, self._sum
         found = total.reduce(inputs.world)
         if not found.holds(self._planned):
@@ -183,7 +244,6 @@ class Update:
         if not found.fits(total.exponent):
             overflowed, total.exponent = total.exponent, fitting_exponent(found, total.exponent)
             return overflowed
-        total.mean(inputs.parameters.gradients, self._plan.rows)
         return None
 
     def _step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:

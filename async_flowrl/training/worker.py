@@ -24,7 +24,7 @@ from async_flowrl.policies.lora import add_lora, compute_dtypes, load_warm_start
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.training.checkpoint import Checkpoint, digest_of, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import (
@@ -36,12 +36,12 @@ from async_flowrl.training.fsdp import (
     shard,
     smallest_memory,
 )
-from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import FloatArray, Resolution, Trajectory
+from async_flowrl.types import Conditioning, FloatArray, Resolution, Trajectory, Wording
 from checkpoint_engine import base_digest, weights_digest
 from separation.numa import bind
 
@@ -86,16 +86,17 @@ class TrainerWorker:
         self._snapshot: tuple[int, Checkpoint] | None = None
         self._warned_of_changes = False
 
-    def load(self) -> dict[str, Any]:
+    def load(self, ranks: int = 1) -> dict[str, Any]:
         """Builds the model with its adapter, as a rank of the process group if this process joined one, else alone.
 
+        `ranks`: of how many it is one, where it takes the place of a rank that held all of the base and died.
         Returns the base's digest, how it is laid out, and parameter counts.
         """
         with ONE_AT_A_TIME:
-            return self._load()
+            return self._load(ranks)
 
-    def _load(self) -> dict[str, Any]:
-        self.world = World.current()
+    def _load(self, ranks: int) -> dict[str, Any]:
+        self.world = World.current() if ranks == 1 else World(self.index, ranks)
         config, trainer = self.config, self.config.trainer
         # Alone on the CPU first. Several ranks read nothing until each has memory for its shard, and no more.
         parts = "structure" if self.world.joined else "transformer"
@@ -169,22 +170,35 @@ class TrainerWorker:
             reference=self.parameters.snapshot() if self.config.lora.path is not None else None,
         )
 
-    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | None:
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         """Begins an optimizer step, adds groups to it, finishes it: whatever `request` says, in one call.
 
-        After the last optimizer step of a batch the next version exists (see `PublishedStreams.stage`).
+        Returns what was added until now; at the end what the step did, or why it must begin again.
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
         groups = len(trajectories) - len(request.probe_tickets)
         if request.metas:
             self.update.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
-        return self._finish(request, *trajectories[groups:]) if request.finishes else None
+        if not request.finishes:
+            return self.update.manifest
+        summed = self.update.add_up(request, *trajectories[groups:])
+        return self.take_step() if summed.overflow is None else summed
 
-    def _finish(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats:
-        stats = self.update.finish(request, *trajectories)
-        if stats.overflow is not None:
-            return stats
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        """What `train` does at the end of an optimizer step, as far as ranks wait for each other; it can be repeated."""
+        if request.begins is not None:
+            self.update.begin(request.step, request.begins)
+        return self.update.add_up(request, *trajectories)
+
+    def take_step(self) -> UpdateStats:
+        """The rest: changes the weights by what was added up.
+
+        After the last optimizer step of a batch the next version exists (see `PublishedStreams.stage`).
+        """
+        stats = self.update.take_step()
+        if self.world.size > 1:
+            stats = replace(stats, digest=self.parameters.fingerprint())
         debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
@@ -223,10 +237,32 @@ class TrainerWorker:
     def snapshot(self) -> int:
         """Copies to host memory what a checkpoint holds (main lane), for `save` to write beside the next update.
 
-        Only the first rank, which writes, copies. Returns the version it stands at.
+        Returns the version it stands at. Raises RuntimeError while an optimizer step is under way: what was added to it
+        is not in the weights, so nothing that is written may stand there.
         """
-        if self.world.rank != 0:
-            return self.versions.newest
+        self._snapshot = self.versions.newest, self._state()
+        return self.versions.newest
+
+    def state(self) -> tuple[str, tuple[Checkpoint, Mapping[Wording, Conditioning]]]:
+        """What another rank needs to take this one's part, and its digest: as `restore` has it from the disk."""
+        found = self._state()
+        return digest_of(found), (found, self.update.negatives)
+
+    def take_over(self, digest: str, state: tuple[Checkpoint, Mapping[Wording, Conditioning]]) -> str:
+        """Goes on where another rank is, from what its `state` returned. Returns the weights' fingerprint.
+
+        Raises RuntimeError where that is not what was sent.
+        """
+        found, negatives = state
+        if (came := digest_of(found)) != digest:
+            raise RuntimeError(f"the state of another rank came with digest {came}, was sent with {digest}")
+        self.update.set_negatives(negatives)
+        self._restore(found)
+        return self.parameters.fingerprint()
+
+    def _state(self) -> Checkpoint:
+        if (step := self.update.under_way) is not None:
+            raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
         parts: dict[str, Mapping[str, Tensor]] = {
             "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
             "optimizer": self.optimizer.state(),
@@ -243,8 +279,7 @@ class TrainerWorker:
             "model": {"path": self.config.model.path, "revision": self.model.revision},
             "weights_digest": weights_digest(parts["weights"]),
         }
-        self._snapshot = self.versions.newest, Checkpoint(parts, trainer, {})
-        return self.versions.newest
+        return Checkpoint(parts, trainer, {})
 
     def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
         """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0 only.
@@ -262,6 +297,10 @@ class TrainerWorker:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
         checkpoint = read_checkpoint(Path(path))
         check_revision(checkpoint.trainer, self.model, path)
+        self._restore(checkpoint)
+        return cast("int", checkpoint.trainer["version"])
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         self.parameters.load(self.parameters.pack(checkpoint.tensors["weights"], where="weights"))
         self.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
@@ -270,7 +309,6 @@ class TrainerWorker:
             self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
         if self.world.rank == 0:
             self.sender.clear()
-        return cast("int", checkpoint.trainer["version"])
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

@@ -21,7 +21,7 @@ from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
 from async_flowrl.training.fsdp import World as TrainerWorld
-from async_flowrl.training.messages import Fetched, GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Fetched, GroupMeta, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import Place, cut, parts_of
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
@@ -207,7 +207,8 @@ class OverPeers:
     """The all-reduce of toy ranks, of integers; the mutant has one rank."""
 
     def __init__(self, one: "ToyTrainer") -> None:
-        self._ranks, self._of = one.ranks(), (one.step, one.plan.update)
+        self._ranks, self._of = one.ranks(), (one.step, one.plan.attempt)
+        self.size = len(self._ranks)
 
     def sum(self, values: torch.Tensor) -> None:
         if values.dtype == torch.int64:
@@ -241,23 +242,26 @@ class ToyTrainer:
         self.given = 0
         self._contribution: torch.Tensor | None = None
 
-    def load(self) -> dict[str, Any]:
+    def load(self, ranks: int = 1) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         self.anchors.append(request.metas[0].group)
 
-    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | None:
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
+        groups = len(trajectories) - len(request.probe_tickets)
         if request.begins is not None:
             self.begin(request.step, request.begins)
-        groups = len(trajectories) - len(request.probe_tickets)
         self.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
-        self.given += len(request.probe_tickets)
-        return self.finish(request) if request.finishes else None
+        if request.finishes:
+            summed = self.add_up(replace(request, begins=None), *trajectories[groups:])
+            return self.take_step() if summed.overflow is None else summed
+        return Manifest(self.step, self.plan.update, self.plan.attempt, tuple(self.parts))
 
     def begin(self, step: int, plan: StepPlan) -> None:
         self.step, self.plan = step, plan
         self.sum.begin()
+        self.parts: list[tuple[int, int]] = []
         self._contribution = None
 
     def accumulate(
@@ -275,25 +279,35 @@ class ToyTrainer:
             gradient = (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T)
             largest = float(self.sum.add(gradient.flatten()))
             self.sum.book(mark_of(self.step, self.plan.update, meta.group, part.part), largest)
+            self.parts.append((meta.group, part.part))
+            self._contribution = None
             if part.part == 0:
                 self.trained.append((self.step, meta.group, meta.version))
 
     def contribution(self, of: tuple[int, int]) -> torch.Tensor:
         """What this rank brings to the sum over ranks, with its account: zeros where it was not even told to begin."""
-        if of != (self.step, self.plan.update):
+        if of != (self.step, self.plan.attempt):
             return torch.zeros_like(self.sum._values)
         if self._contribution is None:
             self._contribution = self.sum._values.clone()
             self._contribution[-_TAIL:] = torch.tensor(_written(self.sum._account))
         return self._contribution
 
-    def finish(self, request: TrainRequest | None = None) -> UpdateStats:
-        account = self.sum.reduce(cast("Any", OverPeers(self)))
-        if request is not None and request.planned is not None:
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        if request.begins is not None:
+            self.begin(request.step, request.begins)
+        assert request.attempt == self.plan.attempt
+        self.given += len(request.probe_tickets)
+        self.account = account = self.sum.reduce(cast("Any", OverPeers(self)))
+        if request.planned is not None:
             parts = [(group, part) for group, count in request.planned for part in range(count)]
             marks = [mark_of(self.step, self.plan.update, group, part) for group, part in parts]
             planned = reduce(Account.plus, marks, Account())
             assert account.holds(planned), f"{account} is not {planned}"
+        return Summed(None, ())
+
+    def take_step(self) -> UpdateStats:
+        account = self.account
         fetched = Fetched(self.given, 0)
         self.given = 0
         if account.count:
@@ -307,8 +321,21 @@ class ToyTrainer:
             self.retained[self.step + 1] = self._copy()
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
-        skipped = account.count == 0
-        return UpdateStats(self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched)
+        skipped, digest = account.count == 0, self.weights_digest()
+        return UpdateStats(
+            self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched, digest=digest
+        )
+
+    def state(self) -> tuple[str, Checkpoint]:
+        self.snapshot()
+        found, self._snapshot = self._snapshot, None
+        assert found is not None
+        return str(found.trainer["weights_digest"]), found
+
+    def take_over(self, digest: str, state: Checkpoint) -> str:
+        self._restore(state)
+        assert digest == self.weights_digest()
+        return digest
 
     def snapshot(self) -> int:
         version = max(self.retained)
@@ -333,6 +360,10 @@ class ToyTrainer:
 
     def restore(self, path: str) -> int:
         found = read_checkpoint(Path(path))
+        self._restore(found)
+        return int(found.trainer["version"])
+
+    def _restore(self, found: Checkpoint) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
         self.momentum = found.tensors["optimizer"]["momentum"].clone()
         self.retained.clear()
@@ -340,7 +371,6 @@ class ToyTrainer:
             version, name = key.split("/")
             self.retained.setdefault(int(version), {})[name] = tensor.clone()
         self.sender.policy.clear()
-        return int(found.trainer["version"])
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}

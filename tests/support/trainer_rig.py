@@ -151,7 +151,7 @@ def update(
 def finish(worker: TrainerWorker) -> UpdateStats:
     """The optimizer step of what was accumulated."""
     stats = worker.train(TrainRequest(0, (), finishes=True))
-    assert stats is not None
+    assert isinstance(stats, UpdateStats)
     return merged([stats])
 
 

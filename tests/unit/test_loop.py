@@ -9,7 +9,7 @@ import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
-from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.training.messages import Summed, TrainRequest
 from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import FloatSum, ToyTrainer
@@ -147,15 +147,15 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     hand_over: str, updates: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = toy_config(1, hand_over=hand_over, trainer__updates_per_batch=updates)
-    calm, finish, refused = virtual(config, SHAKEN), ToyTrainer.finish, []
+    calm, add_up, refused = virtual(config, SHAKEN), ToyTrainer.add_up, []
 
-    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> UpdateStats:
+    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
         if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
             refused.append(trainer.sum._account.count)
-            return UpdateStats(trainer.step, trainer.plan.update, False, {}, overflow=-50)
-        return finish(trainer, request)
+            return Summed(-50, ())
+        return add_up(trainer, request)
 
-    monkeypatch.setattr(ToyTrainer, "finish", overflowing)
+    monkeypatch.setattr(ToyTrainer, "add_up", overflowing)
     found = virtual(config, SHAKEN)
     assert refused == [4 // updates] * 2 and found.digest == calm.digest
     assert len(found.trained) == len(calm.trained) + sum(refused)

@@ -75,15 +75,15 @@ def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
 ) -> None:
     """Every second step is. Rank 0 dies in step 3; the new ranks, at step 2 again, have not said yet what they need."""
     measured: list[tuple[int, bool]] = []
-    train, finish = ToyTrainer.train, ToyTrainer.finish
+    add_up, take_step = ToyTrainer.add_up, ToyTrainer.take_step
 
     def seen(self: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Any:
-        if request.finishes and self.index == 0:
+        if self.index == 0:
             measured.append((request.step, request.probe is not None))
-        return train(self, request, *trajectories)
+        return add_up(self, request, *trajectories)
 
-    def asking(self: ToyTrainer, request: TrainRequest | None = None) -> UpdateStats:
-        return replace(finish(self, request), measures_next=(self.step + 1) % 2 == 0)
+    def asking(self: ToyTrainer) -> UpdateStats:
+        return replace(take_step(self), measures_next=(self.step + 1) % 2 == 0)
 
     ranks: dict[int, ToyTrainer] = {}
 
@@ -94,10 +94,10 @@ def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
             rank.ranks = lambda: list(ranks.values())
 
     monkeypatch.setattr("async_flowrl.run.launch.join_process_group", together)
-    monkeypatch.setattr(ToyTrainer, "train", seen)
-    monkeypatch.setattr(ToyTrainer, "finish", asking)
+    monkeypatch.setattr(ToyTrainer, "add_up", seen)
+    monkeypatch.setattr(ToyTrainer, "take_step", asking)
     root = tmp_path / "run"
-    assert go(root, at(train_last_4="kill"), trainer__num_workers=2) is None
+    assert go(root, at(add_up_4="kill"), trainer__num_workers=2) is None
     assert rollbacks(root) == [2]
     steps = [0, 1, 2, *range(2, STEPS)]
     assert measured == [(step, step % 2 == 0) for step in steps]

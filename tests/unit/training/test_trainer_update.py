@@ -15,7 +15,7 @@ from async_flowrl.export import save_lora
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import PartStats, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.training.update_metrics import PartSums
@@ -468,8 +468,9 @@ def test_one_call_does_what_several_do(handed: list[list[rig.Handed]]) -> None:
     finished = whole.train(TrainRequest(0, metas, plan, finishes=True), *tickets)
     first, second = TrainRequest(0, metas, plan, finishes=True).split()
     assert (first.begins, first.finishes, second.begins, second.finishes) == (plan, False, None, True)
-    assert halves.train(first, *handed[0][0][1]) is None
-    assert finished is not None and finished.metrics == halves.train(second, *handed[0][1][1]).metrics  # type: ignore[union-attr]
+    added = halves.train(first, *handed[0][0][1])
+    assert isinstance(added, Manifest) and added.parts == ((metas[0].group, 0),)
+    assert isinstance(finished, UpdateStats) and finished.metrics == halves.train(second, *handed[0][1][1]).metrics  # type: ignore[union-attr]
     by_hand = rig.trainer(rig.tiny_config())
     rig.update(by_hand, 0, handed[0], plan=plan)
     assert whole.weights_digest() == halves.weights_digest() == by_hand.weights_digest()

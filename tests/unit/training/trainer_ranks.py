@@ -147,8 +147,7 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
             worker.train(*_for_rank(worker, request, [t for _, own in call for t in own]))
         end = TrainRequest(step, (), finishes=True, planned=planned, probe=lowest, probe_tickets=first)
         stats = worker.train(end, *[its_tickets[place] for place in first])
-        assert stats is not None
-        if stats.overflow is None:
+        if isinstance(stats, UpdateStats):
             return stats
 
 

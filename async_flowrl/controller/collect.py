@@ -1,0 +1,126 @@
+"""The end of an optimizer step over several ranks: exactly what was planned is added up, and every rank steps alike.
+
+Ranks wait for each other only while their sums are added up, and nobody changes anything before all of them have the
+whole. So a death before that leaves sums that can be added up again, with the dead one's share computed by the living;
+after it, each of the living steps by itself.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.handed import HandedGroup
+from async_flowrl.controller.living import Living
+from async_flowrl.controller.replicas import with_probe
+from async_flowrl.training.manifests import check_plan, missing
+from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.parts import NOBODY
+from separation.group import Worker, WorkerDied, WorkerFailed
+from separation.supervise import deadline
+
+Stepped = list[tuple[Worker, UpdateStats]]
+"""What an optimizer step did, by rank."""
+
+
+@dataclass
+class Sums:
+    """What is in the ranks' sums of one attempt at an optimizer step."""
+
+    step: int
+    plan: StepPlan
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    """By rank, as its last call said."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Parts that were in the sums of ranks that died, by their names."""
+
+    def forget(self, buried: Mapping[int, str]) -> None:
+        """These ranks died, and with them what they had added."""
+        for rank, name in buried.items():
+            manifest = self.manifests.pop(rank, None)
+            self.lost[name] = 0 if manifest is None else len(manifest.parts)
+
+
+def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
+    return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
+
+
+def lacking(
+    groups: Sequence[HandedGroup], sums: Sums, owned: Callable[[HandedGroup], HandedGroup]
+) -> list[HandedGroup]:
+    """The groups with parts in nobody's sum, with new owners for those; nobody owns the others."""
+    left = missing(planned_parts(groups), sums.manifests.values())
+    found = []
+    for group in groups:
+        if group.meta is None or group.meta.group not in left:
+            continue
+        again = owned(group).meta
+        assert again is not None
+        parts = left[group.meta.group]
+        owners = tuple(owner if part in parts else NOBODY for part, owner in enumerate(again.owners))
+        found.append(replace(group, meta=replace(again, owners=owners), remaking=group.remaking))
+    return found
+
+
+async def add_up(
+    ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool
+) -> dict[int, Summed]:
+    """Has the living add up their sums, once these are the plan. Raises NotThePlan, and what one of them raised."""
+    trained = [group for group in groups if group.meta is not None]
+    planned, step, plan = planned_parts(trained), sums.step, sums.plan
+    names = {rank: worker.name for rank, worker in zip(living.ranks, living.workers, strict=True)}
+    by_name = {name: sums.manifests[rank] for rank, name in names.items() if rank in sums.manifests}
+    check_plan(step, plan.update, plan.attempt, planned, by_name)
+    await living.meet(ctx)
+    requests = [
+        TrainRequest(
+            step,
+            (),
+            None if rank in sums.manifests else plan,
+            finishes=True,
+            planned=tuple(planned.items()),
+            attempt=plan.attempt,
+        )
+        for rank in living.ranks
+    ]
+    probe = next((group for group in trained if group.meta and group.meta.selected), None) if measures else None
+    found: list[Summed] = await with_probe(ctx, living.workers, probe, requests)
+    return dict(zip(living.ranks, found, strict=True))
+
+
+async def take_step(
+    ctx: Context, living: Living, step: int, summed: Mapping[int, Summed]
+) -> tuple[Stepped, Mapping[int, str]]:
+    """Has each of the living step by what was added up, and compares their weights; those that died on the way, too.
+
+    A rank that dies now takes nothing along: its share is in the sum that all others have. Raises what one of the
+    living raised, and RuntimeError where they end up with different weights.
+    """
+    workers = dict(zip(living.ranks, living.workers, strict=True))
+    calls = {rank: asyncio.create_task(worker.call("take_step")) for rank, worker in workers.items()}
+    buried: dict[int, str] = {}
+    try:
+        async with deadline(ctx.config.deadlines.update, f"update: optimizer step of step {step}"):
+            while left := [call for rank, call in calls.items() if rank not in buried and not call.done()]:
+                await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
+                buried |= await _failed(ctx, living, {rank: calls[rank] for rank in calls if rank not in buried})
+    finally:
+        for call in calls.values():
+            call.cancel()
+    stepped = [(workers[rank], call.result()) for rank, call in calls.items() if rank not in buried]
+    if len({stats.digest for _, stats in stepped}) > 1:
+        digests = ", ".join(f"{worker.name} {stats.digest}" for worker, stats in stepped)
+        raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
+    for rank in buried:
+        stepped.append((workers[rank], replace(stepped[0][1], parts=summed[rank].parts, spans=())))
+    return stepped, buried
+
+
+async def _failed(ctx: Context, living: Living, calls: Mapping[int, "asyncio.Task[UpdateStats]"]) -> Mapping[int, str]:
+    """The ranks that died, where calls failed because of that; else the first failure is raised."""
+    for call in calls.values():
+        if call.done() and (error := call.exception()) is not None:
+            if not isinstance(error, WorkerDied | WorkerFailed):
+                raise error
+            return await living.bury(ctx, error)
+    return {}

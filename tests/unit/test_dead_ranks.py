@@ -1,0 +1,169 @@
+"""A trainer rank that dies in a step: the others compute its share again, a successor comes, the weights do not notice.
+
+In virtual time; `tests/unit/training/test_killed_ranks.py` kills real processes.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from async_flowrl.controller import collect
+from async_flowrl.training.manifests import NotThePlan, check_plan, missing
+from async_flowrl.training.messages import Manifest
+from separation.group import WorkerDied, WorkerFailed
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_models import ToyTrainer
+from tests.support.toy_pool import Fault, Timing, ToyPool
+
+SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
+MODES: dict[str, dict[str, Any]] = {
+    "batch": {"hand_over": "batch"},
+    "two updates": {"hand_over": "batch", "trainer__updates_per_batch": 2},
+    "stream": {"hand_over": "stream"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _toy_ranks_meet() -> Iterator[None]:
+    """Toy ranks add up without a process group: those that meet are those whose sums are added."""
+
+    async def meet(pool: ToyPool, timeout: float, members: Any = None) -> None:
+        targets: list[ToyTrainer] = [worker.target for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    with mock.patch("async_flowrl.controller.living.join_process_group", meet):
+        yield
+
+
+def config(mode: str, ranks: int) -> Any:
+    return toy_config(1, steps=6, prompts_per_step=8, trainer__num_workers=ranks, **MODES[mode])
+
+
+def killing(*deaths: tuple[str, str, int]) -> Fault:
+    return lambda worker, method, number: "kill" if (worker, method, number) in deaths else None
+
+
+def undisturbed(mode: str) -> ToyRun:
+    return virtual(config(mode, 1), SHAKEN)
+
+
+def check(found: ToyRun, mode: str) -> None:
+    calm = undisturbed(mode)
+    assert found.digest == calm.digest and found.published() == calm.published()
+    once = found.tickets("TRAINED")
+    assert len(once) == len(calm.tickets("TRAINED")) == len({event["ordinal"] for event in once})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("method", "number"), [("train", 3), ("add_up", 3), ("take_step", 3), ("train", 1)])
+def test_a_rank_that_dies_costs_what_it_had_not_handed_in(mode: str, method: str, number: int) -> None:
+    found = virtual(config(mode, 3), SHAKEN, killing(("trainer-1", method, number)))
+    check(found, mode)
+    assert found.observer.of("injected") and len(found.observer.of("fault")) == 1
+    again = found.observer.of("recomputed")
+    if mode != "two updates":  # there the later one had groups for the dead rank, too
+        assert len(again) == (method != "take_step"), "what was added up needs no second time"
+    assert all(list(event["lost"]) == ["trainer-1"] and event["parts"] > 0 for event in again)
+    (rejoined,) = found.observer.of("rejoined")
+    assert rejoined["worker"] == "trainer-1.1" and rejoined["peer"] == "trainer-0"
+    late = [step for step, _, _ in found.groups["trainer"].workers[1].target.trained]
+    assert late and min(late) == rejoined["step"], "the successor trains from then on"
+
+
+def test_the_last_one_goes_on_alone_until_a_successor_comes() -> None:
+    deaths = killing(("trainer-1", "train", 2), ("trainer-2", "add_up", 2))
+    found = virtual(config("stream", 3), SHAKEN, deaths)
+    check(found, "stream")
+    assert len(found.observer.of("rejoined")) == 2
+
+
+@pytest.mark.parametrize("method", ["train", "add_up", "take_step"])
+def test_with_the_first_rank_or_the_last_the_step_ends_by_name(method: str) -> None:
+    """Then the run goes back to its checkpoint (tests/unit/test_recovery.py)."""
+    with pytest.raises(WorkerDied, match="trainer-0"):
+        virtual(config("batch", 2), SHAKEN, killing(("trainer-0", method, 2)))
+
+
+def test_a_successor_that_cannot_load_ends_the_attempt_by_name() -> None:
+    deaths = killing(("trainer-1", "train", 2), ("trainer-1.1", "load", 1))
+    with pytest.raises(WorkerDied, match=r"trainer-1\.1"):
+        virtual(config("batch", 2), SHAKEN, deaths)
+
+
+def test_a_rank_that_raises_is_not_taken_for_dead() -> None:
+    with pytest.raises(WorkerFailed, match="injected"):
+        virtual(
+            config("batch", 2), SHAKEN, lambda w, m, n: "raise" if (w, m, n) == ("trainer-1", "add_up", 2) else None
+        )
+
+
+def schedule(seed: int) -> tuple[str, int, Fault]:
+    """Up to three deaths of ranks but the first, anywhere in a step, also of successors; a rollout worker dies, too."""
+    rng = random.Random(seed)
+    mode, ranks = rng.choice(list(MODES)), rng.choice([2, 3, 4])
+    deaths = {
+        (f"trainer-{rng.randrange(1, ranks)}{rng.choice(['', '', '.1'])}", method, rng.randrange(1, 9))
+        for method in rng.choices(["train", "add_up", "take_step", "proximal"], k=rng.choice([1, 2, 3]))
+    }
+    return mode, ranks, killing(*deaths, ("rollout-0", "generate", rng.randrange(2, 9)))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=len)
+def test_schedules_of_deaths(seeds: range) -> None:
+    recomputed = 0
+    for seed in seeds:
+        mode, ranks, fault = schedule(seed)
+        found = virtual(config(mode, ranks), Timing(seed=seed, spread=0.9, update=0.3), fault)
+        check(found, mode)
+        recomputed += len(found.observer.of("recomputed"))
+    assert recomputed >= len(seeds) // 2
+
+
+KEPT = {0: Manifest(3, 0, 7, ((0, 0), (0, 1))), 1: Manifest(3, 0, 7, ((1, 0),))}
+PLANNED = {0: 2, 1: 1}
+
+
+def named(**changes: Manifest) -> dict[str, Manifest]:
+    return {f"trainer-{rank}": manifest for rank, manifest in KEPT.items()} | changes
+
+
+@pytest.mark.parametrize(
+    ("manifests", "said"),
+    [
+        (named(extra=KEPT[1]), "part 0 of group 1 is in the sums of trainer-1 and of extra"),
+        (named(extra=Manifest(3, 0, 6, ())), "extra has a sum of step 3, optimizer step 0, attempt 6"),
+        (named(extra=Manifest(2, 0, 7, ())), "extra has a sum of step 2"),
+        (named(extra=Manifest(3, 0, 7, ((1, 1),))), "extra has added part 1 of group 1, which was not planned"),
+        ({"trainer-0": KEPT[0]}, "part 0 of group 1 is in no rank's sum"),
+    ],
+)
+def test_sums_that_are_not_the_plan_are_refused_by_name(manifests: dict[str, Manifest], said: str) -> None:
+    check_plan(3, 0, 7, PLANNED, named())
+    with pytest.raises(NotThePlan, match=said):
+        check_plan(3, 0, 7, PLANNED, manifests)
+    assert missing(PLANNED, [KEPT[0]]) == {1: {0}} and missing(PLANNED, KEPT.values()) == {}
+
+
+def keeping(self: collect.Sums, buried: Any) -> None:
+    """The mutant: what a dead rank had added counts as if it were there."""
+
+
+def unchecked(*arguments: Any) -> None:
+    """The mutant: nobody looks at the manifests."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda: mock.patch.object(collect.Sums, "forget", keeping),
+        lambda: mock.patch.object(collect, "missing", return_value={}),
+    ],
+)
+def test_a_mutant_that_counts_a_dead_ranks_sum_is_caught(mutant: Callable[[], Any]) -> None:
+    with mutant(), pytest.raises((NotThePlan, WorkerFailed), match=r"is in no rank's sum|is not Account"):
+        virtual(config("batch", 3), SHAKEN, killing(("trainer-1", "add_up", 3)))
