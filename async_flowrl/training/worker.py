@@ -186,7 +186,7 @@ class TrainerWorker:
         return self.take_step() if summed.overflow is None else summed
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """What `train` does at the end of an optimizer step, as far as ranks wait for each other; it can be repeated."""
+        """What `train` does at the end of an optimizer step, as far as ranks wait for each other. Repeatable."""
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
         return self.update.add_up(request, *trajectories)

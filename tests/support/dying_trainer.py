@@ -1,0 +1,63 @@
+"""Trainer ranks that kill themselves at a named place of a step."""
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.messages import Summed, TrainRequest, UpdateStats
+from async_flowrl.training.update import Update
+from async_flowrl.training.worker import TrainerWorker
+from tests.support.process_pool import die
+
+OTHERS_FIRST = 0.5
+"""Seconds that a rank waits before it dies, so that the others are where it is."""
+OTHERS_LATER = 1.5
+"""Seconds that the others wait before they step, where one dies as soon as it has."""
+
+
+class DyingTrainer(TrainerWorker):
+    """`deaths`: worker name → (step, place): micro-batch, manifest, all-reduce or stepped."""
+
+    def __init__(self, deaths: dict[str, tuple[int, str]], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.when, self.where = deaths.get(self.name, (-1, ""))
+        self.late = {step for step, place in deaths.values() if place == "stepped"}
+
+    def load(self, ranks: int = 1) -> dict[str, Any]:
+        info = super().load(ranks)
+        contribution, add, left = Update._contribution, World.sum, [2]
+
+        def computing(update: Update, *args: Any, **kwargs: Any) -> Any:
+            if self._now("micro-batch"):
+                left[0] -= 1
+                if left[0] == 0:
+                    die()
+            return contribution(update, *args, **kwargs)
+
+        def adding(world: World, values: Tensor) -> None:
+            if self._now("all-reduce"):
+                time.sleep(OTHERS_FIRST)
+                die()
+            add(world, values)
+
+        Update._contribution, World.sum = computing, adding  # type: ignore[method-assign]
+        return info
+
+    def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:
+        if self._now("manifest"):
+            die()
+        return super().add_up(request, *trajectories)
+
+    def take_step(self) -> UpdateStats:
+        step, dies = self.update.under_way, self._now("stepped")
+        if step in self.late and not dies:
+            time.sleep(OTHERS_LATER)
+        stats = super().take_step()
+        if dies:
+            die()
+        return stats
+
+    def _now(self, where: str) -> bool:
+        return self.where == where and self.update.under_way == self.when

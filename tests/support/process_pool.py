@@ -1,0 +1,128 @@
+"""A pool of real processes without Ray, for trainer ranks that a test kills: spawned, spoken to through pipes."""
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from separation.group import PoolSpec, WorkerDied, WorkerFailed
+from separation.host import RemoteError, resolve
+
+LANES = ("main", "control")
+
+
+def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any]) -> None:
+    """A process: one object, and a thread for each lane."""
+    import torch
+
+    torch.set_num_threads(1)
+    target = resolve(factory)(**arguments)
+    threads = [threading.Thread(target=answer, args=(lane, target)) for lane in lanes.values()]
+    for thread in threads:
+        thread.start()
+
+
+def answer(lane: Connection, target: Any) -> None:
+    while (asked := lane.recv()) is not None:
+        method, args = asked
+        try:
+            found = resolve(method) if ":" in method else target
+            for name in [] if ":" in method else method.split("."):
+                found = getattr(found, name)
+            lane.send((True, found(*args)))
+        except Exception as error:  # whatever it is, the caller hears of it
+            remote = RemoteError.of(error)
+            lane.send((False, (remote.kind, remote.message, remote.remote_traceback)))
+
+
+class ProcessWorker:
+    """A `separation.group.Worker`."""
+
+    node = "127.0.0.1"
+
+    def __init__(self, pool: str, index: int, incarnation: int, factory: str, arguments: dict[str, Any]) -> None:
+        self.pool, self.index = pool, index
+        self.name = f"{pool}-{index}" + (f".{incarnation}" if incarnation else "")
+        context = multiprocessing.get_context("spawn")
+        pipes = {lane: context.Pipe() for lane in LANES}
+        self._lanes = {lane: ours for lane, (ours, _) in pipes.items()}
+        self._locks = {lane: asyncio.Lock() for lane in LANES}
+        theirs = {lane: end for lane, (_, end) in pipes.items()}
+        own = {**arguments, "index": index, "name": self.name}
+        self._process = context.Process(target=serve, args=(theirs, factory, own), daemon=True)
+        self._process.start()
+        for end in theirs.values():
+            end.close()
+        self.pid = self._process.pid or 0
+        self._threads = ThreadPoolExecutor(8)
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        return await asyncio.shield(asyncio.ensure_future(self._ask(method, args, lane)))
+
+    async def _ask(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
+        async with self._locks[lane]:
+            try:
+                self._lanes[lane].send((method, args))
+                good, value = await self._in_thread(self._lanes[lane].recv)
+            except (EOFError, OSError) as error:
+                raise WorkerDied(self.name, f"its process ended during {method}") from error
+        if not good:
+            raise WorkerFailed(self.name, method, *value)
+        return value
+
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Any, ...]]:
+        first, *others = await self.call(method, *args, lane=lane)
+        return first, tuple(others)
+
+    async def watch(self) -> NoReturn:
+        while self._process.is_alive():
+            await asyncio.sleep(0.05)
+        raise WorkerDied(self.name, "its process ended")
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def gone(self) -> None:
+        await self._in_thread(self._process.join)
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+class ProcessPool:
+    """A `separation.group.WorkerGroup` of ProcessWorkers; `factory` is named `pkg.module:attr`."""
+
+    def __init__(self, name: str, size: int, factory: str, arguments: dict[str, Any]) -> None:
+        self.spec = PoolSpec(name, factory, size)
+        self._arguments, self._incarnations = arguments, [0] * size
+        self.workers: list[Any] = [self._build(index) for index in range(size)]
+
+    def _build(self, index: int) -> ProcessWorker:
+        return ProcessWorker(self.spec.name, index, self._incarnations[index], self.spec.factory, self._arguments)
+
+    async def replace(self, index: int) -> ProcessWorker:
+        self.workers[index].kill()
+        await self.workers[index].gone()
+        self._incarnations[index] += 1
+        self.workers[index] = fresh = self._build(index)
+        return fresh
+
+    async def fetch(self, ref: Any) -> Any:
+        return ref
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            await worker.gone()
+
+
+def die() -> NoReturn:
+    """What kill -9 does, from inside."""
+    os.kill(os.getpid(), 9)
+    raise AssertionError("unreachable")
