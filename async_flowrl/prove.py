@@ -99,8 +99,10 @@ def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
     os.kill(pids["trainer-1"], signal.SIGKILL)
     finish(run, folder)
-    if not events(folder, "rollback"):
-        raise NotProven("the run did not go back to a checkpoint when a trainer rank died")
+    if "trainer-1" not in {event["worker"] for event in events(folder, "fault")}:
+        raise NotProven("nobody noticed that a trainer rank died")
+    if events(folder, "rollback"):
+        raise NotProven("the run went back to a checkpoint when one of two trainer ranks died")
     shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
     if len(shares) < 2:
         raise NotProven(f"the trainer ranks did not share the groups: {dict(shares)}")

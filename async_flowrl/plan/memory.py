@@ -17,7 +17,7 @@ from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, resident_bytes
 
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
@@ -114,19 +114,23 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     """Of a rank on a device of `device_bytes`, which say whether `trainer.shard=auto` shards."""
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
-    sharded = joined and is_sharded(config, model.base_bytes, device_bytes)
+    held = resident_bytes(config, model.adapter_parameters)
+    sharded = joined and is_sharded(config, model.base_bytes, device_bytes, held)
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     streams = 2 if trainer.ema_decay is not None else 1
     # Versions retained and those in the two slots that each stream leaves from; in float32 the moving averages, a warm
     # start, and the live values while a version is in their place.
     versions = config.max_staleness + 1 + 2 * streams
     masters = averaged + (streams - 1) + (config.lora.path is not None) + 1
+    # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
+    masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
         "optimizer": 2 * vector,
-        # int64; once it was used, it holds the weights before the step.
-        "sum of the gradients": model.adapter_parameters * INT64_BYTES,
+        # int64, of several ranks beside the whole, because a sum outlives a reduction that breaks off; what was used
+        # holds the weights before the step.
+        "sum of the gradients": (2 if trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES,
         "versions of the adapter": versions * model.version_bytes + masters * vector,
         "activations": activations,
     }

@@ -1,10 +1,11 @@
 """Stand-ins for workers, trainer and weights: they take the planned time and compute nothing."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from async_flowrl.config.reward_pools import SHARED
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
@@ -54,15 +55,33 @@ def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int) ->
     return VirtualPool(name, [PlannedWorker(name, index, work, layout, seed) for index in range(size)])
 
 
+def trainer_places(config: Config) -> list[str]:
+    """Names of the trainer ranks that do different things: each where they take whole groups as these get ready, as
+    the real ones do where every one gets two or more; else the first stands for all."""
+    ranks = config.trainer.num_workers
+    apart = config.hand_over == "stream" and config.prompts_per_step >= 2 * ranks
+    return [f"trainer-{index}" for index in range(ranks if apart else 1)]
+
+
 class PlannedTrainer:
-    """All trainer ranks as one; waits for groups as the real ranks do."""
+    """Trainer ranks that wait for groups as the real ones do.
+
+    As one where they share all groups, in a batch or because there are few. Side by side where each takes whole groups
+    as they get ready: then the last group of a step is one rank's work, and the others have none.
+    """
 
     def __init__(self, work: Work, layout: Layout, seed: int) -> None:
         self._work, self._seed = work, seed
-        self._update = work.update_on(layout.trainer)
+        self._ranks, self._update = layout.trainer, work.update_on(layout.trainer)
+        self._whole = work.update.scaled(1.0 + work.serial * (layout.trainer - 1))
+        """A group on one of several ranks: all of them busy, they get as much done as `_update` says."""
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         left = size = ctx.config.prompts_per_step
+        places = trainer_places(ctx.config)
+        if len(places) > 1:
+            await self._side_by_side(ctx, step, places)
+            left = 0
         least, most = (size, size) if ctx.config.hand_over == "batch" else (1, MAX_GROUPS_PER_CALL)
         while left:
             await self._until(ctx, lambda: len(ctx.table.ready_groups(step)) >= least)
@@ -73,11 +92,37 @@ class PlannedTrainer:
         await asyncio.sleep(self._work.finish.draw(f"{self._seed}/finish/{step}"))
         return {}
 
-    async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
+    async def _side_by_side(self, ctx: Context, step: int, places: Sequence[str]) -> None:
+        left = ctx.config.prompts_per_step
+
+        def due() -> bool:
+            return not left or bool(ctx.table.ready_groups(step))
+
+        async def rank(name: str) -> None:
+            nonlocal left
+            while left:
+                await self._until(ctx, due, name)
+                ready = ctx.table.ready_groups(step)
+                share = min(max(1, len(ready) // (2 * self._ranks)), MAX_GROUPS_PER_CALL)
+                taken = [ctx.table.hand_over(step, group) for group in ready[:share]] if left else []
+                left -= len(taken)
+                if not left:
+                    ctx.ready.notify()  # nobody need wait any longer
+                for tickets in taken:
+                    await asyncio.sleep(self._whole.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
+                ctx.observer.state(name, "idle")
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in places:
+                tasks.create_task(rank(name))
+        for name in places:
+            ctx.observer.state(name, "busy")
+
+    async def _until(self, ctx: Context, condition: Callable[[], bool], name: str = "trainer-0") -> None:
         if not condition():
-            ctx.observer.state("trainer-0", "wait_data")
+            ctx.observer.state(name, "wait_data")
             await ctx.ready.until(condition)
-        ctx.observer.state("trainer-0", "busy")
+        ctx.observer.state(name, "busy")
 
 
 class PlannedWeights:
@@ -93,7 +138,8 @@ class PlannedWeights:
         await self._deliver(0)
 
     async def publish(self, version: int) -> None:
-        self.ctx.observer.state("trainer-0", "sync")
+        for name in trainer_places(self.ctx.config):
+            self.ctx.observer.state(name, "sync")
         await asyncio.sleep(self._work.stage.draw(f"{self._seed}/stage/{version}"))
         if older := self._deliveries.pop(version - 2, None):
             await older

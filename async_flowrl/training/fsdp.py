@@ -16,7 +16,8 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 
 WHOLE_SHARE = 0.6
-"""trainer.shard=auto: largest share of a GPU's memory that the base may take where every rank holds all of it."""
+"""trainer.shard=auto: largest share of a GPU's memory that base, adapter and optimizer may take where every rank holds
+all of the base; activations have the rest."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ def let_go(network: nn.Module) -> None:
             module.reshard()
 
 
-def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
+def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_bytes: int = 0) -> bool:
     """Whether ranks that joined a process group hold a share of the base each, by `trainer.shard`.
 
-    `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU.
+    `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU: there it does not decide.
+    `adapter_bytes`: of what every rank holds whole anyway, the adapter with its optimizer, sums and versions.
     """
     trainer = config.trainer
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
@@ -71,14 +73,32 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None) -> bool:
         return False
     # A rollout worker on the same device holds the base, too.
     copies = 2 if config.placement == "colocated" else 1
-    return memory is None or copies * base_bytes > WHOLE_SHARE * memory
+    return memory is not None and copies * base_bytes + adapter_bytes > WHOLE_SHARE * memory
+
+
+def resident_bytes(config: Config, trained: int) -> int:
+    """Bytes that a rank of several holds all the time for so many trained parameters, versions as if in float32.
+
+    Values, gradient and two moments in float32; the sum in int64 and its whole over the ranks; versions that are kept
+    or sent; averages and the weights at the start of the batch, where the run has them.
+    """
+    trainer = config.trainer
+    whole = (config.max_staleness + 1) + 2 + (trainer.ema_decay is not None) + (trainer.updates_per_batch > 1) + 1
+    return trained * (4 * 4 + 2 * 8 + 4 * whole)
 
 
 def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
-    """How many of the ranks hold one copy of the base between them."""
+    """How many of the ranks hold one copy of the base between them.
+
+    With `trainer.shard=auto` those of a node, where `trainer.workers_per_node` says that there are several: gathering
+    a block then stays inside it.
+    """
+    trainer = config.trainer
     if not sharded:
         return 1
-    return (config.trainer.shard_size or ranks) if config.trainer.shard == "hybrid" else ranks
+    if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
+        return trainer.workers_per_node
+    return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
 
 
 def smallest_memory(world: World, device: torch.device) -> int | None:

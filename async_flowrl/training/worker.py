@@ -33,6 +33,7 @@ from async_flowrl.training.fsdp import (
     is_sharded,
     prefetch,
     ranks_per_replica,
+    resident_bytes,
     shard,
     smallest_memory,
 )
@@ -146,7 +147,9 @@ class TrainerWorker:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
-        sharded = self.world.joined and is_sharded(config, base_bytes, smallest_memory(self.world, device))
+        sharded, own = False, resident_bytes(config, self.parameters.numel)
+        if self.world.joined:
+            sharded = is_sharded(config, base_bytes, smallest_memory(self.world, device), own)
         world = self.world = replace(
             self.world, per_replica=ranks_per_replica(config, self.world.size, sharded=sharded)
         )

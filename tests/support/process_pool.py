@@ -81,8 +81,7 @@ class ProcessWorker:
         return first, tuple(others)
 
     async def watch(self) -> NoReturn:
-        while self._process.is_alive():
-            await asyncio.sleep(0.05)
+        await self.gone()
         raise WorkerDied(self.name, "its process ended")
 
     def kill(self) -> None:

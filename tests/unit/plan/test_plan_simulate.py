@@ -32,6 +32,19 @@ def test_streaming_on_policy_waits_only_for_the_last_tickets(per_worker: int) ->
     assert prediction.step_seconds == pytest.approx(1.0 + 1.0 / per_worker)
 
 
+def test_ranks_that_stream_take_whole_groups_so_the_last_one_is_the_work_of_one() -> None:
+    """A group each second, 1.5 s of training by one rank: the last of four is there at 4 s, and trained at 5.5 s."""
+    work = Work(4, Law(1.0), Law(1.5))
+    streamed = simulate(work, Layout(1, 2, 1, 0, "stream"), steps=30)
+    assert streamed.step_seconds == pytest.approx(5.5)
+    assert streamed.busy("trainer") == pytest.approx(4 * 1.5 / 2 / 5.5)
+    assert simulate(work, Layout(1, 2, 1, 0, "batch"), steps=30).step_seconds == pytest.approx(4 + 4 * 1.5 / 2)
+    shared = simulate(Work(2, Law(1.0), Law(1.5), parts=8), Layout(1, 2, 1, 0, "stream"), steps=30)
+    assert shared.step_seconds == pytest.approx(2 + 1.5 / 2), "two groups are split over both ranks"
+    half_serial = simulate(Work(4, Law(0.01), Law(1.5), serial=0.5), Layout(1, 2, 1, 0, "stream"), steps=30)
+    assert half_serial.step_seconds == pytest.approx(4 * 1.5 * 0.75, rel=0.02), "as measured, where all are busy"
+
+
 def test_publishing_is_hidden_by_staleness_and_paid_without() -> None:
     deliver, stage = Law(0.1), Law(0.02)
     assert predict(g=1, t=1, k=0, hand_over="batch", deliver=deliver).step_seconds == pytest.approx(2.1)

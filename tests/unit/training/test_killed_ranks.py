@@ -1,4 +1,4 @@
-"""Real trainer ranks, killed with SIGKILL in the middle of a step: the weights and metrics of one that nothing befell."""
+"""Real trainer ranks, killed with SIGKILL in the middle of a step: weights and metrics of one that nothing befell."""
 
 import asyncio
 from dataclasses import dataclass, replace

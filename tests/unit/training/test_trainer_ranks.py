@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.training.fsdp import is_sharded
+from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
@@ -111,7 +111,11 @@ def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, lis
 def test_what_auto_does_with_the_base() -> None:
     auto = rig.tiny_config()
     assert not is_sharded(auto, 60, 100) and is_sharded(auto, 61, 100)
-    assert is_sharded(auto, 1, None), "on CPUs memory is shared by all ranks of a machine"
+    assert is_sharded(auto, 55, 100, 6) and not is_sharded(auto, 55, 100, 5)
+    assert not is_sharded(auto, 1 << 60, None), "on CPUs a rank that dies costs its share of one step"
+    assert ranks_per_replica(auto, 8, sharded=True) == 8 and ranks_per_replica(auto, 8, sharded=False) == 1
+    by_node = rig.tiny_config(num_workers=8, workers_per_node=4)
+    assert ranks_per_replica(by_node, 8, sharded=True) == 4
     colocated = replace(auto, placement="colocated")
     assert not is_sharded(colocated, 30, 100) and is_sharded(colocated, 31, 100)
     assert is_sharded(rig.tiny_config(shard="full"), 1, 100) and not is_sharded(rig.tiny_config(shard="none"), 99, 100)
