@@ -85,7 +85,7 @@ def is_log_probability(value: float) -> bool:
 def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
     """`count` numbers within `bounds`: {"scores": [...]} for a group, else {"score": x} or a bare number.
 
-    Raises JudgeError.
+    Raises JudgeError, also for a bare number that was cut off, of which "1" may be the beginning of "10".
     """
     fenced = _FENCE.match(answer.text.strip())
     try:
@@ -93,6 +93,8 @@ def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group:
     except (ValueError, RecursionError):
         cut = ", cut off at max_tokens" if answer.cut else ""
         raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}") from None
+    if answer.cut and not isinstance(said, dict | list):
+        raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
     key = "scores" if group else "score"
     if isinstance(said, dict):
         if key not in said:
