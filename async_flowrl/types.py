@@ -22,6 +22,9 @@ Resolution = int | tuple[int, int]
 Wording = str | TokenIds
 """What a text encoder reads: text, or the ids that its tokenizer makes of it inside the model's prompt template."""
 
+Asked = tuple[Wording, str | None, bool]
+"""What an embedding is made of: a prompt's words or token ids, its system prompt, and whether guidance leads away."""
+
 TRAIN, EVALUATION = "train", "evaluation"
 POLICY, EMA = "policy", "ema"
 """The named streams of the checkpoint engine: the trained weights and their moving average."""
