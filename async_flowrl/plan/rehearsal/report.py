@@ -40,7 +40,7 @@ def describe(done: Rehearsal) -> str:
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
     lines = [
         f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
-        f"LoRA of {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
+        f"{'full weights, trained:' if config.tune == FULL else 'LoRA of'} {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
         "shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
