@@ -3,6 +3,7 @@
 What was not trained (frozen parameters, saved tables) is the base model's.
 """
 
+import inspect
 import logging
 import shutil
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> P
     work.mkdir(parents=True)
     shutil.copyfile(base_folder(model) / CONFIG, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
-    with quieter("huggingface_hub", logging.WARNING):
+    with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # so is its logger named
         save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
     for file in work.iterdir():
         file.chmod(0o644)  # safetensors are written for their owner alone

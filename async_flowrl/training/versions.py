@@ -65,7 +65,7 @@ class Versions:
         self._changed = None
         if before is not None and self.dtype != torch.float32:
             # Counted here, because with max_staleness=0 the version before is not kept any longer.
-            pairs = zip(before.split(_COMPARED), now.split(_COMPARED), strict=True)
+            pairs = zip(torch.split(before, _COMPARED), torch.split(now, _COMPARED), strict=True)
             self._changed = torch.stack([torch.count_nonzero(old.ne(new)) for old, new in pairs]).sum()
         self._retained[version] = now
         self._forget_before(oldest)
