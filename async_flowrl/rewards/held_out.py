@@ -5,6 +5,7 @@ reported.
 """
 
 import asyncio
+import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -145,4 +146,4 @@ def cosine_distance(reward: Any, images: ByteArray) -> float | None:
 
 def _renamed(error: ValueError) -> ValueError:
     """Returns the error with the held-out section's name, since the registry writes `reward.terms`."""
-    return ValueError(str(error).replace("reward.terms", "evaluate.reward.terms", 1))
+    return ValueError(re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error)))
