@@ -17,7 +17,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.server_replicas import Replicas, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, server_pool, served_terms, term_key
+from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, served_terms, server_pool, term_key
 from async_flowrl.rewards.server_worker import GRACE_SECONDS, new_token
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together

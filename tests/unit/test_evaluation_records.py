@@ -11,7 +11,15 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.curves import best_curve, check_curves
-from async_flowrl.config.schema import Config, EvaluateConfig, HeldOutConfig, RewardConfig, RewardTerm, SaveConfig, ServeConfig
+from async_flowrl.config.schema import (
+    Config,
+    EvaluateConfig,
+    HeldOutConfig,
+    RewardConfig,
+    RewardTerm,
+    SaveConfig,
+    ServeConfig,
+)
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.evaluations import EvaluationLog
@@ -290,7 +298,10 @@ def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], se
         ({"reward": RewardTerm(name="ocr")}, "choose another key"),
         ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
         ({"blue": RewardTerm(name="color", gpus_per_worker=1)}, "use reward.gpus_per_worker"),
-        ({"away": RewardTerm(name="http")}, r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve "),
+        (
+            {"away": RewardTerm(name="http")},
+            r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve ",
+        ),
     ],
 )
 def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm], sentence: str) -> None:

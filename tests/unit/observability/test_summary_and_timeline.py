@@ -120,10 +120,8 @@ def test_pools_of_single_terms_and_of_servers_are_counted_with_their_gpus() -> N
     config.reward.terms["hpsv3"] = RewardTerm(serve=ServeConfig(gpus=1.0, replicas=2))
     config.evaluate.reward.terms = {"judge": RewardTerm(name="vlm_judge", serve=ServeConfig(gpus=4.0))}
     found = summarise(config, [], [], Outcome(1.0, "", {}, {}, {}))
-    assert found["workers"] == {
-        **{"rollout": 1, "trainer": 1, "reward": 1, "reward/own": 3},
-        **{"server/hpsv3": 2, "server/judge": 1},
-    }
+    ours = {"rollout": 1, "trainer": 1, "reward": 1, "reward/own": 3}
+    assert found["workers"] == ours | {"server/hpsv3": 2, "server/judge": 1}
     assert {pool: gpus for pool, gpus in found["gpus_per_worker"].items() if "/" in pool} == {
         "reward/own": 0.25,
         "server/hpsv3": 1.0,

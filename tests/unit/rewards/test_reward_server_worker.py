@@ -101,7 +101,7 @@ def test_a_server_whose_worker_dies_gets_another_worker_and_the_rewards_hear_of_
 
     told, kept = asyncio.run(dies(1))
     assert told == [("http://127.0.0.1/server/x-0",), ("http://127.0.0.1/server/x-0.1",)] and kept == told[1][0]
-    with pytest.raises(ServerLost, match=r"of evaluate\.reward\.terms\.x died 1 times, which is more than serve\.restarts=0 allows"):
+    with pytest.raises(ServerLost, match=r"of evaluate\.reward\.terms\.x died 1 times, .* serve\.restarts=0 allows"):
         asyncio.run(dies(0))
 
 
