@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from async_flowrl.config.curves import best_curve, evaluation_due
@@ -22,7 +22,7 @@ from async_flowrl.observability.evaluations import (
     EvaluationLog,
     metric_keys,
 )
-from async_flowrl.observability.extras import captions, picture_data
+from async_flowrl.observability.extras import captions, extra_means, picture_data
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
 from async_flowrl.observability.images import write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
@@ -30,6 +30,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.statistics import diversity
 from async_flowrl.observability.trackers import MAX_SAMPLES, Sample
+from async_flowrl.types import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class EvaluationRecords:
         records = self.log.records
         for position, record in enumerate(records):
             self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
-        terms = {**self.config.reward.terms, **self.config.evaluate.reward.terms}
-        self._sources = reward_sources(terms)  # read now, as a file may be edited after the workers have loaded it
+        held_out = reward_sources(self.config.evaluate.reward.terms, "evaluate.reward.terms")
+        # Read now, as a file may be edited after the workers have loaded it.
+        self._sources = reward_sources(self.config.reward.terms) | held_out
         self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
 
     def known(self, version: int) -> bool:
@@ -152,7 +154,8 @@ class EvaluationRecords:
     def _picture(self, result: EvaluationResult) -> Path:
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
-        kept, details = self.config.monitor, picture_data(result.prompts, result.scores)
+        shown = with_held_out_extras(result)
+        kept, details = self.config.monitor, picture_data(result.prompts, shown)
         if kept.kept_images > 0:
             by_place = dict(zip(result.places, result.images, strict=True))
             write_images(path.with_suffix(""), by_place, details, most=kept.kept_images, side=kept.kept_side)
@@ -163,10 +166,20 @@ class EvaluationRecords:
             result.images,
             [scores.total for scores in result.scores],
             title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
-            captions=captions(result.scores),
+            captions=captions(shown),
             data=details,
         )
         return path
+
+
+def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
+    """Returns the scores of all prompts with the extras of the held-out terms beside those of the trained ones."""
+    return [
+        replace(scores, extras={**scores.extras, **result.held_out[place].extras})
+        if place in result.held_out
+        else scores
+        for place, scores in zip(result.places, result.scores, strict=True)
+    ]
 
 
 def samples_of(result: EvaluationResult) -> list[Sample]:
@@ -209,6 +222,7 @@ def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]
         steps=sampling.num_inference_steps,
         guidance=max(sampling.true_cfg_scale, sampling.guidance_scale),
         curves={name: curve for name, curve in curves.items() if curve.scores},
+        extras=extra_means(scores.extras for scores in result.held_out.values()),
     )
 
 

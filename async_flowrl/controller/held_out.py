@@ -63,6 +63,7 @@ async def _ask(
     ctx.servers.heard(answer.served)
     for span in answer.spans:
         book_span(ctx.observer, worker.name, span)
-    distances = {**before.distances, **answer.distances}
+    extras, distances = {**before.extras, **answer.extras}, {**before.distances, **answer.distances}
     kept = {name: why for name, why in before.failed.items() if name not in asked}
-    return HeldOutScores({**before.by_term, **answer.by_term}, {**kept, **answer.failed}, distances=distances)
+    by_term, failed = {**before.by_term, **answer.by_term}, {**kept, **answer.failed}
+    return HeldOutScores(by_term, failed, distances=distances, extras=extras)

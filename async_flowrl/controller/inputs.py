@@ -27,19 +27,19 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
         "evaluation": digest_of(requests.evaluation),
         "evaluation_prompts": len(requests.evaluation),
         "rewards": reward_sources(requests.config.reward.terms),
-        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms),
+        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms, "evaluate.reward.terms"),
     }
 
 
-def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
+def reward_sources(terms: Mapping[str, RewardTerm], section: str = "reward.terms") -> dict[str, str]:
     """Returns term → SHA-256 (hex) of the source file of its `pkg.module:attr` and of its server's files.
 
     The server's part is its command, the Python files that the command names, and its requirements file. Terms of this
-    package without a server are left out.
+    package without a server are left out. Errors name the terms as keys of `section`.
     """
     sources = {}
     for key, term in terms.items():
-        if parts := [*_own_file(term.name or key), *_server(key, term.serve)]:
+        if parts := [*_own_file(term.name or key), *_server(f"{section}.{key}", term.serve)]:
             sources[key] = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return sources
 
@@ -51,7 +51,7 @@ def _own_file(name: str) -> Iterator[bytes]:
         yield Path(spec.origin).read_bytes()
 
 
-def _server(key: str, serve: ServeConfig | None) -> Iterator[bytes]:
+def _server(where: str, serve: ServeConfig | None) -> Iterator[bytes]:
     """Yields the server's command and files, which decide its scores as far as this process can see."""
     if serve is None:
         return
@@ -59,7 +59,7 @@ def _server(key: str, serve: ServeConfig | None) -> Iterator[bytes]:
         yield word.encode()
         if word.endswith(".py") and os.path.isfile(word):
             yield Path(word).read_bytes()
-    if (requirements := requirements_of(key, serve)) is not None:
+    if (requirements := requirements_of(where, serve)) is not None:
         yield requirements.read_bytes()
 
 

@@ -17,7 +17,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.server_replicas import Replicas, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, served_terms
+from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, served_terms, server_pool, term_key
 from async_flowrl.rewards.server_worker import GRACE_SECONDS, new_token
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together
@@ -34,23 +34,18 @@ TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
 """Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them."""
 
 
-def pool_name(term: str) -> str:
-    """Returns the name of the pool of a term's servers."""
-    return f"server/{term}"
-
-
 def server_pools(config: Config) -> list[PoolSpec]:
     """Returns one pool per term with `serve`. Its workers start no server until `RewardServers` asks them to."""
     own_machine = config.runtime.backend == "local" or config.runtime.address is None
     logs = RunDirectory(Path(config.output_dir)).logs.absolute()
     return [
         PoolSpec(
-            pool_name(term),
+            server_pool(term),
             "async_flowrl.rewards.server_worker:ServerWorker",
             serve.replicas,
             arguments={
                 "serve": serve,
-                "requirements": requirements_of(term, serve),
+                "requirements": requirements_of(term_key(config, term), serve),
                 "token": new_token(),
                 "reachable": "127.0.0.1" if own_machine else None,
                 "log": logs,
@@ -117,7 +112,7 @@ class RewardServers:
         try:
             await self._start(replicas, index, worker)
         except LOST as error:
-            raise ServerLost(f"the server of reward.terms.{replicas.term} did not come up: {_said(error)}") from error
+            raise ServerLost(f"the server of {replicas.key} did not come up: {_said(error)}") from error
         while index not in replicas.gone:
             worker = replicas.group.workers[index]
             try:
@@ -144,7 +139,7 @@ class RewardServers:
                 reason = _said(error)
 
     def _died(self, replicas: Replicas, name: str, reason: str) -> None:
-        logger.warning("%s, a server of reward.terms.%s, died: %s", name, replicas.term, reason)
+        logger.warning("%s, a server of %s, died: %s", name, replicas.key, reason)
         if self.observer is not None:
             self.observer.event("fault", worker=name, kind="ServerDied", message=reason)
 
@@ -152,7 +147,7 @@ class RewardServers:
         """Marks a replica as lost for good. Raises ServerLost if the run needs it."""
         name, restarts = replicas.group.workers[index].name, replicas.serve.restarts
         sentence = (
-            f"the server {name} of reward.terms.{replicas.term} died {replicas.deaths[index]} times, which is more "
+            f"the server {name} of {replicas.key} died {replicas.deaths[index]} times, which is more "
             f"than serve.restarts={restarts} allows: {reason}"
         )
         if replicas.needed:
@@ -232,7 +227,7 @@ async def serving(
     It cancels the body and raises ServerLost if a server does not come up, or if one is lost for good and needed.
     """
     terms = [
-        Replicas(term, serve, groups[pool_name(term)], needed=is_needed(config, term))
+        Replicas(term, serve, groups[server_pool(term)], term_key(config, term), needed=is_needed(config, term))
         for term, serve in served_terms(config)
     ]
     clients = [group for group in groups.values() if SERVERS in group.spec.arguments]

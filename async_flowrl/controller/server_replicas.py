@@ -22,6 +22,8 @@ class Replicas:
     term: str
     serve: ServeConfig
     group: WorkerGroup
+    key: str
+    """Key of the term's section in the configuration, for messages."""
     needed: bool = True
     """True: losing one replica for good ends the run."""
     urls: dict[int, str] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from async_flowrl.observability.extras import extra_means
 from async_flowrl.types import Scores
 
 
@@ -12,7 +13,7 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
     """Returns metric name → value, for one Scores per group.
 
     Means of a term leave out the groups that lack it; `missing` counts these. `zero_std_ratio` is the share of groups
-    whose images all have exactly the same score.
+    whose images all have exactly the same score. A numeric extra of a term gets its mean, `reward/<term>/<extra>`.
     """
     by_term: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     missing: Counter[str] = Counter()
@@ -28,7 +29,9 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
         line[f"reward/{name}/group_std"] = float(np.mean([np.std(values) for values in each]))
         line[f"reward/{name}/zero_std_ratio"] = sum(len(set(values)) == 1 for values in each) / len(each)
     line |= {f"reward/{name}/missing": count for name, count in sorted(missing.items())}
-    return line | extra_means(groups) | seconds_per_group(groups)
+    means = extra_means(scores.extras for scores in groups)
+    line |= {f"reward/{term}/{name}": mean for term, by_name in means.items() for name, mean in by_name.items()}
+    return line | seconds_per_group(groups)
 
 
 def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
@@ -39,13 +42,3 @@ def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
         for name, seconds in last.items():
             took[f"timing/{name}"].append(seconds)
     return {key: float(np.mean(each)) for key, each in sorted(took.items())}
-
-
-def extra_means(groups: Sequence[Scores]) -> dict[str, float]:
-    """Returns `reward/<term>/<extra>` for numeric extras: the mean over all images for which the term returned it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for scores in groups:
-        for term, extras in scores.extras.items():
-            for name, each in extras.items():
-                values[f"reward/{term}/{name}"] += [value for value in each if not isinstance(value, str)]
-    return {key: float(np.mean(each)) for key, each in sorted(values.items()) if each}

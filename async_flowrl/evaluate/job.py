@@ -111,9 +111,9 @@ def _job(
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     needs_target = check_rewards(whole)
-    for name, term in whole.terms.items():
+    for name, (term, kind) in terms.items():
         if term.serve is not None:
-            requirements_of(name, term.serve)
+            requirements_of(f"{'evaluate.' if kind == HELD_OUT else ''}reward.terms.{name}", term.serve)
     found, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
     prompts = tuple(found[place] for place in range(min(len(found), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class Evaluation:
     """The larger of `true_cfg_scale` and `guidance_scale`."""
     curves: Mapping[str, Curve]
     """Name → curve; curves without any score are left out."""
+    extras: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Held-out term → name of a numeric extra → its mean over all images."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,16 +114,18 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
     """Keys of an evaluation for metrics.jsonl and trackers: `<curve>/mean`, `/std`, `/stderr`, `/low`, `/high`.
 
     If an earlier evaluation is comparable, `/change`, `/change_stderr`, `/change_low` and `/change_high` are added: the
-    paired change since the first one. Held-out curves get the prefix `held_out/`. Unknown numbers are left out.
+    paired change since the first one. Held-out curves get the prefix `held_out/`, and the means of their extras are
+    `held_out/<curve>/extra/<name>`. Unknown numbers are left out.
     """
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
         found = curve.estimate()
-        keys |= {f"{prefix}/{field}": getattr(found, field) for field in ("mean", "std", "stderr", "low", "high")}
+        keys |= {f"{prefix}/{kind}": getattr(found, kind) for kind in ("mean", "std", "stderr", "low", "high")}
         first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:
-            keys |= {f"{prefix}/{field}": value for field, value in moved.fields().items()}
+            keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}
+    keys |= {f"held_out/{term}/extra/{name}": mean for term, by in now.extras.items() for name, mean in by.items()}
     return {name: value for name, value in keys.items() if value is not None}
 
 

@@ -1,9 +1,29 @@
-"""Extras of rewards in pictures; an extra is a text or number that a reward returns about an image beside its score."""
+"""Extras of rewards, in pictures and as means; an extra is a text or number about an image, beside its score."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from async_flowrl.types import Prompt, Scores
+
+
+def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
+    """Term → name of a numeric extra → its mean over all images for which the term returned it; sorted by name.
+
+    Each group is term → name → values, as `Scores.extras`.
+    """
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for extras in groups:
+        for term, by_name in extras.items():
+            for name, each in by_name.items():
+                values[term, name] += [value for value in each if not isinstance(value, str)]
+    means: dict[str, dict[str, float]] = {}
+    for (term, name), found in sorted(values.items()):
+        if found:
+            means.setdefault(term, {})[name] = float(np.mean(found))
+    return means
 
 
 def captions(scores: Sequence[Scores]) -> list[list[str]]:

@@ -1,12 +1,24 @@
-"""How many rollout workers a run had: of a pool that grows and shrinks, from its events."""
+"""The pools of a run: how many workers the configuration gives them, and how many an elastic rollout pool had."""
 
 from collections.abc import Iterable
 
+from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.rewards.served import served_terms, server_pool
 
 CHANGES = ("worker_joined", "worker_left")
+
+
+def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
+    """Returns pool → (workers, GPUs of each) as configured; the servers of a term with `serve` are a pool, too."""
+    return {
+        "rollout": (config.rollout.num_workers, config.rollout.gpus_per_worker),
+        "trainer": (config.trainer.num_workers, config.trainer.gpus_per_worker),
+        **{pool.name: (pool.workers, pool.gpus_per_worker) for pool in reward_pools(config.reward)},
+        **{server_pool(term): (serve.replicas, serve.gpus) for term, serve in served_terms(config)},
+    }
 
 
 def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:

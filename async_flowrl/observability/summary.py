@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.mfu import utilisation
-from async_flowrl.observability.pool_size import rollout_size
+from async_flowrl.observability.pool_size import configured_pools, rollout_size
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.timeline import Track, tracks
 
@@ -104,17 +103,9 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "mode": config.mode_name,
         "max_staleness": config.max_staleness,
         "placement": config.placement,
-        "workers": {
-            "rollout": config.rollout.num_workers,
-            "trainer": config.trainer.num_workers,
-            **{pool.name: pool.workers for pool in reward_pools(config.reward)},
-        },
+        "workers": {pool: workers for pool, (workers, _) in configured_pools(config).items()},
         "rollout_size": rollout_size(config, attempt),
-        "gpus_per_worker": {
-            "rollout": config.rollout.gpus_per_worker,
-            "trainer": config.trainer.gpus_per_worker,
-            **{pool.name: pool.gpus_per_worker for pool in reward_pools(config.reward)},
-        },
+        "gpus_per_worker": {pool: gpus for pool, (_, gpus) in configured_pools(config).items()},
         **staleness(metrics, config.trainer.updates_per_batch),
         "weights_digest": outcome.weights_digest,
         "tickets": dict(outcome.tickets),

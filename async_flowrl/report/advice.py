@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.records import Records
 
@@ -68,12 +69,14 @@ MIN_STEPS = {"gradient_snr": 50, "zero_std_ratio": 5, "trust_region/scale": 20}
 
 
 def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """All warnings of a run, most serious first: from evaluations, from the run's records, then from RULES.
+    """All warnings of a run: that rewards limited its speed, from evaluations, from its records, then from RULES.
 
     Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
     or "warning". `evaluations` is the result of `evaluations_of`.
     """
     found: list[dict[str, Any]] = []
+    if (sentence := reward_bound(run.workers, run.window)) is not None:
+        found.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
     for sentence in (evaluations or {}).get("alarms", []):
         todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
         found.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})

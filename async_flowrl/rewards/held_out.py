@@ -5,6 +5,7 @@ reported.
 """
 
 import asyncio
+import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ class HeldOutScores:
     """Term with a `features` method → mean cosine distance between two images of the group."""
     served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     """Term → URL of its server → whether the server answered; as in `Scores`."""
+    extras: Mapping[str, Mapping[str, tuple[float | str, ...]]] = field(default_factory=dict)
+    """Term → name → a further text or number about each image; as in `Scores`."""
 
 
 def check_held_out(config: Config) -> bool:
@@ -102,11 +105,13 @@ async def score_held_out(
         *(CompositeReward((term,), tries).score(prompt, images, executor) for term in asked), return_exceptions=True
     )
     by_term: dict[str, tuple[float, ...]] = {}
+    extras: dict[str, Mapping[str, tuple[float | str, ...]]] = {}
     failed: dict[str, str] = {}
     spans: list[Span] = []
     for term, result in zip(asked, results, strict=True):
         if isinstance(result, Scores):
             by_term[term.name] = tuple(result.by_term[term.name])
+            extras |= result.extras
             spans += [replace(span, name=f"score/{term.name}") for span in result.spans[:1]]
         elif isinstance(result, RewardError):
             failed[term.name] = str(result)
@@ -120,11 +125,12 @@ async def score_held_out(
             found = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
         except Exception as error:  # a failure of one term must not lose the other terms' scores
             del by_term[term.name]
+            extras.pop(term.name, None)
             failed[term.name] = f"reward {term.name!r} has no features of prompt {prompt.text!r}: {in_one_line(error)}"
             continue
         if found is not None:
             distances[term.name] = found
-    return HeldOutScores(by_term, failed, tuple(spans), distances)
+    return HeldOutScores(by_term, failed, tuple(spans), distances, extras=extras)
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float | None:
@@ -145,4 +151,4 @@ def cosine_distance(reward: Any, images: ByteArray) -> float | None:
 
 def _renamed(error: ValueError) -> ValueError:
     """Returns the error with the held-out section's name, since the registry writes `reward.terms`."""
-    return ValueError(str(error).replace("reward.terms", "evaluate.reward.terms", 1))
+    return ValueError(re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error)))

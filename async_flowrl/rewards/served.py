@@ -37,6 +37,16 @@ def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
                 yield name, term.serve
 
 
+def server_pool(term: str) -> str:
+    """Returns the name of the pool of a term's servers."""
+    return f"server/{term}"
+
+
+def term_key(config: Config, term: str) -> str:
+    """Returns the key of a term's section: `evaluate.reward.terms.X` for a held-out term, else `reward.terms.X`."""
+    return f"{'evaluate.' if term in config.evaluate.reward.terms else ''}reward.terms.{term}"
+
+
 def is_needed(config: Config, term: str) -> bool:
     """Returns True if a run cannot continue without the term's servers, because the term is trained on and required."""
     return term in config.reward.terms and config.reward.terms[term].required
@@ -86,15 +96,18 @@ def _check_command(where: str, serve: ServeConfig) -> None:
 def check_served(config: Config) -> None:
     """Raises ValueError if a requirements file of a server does not exist."""
     for name, serve in served_terms(config):
-        requirements_of(name, serve)
+        requirements_of(term_key(config, name), serve)
 
 
-def requirements_of(name: str, serve: ServeConfig) -> Path | None:
-    """Returns the requirements file, absolute; None if none is set. Raises ValueError if it does not exist."""
+def requirements_of(where: str, serve: ServeConfig) -> Path | None:
+    """Returns the requirements file, absolute; None if none is set. Raises ValueError if it does not exist.
+
+    `where` is the key of the term's section (`term_key`), which the error names.
+    """
     if serve.requirements is None:
         return None
     try:
-        return find_data(serve.requirements, key=f"reward.terms.{name}.serve.requirements").resolve()
+        return find_data(serve.requirements, key=f"{where}.serve.requirements").resolve()
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error
 

@@ -20,6 +20,7 @@ OPEN = ("name", "pool", "age", "start", "step", "kind")
 OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
 ON_EVENT = {"reward/<name>/missing", "reward/<name>/failures", "reward/<name>/retries", "reward/<name>/<extra>"} | {
     "tickets_skipped",
+    "evaluation/held_out/<name>/extra/<extra>",
     "adapter/changed_share",
     "faults.<kind>",
 }

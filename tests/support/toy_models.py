@@ -159,7 +159,9 @@ class ToyReward:
         values = tuple(float(x.mean()) for image in images for x in image)
         failed = {name: f"{name} failed" for name in names if name == "never" or (name, prompt.index) in self.later}
         self.later -= {(name, prompt.index) for name in names}
-        return HeldOutScores({name: values for name in names if name not in failed}, failed)
+        answered = [name for name in names if name not in failed]
+        said = {"mean_grey": values, "said": tuple(f"image {index}" for index in range(len(values)))}
+        return HeldOutScores(dict.fromkeys(answered, values), failed, extras=dict.fromkeys(answered, said))
 
 
 class ToySender:

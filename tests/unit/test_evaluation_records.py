@@ -8,15 +8,26 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from async_flowrl.config.curves import best_curve, check_curves
-from async_flowrl.config.schema import Config, EvaluateConfig, HeldOutConfig, RewardConfig, RewardTerm, SaveConfig
+from async_flowrl.config.schema import (
+    Config,
+    EvaluateConfig,
+    HeldOutConfig,
+    RewardConfig,
+    RewardTerm,
+    SaveConfig,
+    ServeConfig,
+)
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.evaluations import EvaluationLog
+from async_flowrl.observability.images import LINE_HEIGHT
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.held_out import HeldOutScores, check_held_out
+from async_flowrl.rewards.served import check_served
 from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
 from async_flowrl.types import Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
@@ -40,6 +51,7 @@ def test_held_out_terms_score_evaluations_only_and_change_no_weights() -> None:
         for place, scores in result.held_out.items():
             assert set(scores.by_term) == {"good", "later"} and scores.failed == {"never": "never failed"}
             assert scores.by_term["good"] == result.scores[place].by_term["color"]
+            assert {name: extras["mean_grey"] for name, extras in scores.extras.items()} == scores.by_term
     skipped = found.observer.of("skipped", kind="evaluation")
     assert len(skipped) == 2 * len(found.evaluated) and all("never failed" in e["message"] for e in skipped)
 
@@ -143,6 +155,25 @@ def result(version: int, reward: float, ocr: float, *, alike: bool = False, lack
         sampling=Sampling(8, 6, 1.0, 0.0, " ", "ode", 0.0),
         setting="same",
     )
+
+
+def test_what_held_out_terms_say_reaches_metrics_and_pictures_and_is_there_after_a_restart(tmp_path: Path) -> None:
+    """Only the first prompt has extras: of the second one the held-out term has failed."""
+    plain, told = result(10, 0.5, 0.5, lacking=PROMPTS), Told()
+    spoken = HeldOutScores({"ocr": (1.0, 0.0)}, {}, extras={"ocr": {"sure": (0.5, 0.25), "read": ("STOP", "ST0P")}})
+    found = records(tmp_path, config_of(), told)
+    found.show(EvaluationResult(**{**vars(plain), "held_out": {**plain.held_out, 0: spoken}}))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[9])
+    assert line["evaluation/held_out/ocr/extra/sure"] == 0.375
+    assert dict(told.evaluations)[10]["held_out/ocr/extra/sure"] == 0.375
+    assert records(tmp_path, config_of(), Told()).metric_keys(9) == found.metric_keys(9)
+    index = json.loads((tmp_path / "images" / "step_000010" / "index.json").read_text())["prompts"]
+    assert [each["extras"] for each in index[:2]] == [{"ocr": {"read": ["STOP", "ST0P"], "sure": [0.5, 0.25]}}, {}]
+    grid = Image.open(tmp_path / "images" / "step_000010.png")
+    assert json.loads(grid.text["data"])[0]["extras"] == index[0]["extras"]
+    found.show(EvaluationResult(**{**vars(plain), "version": 20}))
+    silent = Image.open(tmp_path / "images" / "step_000020.png")
+    assert grid.height == silent.height + PROMPTS * LINE_HEIGHT, "a line more below every image"
 
 
 CURVE = ((0, 0.0, 0.8), (10, 0.3, 0.9), (20, 0.6, 0.3), (30, 0.9, 0.1))
@@ -267,6 +298,10 @@ def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], se
         ({"reward": RewardTerm(name="ocr")}, "choose another key"),
         ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
         ({"blue": RewardTerm(name="color", gpus_per_worker=1)}, "use reward.gpus_per_worker"),
+        (
+            {"away": RewardTerm(name="http")},
+            r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve ",
+        ),
     ],
 )
 def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm], sentence: str) -> None:
@@ -274,6 +309,15 @@ def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm],
     config.evaluate.reward.terms = terms
     with pytest.raises(ValueError, match=sentence):
         check_held_out(config)
+
+
+@pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
+def test_a_servers_missing_requirements_are_named_by_the_key_of_their_section(section: str) -> None:
+    config = config_of()
+    term = RewardTerm(name="http", serve=ServeConfig(command="x {port}", requirements="nowhere.txt"))
+    (config.evaluate.reward if section.startswith("evaluate") else config.reward).terms["away"] = term
+    with pytest.raises(ValueError, match=rf"(?<!\.){section}\.away\.serve\.requirements"):
+        check_served(config)
 
 
 def test_a_run_that_the_alarm_may_end_keeps_its_best_by_the_first_term_that_judges() -> None:

@@ -1,5 +1,6 @@
 """Pools of single terms beside the shared one: who scores what, what a slow judge costs, and who says so."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
+from async_flowrl.report.document import document
 from separation.group import WorkerFailed
 from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
@@ -117,6 +119,18 @@ def test_a_slow_judge_costs_latency_until_it_is_the_bottleneck() -> None:
     told = verdict(tracks(limit.observer.events), limit.observer.events, placement="separate")
     assert told.startswith("Reward-bound: the worker of the pool reward/judge was busy "), "the report says it"
     assert sentence(virtual(two_terms(judges=3, steps=16), slow_judge(0.6))) is None
+
+
+def test_the_page_warns_of_rewards_that_limit_the_speed_before_anything_else(tmp_path: Path) -> None:
+    late, limit = virtual(two_terms(steps=16), slow_judge(0.2)), virtual(two_terms(steps=16), slow_judge(0.6))
+    (enough,) = document([recorded(tmp_path / "enough", late, two_terms(steps=16))])["runs"]
+    root = recorded(tmp_path / "limit", limit, two_terms(steps=16))
+    (root / "summary.json").write_text(json.dumps({"steps": 16, "warnings": ["careful"]}))
+    (found,) = document([root])["runs"]
+    assert not any("Reward-bound" in each["text"] for each in enough["warnings"])
+    assert [each["text"] for each in found["warnings"]] == [found["bottleneck"], "careful"]
+    assert found["warnings"][0]["level"] == "warning"
+    assert found["bottleneck"].endswith("; reward.terms.judge.workers=3 would be enough.")
 
 
 def sentence(run: ToyRun) -> str | None:

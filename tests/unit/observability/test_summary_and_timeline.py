@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
 from async_flowrl.observability.mfu import mfu
@@ -112,6 +112,21 @@ def test_totals_of_the_summary() -> None:
     assert found["workers"] == {"rollout": 1, "trainer": 1, "reward": 1}
     assert found["weights_digest"] == "digest"
     json.dumps(found, allow_nan=False)
+
+
+def test_pools_of_single_terms_and_of_servers_are_counted_with_their_gpus() -> None:
+    config = Config()
+    config.reward.terms = {"ocr": RewardTerm(), "own": RewardTerm(workers=3, gpus_per_worker=0.25)}
+    config.reward.terms["hpsv3"] = RewardTerm(serve=ServeConfig(gpus=1.0, replicas=2))
+    config.evaluate.reward.terms = {"judge": RewardTerm(name="vlm_judge", serve=ServeConfig(gpus=4.0))}
+    found = summarise(config, [], [], Outcome(1.0, "", {}, {}, {}))
+    ours = {"rollout": 1, "trainer": 1, "reward": 1, "reward/own": 3}
+    assert found["workers"] == ours | {"server/hpsv3": 2, "server/judge": 1}
+    assert {pool: gpus for pool, gpus in found["gpus_per_worker"].items() if "/" in pool} == {
+        "reward/own": 0.25,
+        "server/hpsv3": 1.0,
+        "server/judge": 4.0,
+    }
 
 
 def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:

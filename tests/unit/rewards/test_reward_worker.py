@@ -202,10 +202,10 @@ def test_prompts_that_a_term_cannot_score_are_refused_at_the_start() -> None:
 
 
 class Halves:
-    """Scores nothing, and knows an image by the means of its upper and its lower half."""
+    """Scores nothing, names the largest value, and knows an image by the means of its upper and its lower half."""
 
-    def __call__(self, images: Any, prompt: Prompt) -> list[float]:
-        return [0.0] * len(images)
+    def __call__(self, images: Any, prompt: Prompt) -> list[dict[str, Any]]:
+        return [{"score": 0.0, "largest": int(image.max()), "said": f"of {prompt.text}"} for image in images]
 
     def features(self, images: Any) -> Any:
         half = images.shape[1] // 2
@@ -229,7 +229,8 @@ def test_held_out_terms_stand_for_themselves_and_measure_distances_in_their_feat
         worker.close()
     assert found.by_term == {"halves": (0.0, 0.0, 0.0)} and "nobody is there" in found.failed["broken"]
     assert found.distances == {"halves": pytest.approx(2 / 3)}, "two of three pairs have nothing in common"
-    assert again.by_term == {} and set(again.failed) == {"broken"}
+    assert found.extras == {"halves": {"largest": (200.0,) * 3, "said": ("of red",) * 3}}
+    assert again.by_term == again.extras == {} and set(again.failed) == {"broken"}
 
 
 class Faceless(Halves):
@@ -253,5 +254,5 @@ def test_features_that_cannot_be_had_cost_their_own_term_and_black_images_have_a
         found = worker.score_held_out(tuple(held_out), Prompt(0, "red"), np.zeros((2, 4, 4, 3), np.uint8))
     finally:
         worker.close()
-    assert set(found.by_term) == {"Halves"} and found.distances == {"Halves": 1.0}
+    assert set(found.by_term) == set(found.extras) == {"Halves"} and found.distances == {"Halves": 1.0}
     assert "no encoder" in found.failed["Faceless"] and "finite" in found.failed["Nowhere"]
