@@ -126,7 +126,10 @@ class ReceiverQueue:
         return error
 
     async def _payload(self, job: Job) -> Any:
-        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload."""
+        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload.
+
+        The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
+        """
         if job.parent is None:
             return job.payload
         (endpoint, parent), job.parent = job.parent, None
@@ -136,7 +139,7 @@ class ReceiverQueue:
                 async with asyncio.timeout(self._options.deadline):
                     return await endpoint.relay(job.header, job.slot)
             except Exception as error:
-                if verdict(error) is Verdict.STOP:
+                if verdict(error) is Verdict.STOP and "VersionGone" not in error_names(error):
                     raise
                 self._stats.fallbacks += 1
                 why = repr(error)
