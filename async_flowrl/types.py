@@ -25,6 +25,9 @@ Resolution = int | tuple[int, int]
 Wording = str | TokenIds
 """Input of a text encoder: a text, or the token ids of that text inside the model's prompt template."""
 
+Asked = tuple[Wording, str | None, bool]
+"""What an embedding is made of: a prompt's words or token ids, its system prompt, and whether guidance leads away."""
+
 TRAIN, EVALUATION = "train", "evaluation"
 """Values of RolloutRequest.kind: images to train on, and images that are only scored."""
 POLICY, EMA = "policy", "ema"

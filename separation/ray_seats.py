@@ -51,7 +51,7 @@ class Seats:
         self._waiting: list[PlacementGroup] = []
         self._successors = 0
         """Lost workers that are waiting for a seat: they come before new ones."""
-        self._lane = Lane("seats")
+        self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> Place:
         """The seat of a placement group that was created at the start."""
@@ -103,10 +103,13 @@ class Seats:
 
     async def _look(self) -> Place | None:
         """Takes a seat if one of those asked for is there; asks for those that are missing."""
-        while len(self._taken) + len(self._waiting) < self._most:
-            asked = placement_group([dict(self._needs)], strategy="PACK")
-            self._reserved.append(asked)
-            self._waiting.append(asked)
+        async with self._one_asks:
+            while len(self._taken) + len(self._waiting) < self._most:
+                asked = await self._ask(lambda: placement_group([dict(self._needs)], strategy="PACK"), None)
+                if asked is None:
+                    return None
+                self._reserved.append(asked)
+                self._waiting.append(asked)
         waiting = list(self._waiting)
         nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
         ending = await self.departing() if any(nodes) else {}

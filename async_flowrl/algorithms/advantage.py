@@ -7,9 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.messages import unknown_name
 
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
+NORMALISES = ("std", "none")
 EPS = 1e-4
 """Added to the std, as flow_grpo does."""
 
@@ -93,10 +95,19 @@ def _weighted_sum(arrays: Mapping[str, Groups], factors: Mapping[str, float]) ->
 
 def _normalised(groups: Groups, config: AlgorithmConfig) -> list[FloatArray]:
     batch_std = float(np.std(np.concatenate(list(groups)))) if config.global_std else None
-    return [_normalised_group(group, batch_std, config.normalise) for group in groups]
+    return [group_advantages(group, normalise=config.normalise, batch_std=batch_std) for group in groups]
 
 
-def _normalised_group(group: FloatArray, batch_std: float | None, normalise: str) -> FloatArray:
+def group_advantages(rewards: npt.ArrayLike, *, normalise: str = "std", batch_std: float | None = None) -> FloatArray:
+    """(r - mean) / (S + 1e-4), float64 [n], of the rewards [n] of one group: Flow-GRPO's (arXiv 2505.05470, eq. 5).
+
+    S is the group's population std, or `batch_std` where it is given. `normalise="none"` only subtracts the mean
+    (Dr.GRPO, arXiv 2503.20783). Exactly 0 where all rewards are equal. ValueError for an unknown `normalise` and for
+    rewards that are no list of finite numbers.
+    """
+    if normalise not in NORMALISES:
+        raise ValueError(unknown_name("normalise", normalise, NORMALISES))
+    (group,) = _checked("rewards", [np.asarray(rewards, np.float64)])
     # The mean of equal numbers need not be that number in floating point; Adam would turn the rest into a full step.
     if is_constant(group):
         return np.zeros_like(group)

@@ -9,9 +9,9 @@ that equal weights give bit-equal results. Predictions are float64 where they ar
     reference  the base model, adapter off (None unless `needs_reference`)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,37 @@ from torch import Tensor
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(latents [B, ...] float32, sigma [B] float32) -> guided velocity [B, ...] float32 under the adapter now active."""
 
-Prediction = dict[str, Tensor]
-"""What `predict` returns, e.g. {"log_prob": [B], "mean": [B, ...]}; tensors keep the batch dimension first."""
+
+class Prediction(TypedDict, total=False):
+    """What `predict` returns: those of these tensors that the algorithm names in `predicts`.
+
+    The batch dimension is first in all of them. An algorithm of your own that needs others returns a subclass.
+    """
+
+    log_prob: Tensor
+    """[B] float64, of the recorded step under the weights now active, mean over latent elements."""
+    mean: Tensor
+    """[B, ...] float32, of the distribution of the next latents."""
+    std: Tensor
+    """[B] float32, the full standard deviation of the step."""
+    velocity: Tensor
+    """[B, ...] float32, guided, at `noised`."""
+    noised: Tensor
+    """[B, ...] float32, final latents noised anew to the row's own level."""
+    error: Tensor
+    """[B] float64, flow-matching loss of the row."""
+
+
+def detached(prediction: Prediction) -> Prediction:
+    """The same numbers without gradient."""
+    named: dict[str, Tensor] = dict(cast("Any", prediction))
+    return cast("Prediction", {name: value.detach() for name, value in named.items()})
+
+
+def rows_of(prediction: Prediction) -> int:
+    """B."""
+    named: dict[str, Tensor] = dict(cast("Any", prediction))
+    return len(next(iter(named.values())))
 
 
 @dataclass(frozen=True)
@@ -74,6 +103,10 @@ class Algorithm(Protocol):
     needs_reference: bool
     vanishes_at_zero: bool
     """Whether a sample with advantage 0 has zero gradient (so that groups of equal rewards may be skipped)."""
+    predicts: Collection[str]
+    """Keys of what `predict` returns, see `Prediction`."""
+    reads: Collection[str]
+    """Keys of predictions that `loss` and `moved` look at, as configured. One that is not predicted is refused."""
     group_local: bool
     """Whether advantages need only the sample's own group (streaming hand-over needs this)."""
 

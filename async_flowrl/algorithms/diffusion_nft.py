@@ -10,6 +10,7 @@ from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Vel
 from async_flowrl.algorithms.forward import draw
 from async_flowrl.algorithms.sde import expand, mean_over_latent
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.messages import unknown_name
 
 MIN_WEIGHT = 1e-5
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,6 +31,7 @@ class DiffusionNFT(GroupAdvantages):
 
     name = "diffusion_nft"
     records = "final"
+    predicts = reads = ("velocity", "noised")
     needs_behaviour = True
     vanishes_at_zero = False
     """At advantage 0 the two terms only cancel where v equals the old velocity; elsewhere they pull towards it."""
@@ -56,8 +58,7 @@ class DiffusionNFT(GroupAdvantages):
             raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
         new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
         beta, bound = self.config.beta, self.config.adv_clip_max
-        advantages = ADVANTAGE_MODES[self.config.advantage_mode](batch.advantages.double().clamp(-bound, bound))
-        optimality = (advantages / bound / 2.0 + 0.5).clamp(0.0, 1.0)
+        optimality = optimality_probability(batch.advantages, bound=bound, mode=self.config.advantage_mode)
         positive = reconstruction_loss(batch, current, old + beta * (new - old))
         negative = reconstruction_loss(batch, current, old - beta * (new - old))
         loss = (optimality * positive + (1.0 - optimality) * negative) / beta * bound
@@ -77,6 +78,21 @@ class DiffusionNFT(GroupAdvantages):
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
+
+
+def optimality_probability(advantages: Tensor, *, bound: float, mode: str = "continuous") -> Tensor:
+    """r [B] float64 in [0, 1]: how good an image is among its group's, from its advantage [B] (any float).
+
+    r = 1/2 + A / (2 bound), A the advantage clamped to ± `bound` and then changed by `mode` of ADVANTAGE_MODES:
+    section 3.2 and `adv_mode` of the published code of DiffusionNFT (arXiv 2509.16117). ValueError for an unknown mode
+    and a bound that is not above 0.
+    """
+    if mode not in ADVANTAGE_MODES:
+        raise ValueError(unknown_name("mode", mode, ADVANTAGE_MODES))
+    if not bound > 0:
+        raise ValueError(f"bound must be above 0, got {bound}")
+    clamped = ADVANTAGE_MODES[mode](advantages.double().clamp(-bound, bound))
+    return (clamped / bound / 2.0 + 0.5).clamp(0.0, 1.0)
 
 
 def reconstruction_loss(batch: MicroBatch, prediction: Prediction, velocity: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class DPO(GroupAdvantages):
 
     name = "dpo"
     records = "final"
+    predicts = reads = ("error",)
     needs_behaviour = False
     needs_reference = True
     vanishes_at_zero = True

@@ -5,6 +5,7 @@ rollout engine's own numbers: at the start of an update every ratio is exactly 1
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, detached
 from async_flowrl.algorithms.correction import (
     divergence,
     divergence_mask,
@@ -43,6 +44,7 @@ class PolicyGradient(GroupAdvantages, ABC):
 
     name = ""
     records = "transitions"
+    predicts: Collection[str] = ("log_prob", "mean", "std")
     needs_proximal_mean = False
     """Whether the surrogate looks at the proximal policy's mean."""
 
@@ -54,6 +56,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         self.vanishes_at_zero = config.kl_coef == 0.0
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
         """False only for the cps log-prob of the field, which is not a log-density."""
+        self.reads = self._read()
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """log_prob [B] float64 of the recorded transition, mean [B, ...] and std [B] float32 of its distribution."""
@@ -107,6 +110,14 @@ class PolicyGradient(GroupAdvantages, ABC):
     def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
         """[B] float64, nats of the whole latent; both predictions have the std of the step, which no weights change."""
         return sde.latent_elements(batch.latents) * divergence(before["mean"], after["mean"], before["std"])
+
+    def _read(self) -> Collection[str]:
+        config = self.config
+        distance = self.needs_behaviour or self.needs_reference or self.needs_proximal_mean
+        if distance or config.max_kl_per_update is not None or config.kl_probe_images > 0:
+            return ("log_prob", "mean", "std")
+        scale = config.sde_type == "cps" or config.step_weight == "variance"
+        return ("log_prob", "std") if scale else ("log_prob",)
 
     @abstractmethod
     def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
@@ -186,11 +197,6 @@ def check_density(std: float) -> None:
             f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
             f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
         )
-
-
-def detached(prediction: Prediction) -> Prediction:
-    """The same numbers without gradient."""
-    return {name: value.detach() for name, value in prediction.items()}
 
 
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:

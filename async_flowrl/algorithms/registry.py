@@ -22,7 +22,7 @@ BUILT_IN: dict[str, type] = {
     cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)
 }
 MEMBERS = ("name", "records", "needs_behaviour", "needs_reference", "vanishes_at_zero", "group_local",
-           "advantages", "select", "predict", "loss")  # fmt: skip
+           "predicts", "reads", "advantages", "select", "predict", "loss")  # fmt: skip
 
 
 def build_algorithm(run: Config) -> Algorithm:
@@ -172,6 +172,11 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
     missing = [member for member in MEMBERS if not hasattr(algorithm, member)]
     if missing:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
+    if lacking := [key for key in algorithm.reads if key not in algorithm.predicts]:
+        raise ValueError(
+            f"the loss of {config.name} reads {', '.join(lacking)} of a prediction, and its predict gives "
+            f"{', '.join(algorithm.predicts) or 'nothing'}"
+        )
     final = trains_on_final_images(config)
     if final != (algorithm.records == "final"):
         raise ValueError(

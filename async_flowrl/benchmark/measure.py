@@ -74,7 +74,7 @@ def run(variant: Variant, name: str, overrides: Sequence[str], directory: Path) 
 
 def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
     """Reads a finished run. Raises RunFailed if it has too few steps."""
-    config, history, metrics = load(directory)
+    config, _, history, metrics = load(directory)
     steady = actual(directory)
     if steady is None:
         raise RunFailed(f"{name} has no steady state: it needs more than {WARM_UP_STEPS + config.max_staleness} steps")

@@ -211,6 +211,11 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
         )
+    if config.rollout.text_encoder == "cached":
+        raise ConfigError(
+            "rollout.text_encoder=cached is for rollout.engine=diffusers, as vllm_omni does not give its network's "
+            "memory away: use offload"
+        )
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
         raise ConfigError(

@@ -102,9 +102,18 @@ class RolloutConfig:
     """Torch threads per worker."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block, by the diffusers engine."""
-    text_encoder: str = setting("resident", choices=("resident", "offload"), changes=NOTHING)
-    """Where a rollout worker keeps the text encoder: resident on the device, or offload: in host memory, and on the
-    device only while a prompt that is not cached is encoded."""
+    text_encoder: str = setting("resident", choices=("resident", "offload", "cached"), changes=NOTHING)
+    """Where a rollout worker keeps the text encoder: resident on the device; offload: in host memory, and on the device
+    only while new prompts are encoded; cached: nowhere. Embeddings are then files in $ASYNC_FLOWRL_CACHE (or
+    ~/.cache/async_flowrl), and the encoder is loaded for prompts that have none, before the network or in its place."""
+    encode_ahead: int = setting(1024, at_least=1, changes=NOTHING)
+    """With text_encoder=cached: prompts that all workers together encode before they start, and that the encoder goes
+    on with whenever it is loaded for a new one."""
+    vae_slicing: bool = setting(False, changes=ROUNDING)
+    """Decode one image at a time, whatever went through the network together: less memory."""
+    vae_tiling: bool = False
+    """Decode large images by overlapping tiles: less memory, and other pixels where tiles are blended. The model's VAE
+    says what is large (Qwen-Image: sides above 256 pixels, SD3 and FLUX: above 1024)."""
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
     `+rollout.environment={…}`."""

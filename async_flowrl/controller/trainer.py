@@ -5,10 +5,8 @@ which rank trains which part of a group is said here; a batch is cut into optimi
 and stream hand-over train the same parts; only the waiting differs.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,10 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.collect import Stepped, Sums, add_up, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
-from async_flowrl.controller.living import Living
-from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.owners import idle_ranks, repeating_ranks
+from async_flowrl.controller.replica_calls import ReplicaCalls, now
 from async_flowrl.controller.replicas import (
     MAX_GROUPS_PER_CALL,
-    Replica,
     failing_as_one,
     with_trajectories,
 )
@@ -36,13 +33,13 @@ from separation.supervise import deadline, together
 logger = logging.getLogger(__name__)
 
 
-class TrainerGroup:
+class TrainerGroup(ReplicaCalls):
     """All trainer ranks of one run."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
-        self.workers, self.algorithm = workers, algorithm
-        self._waited, self._idle_since = 0.0, 0.0
-        self._arrange(1)
+        super().__init__(workers)
+        self.algorithm = algorithm
+        self._waited = 0.0
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
         """How many ranks hold one copy of the base between them, as they said when they loaded it."""
@@ -53,18 +50,6 @@ class TrainerGroup:
         said = idle_ranks(len(self.workers.workers), groups, parts)
         if said := said or repeating_ranks(ranks_per_replica, at_once, parts):
             logger.warning("%s", said)
-
-    def _arrange(self, per_replica: int) -> None:
-        ranks = len(self.workers.workers)
-        self._owners = Owners(ranks, per_replica)
-        starts = range(0, ranks, per_replica)
-        self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
-        self.living = Living(self.workers, per_replica)
-        self._attempts = 0
-        """Beginnings of optimizer steps until now."""
-        self._freed = asyncio.Event()
-        self._measures = True
-        """Whether the next optimizer step is measured, as the ranks said last; new ones have not said anything yet."""
 
     def _most_selected(self, config: Config) -> list[int]:
         """What the algorithm trains of a group whose images all differ."""
@@ -82,7 +67,7 @@ class TrainerGroup:
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
-        began = self._idle_since = _now()
+        began = self._idle_since = now()
         self._waited = 0.0
         self._came(await self.living.welcome(ctx, step))
         for replica in self._replicas:
@@ -99,7 +84,7 @@ class TrainerGroup:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
             statistics.add_update(merged(results))
-        timing = {"timing/wait_rollout": self._waited, "timing/update": _now() - began - self._waited}
+        timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
     # -- which groups, and when
@@ -111,7 +96,7 @@ class TrainerGroup:
         await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
         handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
         for start in range(0, len(handed), size):
-            self._owners.begin(size, _now())
+            self._owners.begin(size, now())
             batch += self._owned(ctx, handed[start : start + size])
         async with failing_as_one() as tasks:
             # Predictions of the weights at the start of the batch, on the ranks that will train on them.
@@ -127,7 +112,7 @@ class TrainerGroup:
     async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
         """A step's groups in whatever order they get ready, as soon as a replica is free; of several the lowest."""
         left = set(range(size))
-        self._owners.begin(size, _now())
+        self._owners.begin(size, now())
 
         def ready() -> list[int]:
             # A handed group that is made again gets ready a second time.
@@ -145,35 +130,18 @@ class TrainerGroup:
             if chosen:
                 yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
-    def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
-        """The groups with the ranks that train their parts."""
-        owned, samples = [], ctx.config.trainer.micro_batch_size
-        for group in groups:
-            if group.meta is not None:
-                owners = self._owners.of([len(part) for part in cut(group.meta.selected, samples)], _now())
-                group = replace(group, meta=replace(group.meta, owners=owners))
-            owned.append(group)
-        return owned
-
     async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
         """Waits for groups; it counts as waiting only as long as no rank computes."""
         if not condition():
-            began = _now()
+            began = now()
             for replica in self._alive:
                 if not replica.waiting:
                     self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
             if not any(replica.waiting for replica in self._alive):
-                self._waited += _now() - max(began, self._idle_since)
+                self._waited += now() - max(began, self._idle_since)
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
-
-    def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
-        """Only where it changes: with many ranks this is asked for each group."""
-        if replica.state != state and not replica.dead:
-            replica.state = state
-            for rank in replica.ranks:
-                ctx.observer.state(self.workers.workers[rank].name, state)
 
     # -- optimizer steps
 
@@ -245,57 +213,6 @@ class TrainerGroup:
             return summed.overflow
         return [(self.first, summed)]
 
-    def _give(
-        self,
-        ctx: Context,
-        tasks: asyncio.TaskGroup,
-        sums: Sums,
-        groups: Sequence[HandedGroup],
-        method: str,
-        *,
-        most: int = MAX_GROUPS_PER_CALL,
-    ) -> None:
-        """Has every replica do its groups, one call after the other, beside the other replicas."""
-        for index, replica in enumerate(self._replicas):
-            own = [group for group in groups if replica.owns(group)]
-            for start in range(0, len(own), most):
-                replica.waiting += 1
-                tasks.create_task(self._on_replica(ctx, index, sums, own[start : start + most], method))
-
-    async def _on_replica(
-        self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str
-    ) -> None:
-        replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
-        async with replica.lock:
-            began = _now()
-            if not replica.dead:
-                self._book_state(ctx, replica, "busy")
-                await self._call(ctx, replica, sums, groups, method)
-            now, replica.waiting = _now(), replica.waiting - 1
-            if not replica.dead:
-                idle_at = None if replica.waiting else now
-                self._owners.took(index, replica.samples(groups, samples), now - began, idle_at=idle_at)
-        if not replica.waiting:
-            self._idle_since = now
-            self._freed.set()
-            self._book_state(ctx, replica, "idle")
-
-    async def _call(
-        self, ctx: Context, replica: Replica, sums: Sums, groups: Sequence[HandedGroup], method: str
-    ) -> None:
-        """One call to a replica, and what is in its sums then. One that dies is buried, and what it had with it."""
-        metas = tuple(group.meta for group in groups if group.meta is not None)
-        trains = method == "train"
-        request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None)
-        replica.begun |= trains
-        try:
-            answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
-        except (WorkerDied, WorkerFailed) as error:
-            self._died(sums, await self.living.bury(ctx, error))
-            return
-        if trains:
-            sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
-
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
         """Has the living add up what they have, which is the whole step then, and step."""
         while True:
@@ -322,7 +239,7 @@ class TrainerGroup:
             parts = sum(owner != NOBODY for group in again if group.meta for owner in group.meta.owners)
             ctx.observer.event("recomputed", step=sums.step, update=sums.plan.update, parts=parts, lost=dict(sums.lost))
             logger.warning(
-                "step %d: %d parts of its groups are computed again by the %d trainer ranks that live; nothing goes "
+                "step %d: parts of its groups (%d) are computed again by trainer ranks that live (%d); nothing goes "
                 "back to a checkpoint",
                 sums.step,
                 parts,
@@ -332,23 +249,6 @@ class TrainerGroup:
                 if sums.plan.update:
                     self._give(ctx, tasks, sums, again, "update.proximal", most=1)
                 self._give(ctx, tasks, sums, again, "train")
-
-    def _died(self, sums: Sums, buried: Mapping[int, str]) -> None:
-        sums.forget(buried)
-        for index, replica in enumerate(self._replicas):
-            if any(rank in buried for rank in replica.ranks):
-                replica.dead = True
-                self._owners.absent.add(index)
-
-    def _came(self, ranks: Sequence[int]) -> None:
-        for index, replica in enumerate(self._replicas):
-            if any(rank in ranks for rank in replica.ranks):
-                replica.dead = False
-                self._owners.absent.discard(index)
-
-    @property
-    def _alive(self) -> list[Replica]:
-        return [replica for replica in self._replicas if not replica.dead]
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         request = ctx.requests.request(group.tickets[0])
@@ -365,7 +265,3 @@ class TrainerGroup:
             ctx.observer.event(
                 "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
             )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

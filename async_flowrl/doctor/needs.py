@@ -70,10 +70,17 @@ def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
 
 
 def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Host memory of a rollout worker: on a GPU only an offloaded text encoder, on a CPU everything."""
+    """Host memory of a rollout worker.
+
+    On a GPU it is the text encoder that `rollout.text_encoder=offload` keeps on the host, or with cached the network
+    while an encoder has its place; on a CPU it is everything.
+    """
     if on_gpus and config.rollout.gpus_per_worker > 0:
-        offloaded = config.rollout.text_encoder == "offload"
-        return PROCESS_BYTES + offloaded * plan.model.text_parameters * plan.model.itemsize
+        text = plan.model.text_parameters * plan.model.itemsize
+        return (
+            PROCESS_BYTES
+            + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
+        )
     return PROCESS_BYTES + on_host(plan.rollout)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,13 +238,14 @@ def _reproduction(source: Source) -> list[str]:
 
 
 def _command(run: Path) -> str:
-    """Returns the configuration's name and the overrides as typed, without the output folder and `resume`."""
-    recorded = run / ".hydra" / "overrides.yaml"
-    typed = [str(each) for each in OmegaConf.load(recorded)] if recorded.is_file() else []
-    own = run / ".hydra" / "hydra.yaml"
+    """Returns the configuration's name and the overrides as a shell takes them, without output folder and `resume`."""
+    recorded, own = run / ".hydra" / "overrides.yaml", run / ".hydra" / "hydra.yaml"
+    typed = OmegaConf.to_container(OmegaConf.load(recorded), resolve=False) if recorded.is_file() else []
     config = OmegaConf.select(OmegaConf.load(own), "hydra.job.config_name") if own.is_file() else None
-    name = [f"--config-name {config}"] if config else []
-    return " ".join([*name, *(each for each in typed if not each.startswith(("output_dir=", "resume=")))])
+    name = ["--config-name", str(config)] if config else []
+    given = [str(override) for override in typed or ()]
+    kept = [each for each in given if each.partition("=")[0].lstrip("+") not in ("output_dir", "resume")]
+    return shlex.join([*name, *kept])
 
 
 def _licence(licence: str | None, base: str | None) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 _VAE_16: Mapping[str, Any] = {
     "_class_name": "AutoencoderKL",
+    "sample_size": 1024,
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
     "block_out_channels": [128, 256, 512, 512],

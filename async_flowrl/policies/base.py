@@ -108,9 +108,11 @@ class PolicyFamily(Protocol):
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> Policy:
-        """`parts` is "all" or "offload" (rollout), "transformer" (a lone trainer) or "structure" (a rank among others).
+        """`parts` is "all", "offload" or "cached" (rollout), "text" (for "cached", while prompts are encoded),
+        "transformer" (a lone trainer) or "structure" (a rank among others).
 
-        "offload" is "all" with the text encoders in host memory, so that `device` need not have room for them;
+        "offload" is "all" with the text encoders in host memory, so that `device` need not have room for them; "cached"
+        is "all" without text encoders, "text" is the text encoders for `encode` alone, the transformer without weights;
         "structure" is the transformer with its parameters on the meta device; they are filled shard by shard.
         """
         ...

@@ -1,5 +1,6 @@
 """Loading of weights, alike for every model family."""
 
+import inspect
 import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+"""A pipeline's names of them."""
 ONE_AT_A_TIME = threading.Lock()
 """diffusers, transformers and peft switch process-wide defaults while they build a model: threads of one process must
 take turns."""
@@ -37,6 +40,19 @@ def quiet() -> Iterator[None]:
     finally:
         for logger in shown:
             logger.enable_progress_bar()
+
+
+def load_without_text(stock: Any, path: str, device: torch.device, **options: Any) -> Any:
+    """The same pipeline without text encoders, which then are neither on the device nor in host memory."""
+    names = [name for name in TEXT_ENCODERS if name in inspect.signature(stock).parameters]
+    return load_whole(stock, path, device, text_on_host=False, **dict.fromkeys(names), **options)
+
+
+def load_text(stock: Any, path: str, device: torch.device, transformer: nn.Module, **options: Any) -> Any:
+    """The pipeline with tokenizers and text encoders alone, and with `transformer`, which some of them ask."""
+    pipeline = load_whole(stock, path, device, text_on_host=False, vae=None, transformer=None, **options)
+    pipeline.register_modules(transformer=transformer)
+    return pipeline
 
 
 def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool, **options: Any) -> Any:

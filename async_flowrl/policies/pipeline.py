@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.guidance import guided_velocity
+from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
 JOINT_ATTENTION = (
@@ -79,8 +81,7 @@ class PipelinePolicy(ABC):
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
         """The pipeline's, in the order of their numbers; empty where it was not loaded."""
-        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-        found = [getattr(self._pipeline, name, None) for name in names]
+        found = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
         return [encoder for encoder in found if encoder is not None]
 
     @torch.no_grad()
@@ -218,8 +219,7 @@ class PipelinePolicy(ABC):
             )
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """v = u + w (c - u)."""
-        return unconditional + scale * (conditional - unconditional)
+        return guided_velocity(conditional, unconditional, scale)
 
     @abstractmethod
     def _network(
@@ -242,6 +242,20 @@ class PipelinePolicy(ABC):
         pipeline = self._whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
+
+    def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
+        """Lets the VAE decode one image at a time, and images by overlapping tiles, whose blended seams other pixels
+        have. Which images are large enough for tiles is the VAE's to say.
+
+        Raises ValueError where the VAE cannot.
+        """
+        vae = self._whole("decode images").vae
+        for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):
+            if not wanted:
+                continue
+            if not hasattr(vae, name):
+                raise ValueError(f"rollout.{key}=true: {self.title}'s {type(vae).__name__} has no {name}")
+            getattr(vae, name)()
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Images [n, 3, H, W] as the VAE gives them."""

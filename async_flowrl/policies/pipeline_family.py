@@ -37,23 +37,36 @@ class PipelineFamily:
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
         """`parts` is "all" (weights go straight to `device`), "offload" (the same, but the text encoders' stay in host
-        memory), "transformer" (no text encoder, no VAE weights) or "structure" (the transformer with its parameters on
-        the meta device)."""
+        memory), "cached" (the same without text encoders), "text" (text encoders; the transformer on the meta device),
+        "transformer" (no text encoder, no VAE weights) or "structure" (the transformer with its parameters on the meta
+        device)."""
         import diffusers
 
-        from async_flowrl.policies.loading import load_whole, quiet, settle, weight_options
+        from async_flowrl.policies.loading import (
+            load_text,
+            load_whole,
+            load_without_text,
+            quiet,
+            settle,
+            weight_options,
+        )
 
-        kind = getattr(diffusers, self.transformer)
+        kind, stock = getattr(diffusers, self.transformer), getattr(diffusers, self.pipeline)
+        options, pipeline = weight_options(dtype, revision), None
         with quiet():
-            if parts in ("all", "offload"):
-                stock, options = getattr(diffusers, self.pipeline), weight_options(dtype, revision)
-                pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
+            if parts in ("all", "offload", "cached"):
+                if parts == "cached":
+                    pipeline = load_without_text(stock, path, device, **options)
+                else:
+                    pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
-            if parts == "structure":
+            if parts in ("structure", "text"):
                 described = kind.load_config(path, subfolder="transformer", revision=revision)
                 transformer: Any = structure(kind, described, dtype)
+                if parts == "text":
+                    pipeline = load_text(stock, path, device, transformer, **options)
             else:
-                transformer = kind.from_pretrained(path, subfolder="transformer", **weight_options(dtype, revision))
+                transformer = kind.from_pretrained(path, subfolder="transformer", **options)
                 settle(transformer, device)
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
                 path, subfolder="scheduler", revision=revision
@@ -64,6 +77,7 @@ class PipelineFamily:
             scheduler,
             side=self.policy.pixels_per_token(vae, transformer.config),
             dtype=dtype,
+            pipeline=pipeline,
             max_sequence_length=max_sequence_length,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
+from async_flowrl.policies.guidance import with_norm_of
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
@@ -71,14 +72,8 @@ class QwenImagePolicy(PipelinePolicy):
         return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c.
-
-        A token that is all zeros after guidance has no direction to scale: it stays zero, where the pipeline has NaN.
-        """
-        combined = super()._guide(conditional, unconditional, scale)
-        norm: Tensor = combined.norm(dim=-1, keepdim=True)
-        rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
-        return combined * rescale
+        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c."""
+        return with_norm_of(conditional, super()._guide(conditional, unconditional, scale))
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

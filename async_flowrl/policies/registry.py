@@ -37,7 +37,7 @@ PIPELINES = {
 }
 """`_class_name` of model_index.json to family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PARTS = ("all", "offload", "transformer", "structure")
+PARTS = ("all", "offload", "cached", "text", "transformer", "structure")
 PROMPTS_AT_A_TIME = 32_768
 """Prompts that a family checks in one call: it reads its tokenizer for each."""
 
@@ -96,12 +96,12 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     """The policy with its weights in torch's own aligned memory; all processes get equal bits.
 
     `parts` is "all" (rollout: with text encoder and VAE), "offload" (the same, the text encoder in host memory),
-    "transformer" (trainer) or "structure" (the transformer without weights).
+    "cached" (the same, no text encoder), "text" (text encoder and no weights else), "transformer" (trainer) or
+    "structure" (the transformer without weights).
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
-    path, revision = resolved.path, resolved.revision
-    folder = path if revision is None else str(download(path, revision, parts))
+    folder = str(folder_of(resolved, parts))
     with without_collections():  # diffusers and transformers are imported here
         policy = load_family(resolved.family).load(
             folder,
@@ -113,6 +113,13 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy
+
+
+def folder_of(resolved: ResolvedModel, parts: str) -> Path:
+    """The folder with the files of `parts`: the model's own, or where the hub's are on this machine."""
+    if resolved.revision is None:
+        return Path(resolved.path)
+    return download(resolved.path, resolved.revision, parts)
 
 
 def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:

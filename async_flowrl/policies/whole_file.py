@@ -3,6 +3,8 @@
 What was not trained (frozen parameters, saved tables) is the base model's.
 """
 
+import inspect
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_flowrl.config.quiet import quieter
 from async_flowrl.policies.download import download
 from async_flowrl.policies.registry import DTYPES, ResolvedModel
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
@@ -38,7 +41,8 @@ def save(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> P
     work.mkdir(parents=True)
     shutil.copyfile(base_folder(model) / CONFIG, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
-    save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
+    with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # so is its logger named
+        save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
     for file in work.iterdir():
         file.chmod(0o644)  # safetensors are written for their owner alone
     if folder.exists():

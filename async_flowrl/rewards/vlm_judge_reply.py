@@ -89,7 +89,8 @@ def is_log_probability(value: float) -> bool:
 def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
     """Returns `count` numbers within `bounds`, read from JSON.
 
-    The answer is {"scores": [...]} for a group, else {"score": x} or a bare number. Raises JudgeError otherwise.
+    The answer is {"scores": [...]} for a group, else {"score": x} or a bare number. Raises JudgeError otherwise,
+    also for a bare number that was cut off: "1" may be the beginning of "10".
     """
     fenced = _FENCE.match(answer.text.strip())
     try:
@@ -97,6 +98,8 @@ def scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group:
     except (ValueError, RecursionError):
         cut = ", cut off at max_tokens" if answer.cut else ""
         raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}") from None
+    if answer.cut and not isinstance(said, dict | list):
+        raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
     key = "scores" if group else "score"
     if isinstance(said, dict):
         if key not in said:

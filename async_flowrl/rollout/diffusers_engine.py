@@ -13,10 +13,11 @@ from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.prompts import Prompts
+from async_flowrl.rollout.prompts import Encoder, PolicyEncoder, Prompts
 from async_flowrl.rollout.text_encoder import Offloaded, Resident
 from async_flowrl.rollout.transfers import download
 from async_flowrl.seeds import generator
+from async_flowrl.tickets.wordings import asked_of
 from async_flowrl.transfers import upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation
@@ -71,16 +72,21 @@ class DiffusersEngine:
         device: str | torch.device = "cpu",
         text_encoder: str = "resident",
         tuning: Tuning = ADAPTER,
+        encoder: Encoder | None = None,
     ) -> None:
-        """`text_encoder` is `rollout.text_encoder`; ValueError for offload where the policy has no text encoder.
+        """`text_encoder` is `rollout.text_encoder`, of the policy's own; ValueError for offload where it has none.
 
-        `tuning`: which of the network's tensors are trained; an adapter that it carries, where nothing else is said.
+        `tuning` says which of the network's tensors are trained: by default the adapter that it carries. `encoder`
+        takes the place of the policy's text encoders.
         """
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
         self._meter = Meter(policy.transformer)
-        offload = text_encoder == "offload"
-        self._prompts = Prompts(policy, Offloaded(policy.text_encoders, self.device) if offload else Resident())
+        if encoder is None:
+            offload = text_encoder == "offload"
+            residence = Offloaded(policy.text_encoders, self.device) if offload else Resident()
+            encoder = PolicyEncoder(policy, residence)
+        self._prompts = Prompts(encoder)
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         return self._prompts.encode_negatives(texts)
@@ -120,10 +126,7 @@ class DiffusersEngine:
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
         _check(request)
-        asked = [(request.prompt.wording, request.prompt.system, False)]
-        if sampling.true_cfg_scale > 1:
-            asked.append((request.prompt.negative_wording(sampling.negative_prompt), None, True))
-        encoded = self._prompts.embeddings(asked)
+        encoded = self._prompts.embeddings(asked_of(request.prompt, sampling))
         branches = [self._uploaded(branch) for branch in encoded]
         sigmas = self.policy.sigmas(sampling.num_inference_steps, sampling.resolution)
         # Without noise there are no transitions to train on: the rows of train_steps are made from the final latents.

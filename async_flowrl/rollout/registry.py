@@ -1,20 +1,61 @@
 """Loading of the engine that `rollout.engine` names."""
 
+from collections.abc import Sequence
+
+import torch
+
 from async_flowrl.config.schema import Config
+from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
-from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
+from async_flowrl.policies.tiny.build import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.embedding_files import EmbeddingFiles, encoder_digest
+from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
 from async_flowrl.rollout.together import TogetherEngine
+from async_flowrl.types import Asked
 from checkpoint_engine import base_digest
 
-PARTS = {"resident": "all", "offload": "offload"}
+PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 """`rollout.text_encoder` to the parts of the model that are loaded."""
 
 
-def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[RolloutEngine, str]:
+def open_embeddings(
+    config: Config, model: ResolvedModel, device: str, upcoming: Sequence[Asked], worker: int = 0
+) -> StoredEmbeddings | None:
+    """The encoder of `rollout.text_encoder=cached`, None for its other values. Reads the text encoders' files once.
+
+    Raises ValueError where the folder of embeddings cannot be made.
+    """
+    if config.rollout.text_encoder != "cached":
+        return None
+    where = torch.device(device)
+    digest = encoder_digest(folder_of(model, "text"), model, where, deterministic=config.deterministic)
+
+    def load() -> Policy:
+        with ONE_AT_A_TIME:
+            return load_policy(model, dtype=model.dtype, device=device, parts="text")
+
+    return StoredEmbeddings(
+        EmbeddingFiles(cache_dir() / "embeddings", digest),
+        load,
+        upcoming,
+        ahead=config.rollout.encode_ahead,
+        worker=worker,
+        workers=config.rollout.num_workers,
+    )
+
+
+def load_engine(
+    config: Config, model: ResolvedModel, device: str, embeddings: StoredEmbeddings | None = None
+) -> tuple[RolloutEngine, str]:
     """The engine, ready for versions of what is trained, and the base's digest, to be compared with the trainer's.
+
+    `embeddings` is what `open_embeddings` gave.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -24,6 +65,7 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
     policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
+    decode_by_parts(policy, config)
     digest = base_digest(dict(policy.transformer.named_parameters()))
     tuning = tuning_of(config)
     tuning.attach(policy, config.seed)
@@ -31,6 +73,21 @@ def load_engine(config: Config, model: ResolvedModel, device: str) -> tuple[Roll
     policy.transformer.requires_grad_(False).eval()
     if config.rollout.compile:
         compile_blocks(policy)
+    if embeddings is not None:
+        staying = list(tuning.parameters(policy.transformer).values())
+        embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
     size, where = config.rollout.batch_size, config.rollout.text_encoder
     kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
-    return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning), digest
+    return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
+
+
+def decode_by_parts(policy: Policy, config: Config) -> None:
+    """As `rollout.vae_slicing` and `rollout.vae_tiling` say. Raises ValueError where the model family cannot."""
+    images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
+    if not (images or tiles):
+        return
+    if not isinstance(policy, PipelinePolicy):
+        raise ValueError(
+            f"rollout.vae_slicing and vae_tiling need a model family built on PipelinePolicy, {policy.family} is not"
+        )
+    policy.decode_by_parts(images=images, tiles=tiles)

@@ -23,12 +23,14 @@ from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
-from async_flowrl.rollout.registry import load_engine
+from async_flowrl.rollout.registry import load_engine, open_embeddings
+from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
 from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.types import (
     EMA,
     EVALUATION,
     POLICY,
+    Asked,
     ByteArray,
     RolloutReport,
     RolloutRequest,
@@ -46,8 +48,12 @@ logger = logging.getLogger(__name__)
 class RolloutWorker:
     """Holds max_staleness + 1 versions and one for evaluation; serves only versions it has verified."""
 
-    def __init__(self, config: Config, model: ResolvedModel, index: int, name: str) -> None:
+    def __init__(
+        self, config: Config, model: ResolvedModel, index: int, name: str, upcoming: Sequence[Asked] = ()
+    ) -> None:
+        """`upcoming`: what will be encoded, in the order of its need; with rollout.text_encoder=cached alone."""
         self.config, self.model, self.index, self.name = config, model, index, name
+        self._upcoming = upcoming
         self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
@@ -55,16 +61,19 @@ class RolloutWorker:
 
     def load(self) -> dict[str, str]:
         """Builds the model. Returns the digest of the base weights, to be compared with the trainer's."""
-        with ONE_AT_A_TIME:
-            return self._load()
-
-    def _load(self) -> dict[str, str]:
         if self.config.deterministic:
             repeatable_kernels()
+        embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index)
+        if embeddings is not None:
+            embeddings.begin()
+        with ONE_AT_A_TIME:
+            return self._load(embeddings)
+
+    def _load(self, embeddings: StoredEmbeddings | None) -> dict[str, str]:
         starts_cuda_elsewhere = self.config.rollout.engine == "vllm_omni"
         if self.config.runtime.numa_binding and not starts_cuda_elsewhere:
             logger.info("NUMA: this worker %s", bind())
-        self.engine, digest = load_engine(self.config, self.model, device())
+        self.engine, digest = load_engine(self.config, self.model, device(), embeddings)
         tuning = tuning_of(self.config)
         self.receiver = Receiver(
             self.engine.live_tensors(),

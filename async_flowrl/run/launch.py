@@ -23,6 +23,7 @@ from async_flowrl.run.nodes import OUR_CODE, look_at_nodes
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
+from async_flowrl.tickets.wordings import upcoming
 from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import cluster
@@ -39,6 +40,9 @@ of any length). Not for vllm_omni: its all-reduce between the GPUs of a worker c
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Whether there is a GPU, torch then asks the driver instead of starting CUDA, which vllm_omni's processes must not
 inherit started."""
+
+MAX_UPCOMING = 32_768
+"""Prompts that a worker without text encoder is told of ahead; of more than these each one loads the encoder."""
 
 Negatives = dict[Wording, Conditioning]
 """Negative prompt → what the model family needs of it."""
@@ -67,7 +71,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             ROLLOUT,
             "async_flowrl.rollout.worker:RolloutWorker",
             config.rollout.num_workers,
-            arguments=shared,
+            arguments=shared | told_ahead(prepared),
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
             lanes=("sync", "control"),
@@ -81,6 +85,13 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
         *(reward_spec(pool, config) for pool in reward_pools(config.reward)),
         *server_pools(config),
     ]
+
+
+def told_ahead(prepared: Prepared) -> dict[str, Any]:
+    """What a rollout worker that keeps no text encoder is told of the prompts to come."""
+    if prepared.config.rollout.text_encoder != "cached":
+        return {}
+    return {"upcoming": upcoming(prepared.requests, MAX_UPCOMING)}
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:

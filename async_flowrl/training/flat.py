@@ -38,6 +38,8 @@ class FlatParameters:
         views, gradients = self.named(self.values.data), self.named(self.gradients)
         for name, view in views.items():
             parameter = parameters[name]
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"trainable tensor {name} is {parameter.dtype}, expected torch.float32 or bfloat16")
             view.copy_(parameter.data)
             if parameter.dtype == torch.float32:
                 parameter.data = view

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity
+from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached, rows_of
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
@@ -135,7 +135,7 @@ class ForwardPasses:
         current = inputs.algorithm.predict(batch, self._velocity(group))
         behaviour = _at(frozen.behaviour, index)
         if frozen.on_policy:
-            behaviour = _detached(current)
+            behaviour = detached(current)
         output = inputs.algorithm.loss(
             batch,
             current,
@@ -152,7 +152,7 @@ class ForwardPasses:
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Mean |log-prob under the sampling weights - log-prob the rollout reported|: what two engines disagree by."""
-        rows = len(next(iter(behaviour.values())))
+        rows = rows_of(behaviour)
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
@@ -171,7 +171,7 @@ class ForwardPasses:
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
         """With gradients enabled and then detached: another grad mode may take other kernels."""
         velocity = self._velocity(group)
-        return [_detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
+        return [detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 
     def _velocity(self, group: Group) -> Velocity:
         policy, meta = self._inputs.policy, group.meta
@@ -194,7 +194,3 @@ def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
 
 def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
     return predictions[index] if predictions is not None and index < len(predictions) else None
-
-
-def _detached(prediction: Prediction) -> Prediction:
-    return {name: value.detach() for name, value in prediction.items()}

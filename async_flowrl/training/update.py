@@ -178,7 +178,7 @@ class Update:
         that is over.
         """
         if self._step is None:
-            raise RuntimeError("the ranks cannot be added up before an optimizer step began")
+            raise RuntimeError("add_up was called before begin")
         step, plan, measured = self._step, self._plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
@@ -206,7 +206,7 @@ class Update:
         changed.
         """
         if self._step is None or not self._summed:
-            raise RuntimeError("an optimizer step needs the sum of all ranks first")
+            raise RuntimeError("take_step was called before add_up")
         step, self._step, self._summed = self._step, None, False
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
         self._fetched = Fetched()

@@ -10,6 +10,9 @@ from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_fro
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 
+_COMPARED = 1 << 26
+"""Elements of two versions that are compared at a time: the result takes a byte for each."""
+
 
 class Versions:
     """Flat vectors in the layout of `parameters`. Version n is what rollouts sample from after n published updates.
@@ -54,14 +57,21 @@ class Versions:
         self.retain(step + 1)
 
     def retain(self, version: int) -> None:
+        oldest = version - self._config.max_staleness
+        # First, so that there is never one more of them than must be: they may be whole models.
+        self._forget_before(min(oldest, version - 1))
         source = self._parameters.values.data if self.sampling is None else self.sampling
         before, now = self._retained.get(version - 1), source.to(self.dtype, copy=True)
         self._changed = None
         if before is not None and self.dtype != torch.float32:
             # Counted here, because with max_staleness=0 the version before is not kept any longer.
-            self._changed = torch.count_nonzero(before.ne(now))
+            pairs = zip(torch.split(before, _COMPARED), torch.split(now, _COMPARED), strict=True)
+            self._changed = torch.stack([torch.count_nonzero(old.ne(new)) for old, new in pairs]).sum()
         self._retained[version] = now
-        for old in [v for v in self._retained if v < version - self._config.max_staleness]:
+        self._forget_before(oldest)
+
+    def _forget_before(self, oldest: int) -> None:
+        for old in [v for v in self._retained if v < oldest]:
             del self._retained[old]
 
     def changed_share(self) -> float | None:

@@ -148,7 +148,7 @@ class TrainerWorker:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
-        sharded, own = False, resident_bytes(config, self.parameters.numel)
+        sharded, own = False, resident_bytes(config, sum(each.numel() for each in adapter))
         if self.world.joined:
             sharded = is_sharded(config, base_bytes, smallest_memory(self.world, device), own)
         world = self.world = replace(

@@ -190,7 +190,8 @@ class SenderEnd(End):
         await self.call("publisher.release", version, lane=DELIVERY)
 
     async def address(self) -> Any:
-        return await self.call("group.address", lane=DELIVERY)
+        host, port = await self.call("group.address", lane=DELIVERY)
+        return (host if self.node == "local" else self.node), port
 
     async def draft(self, version: int) -> Any:
         return await self.call("publisher.draft", version, lane=DELIVERY)

@@ -37,8 +37,11 @@ class Rig:
     """A sending actor, receiving actors, and a delivery between them whose controller is this process."""
 
     def __init__(self, transport: str, megabytes: float, receivers: int, nodes: Sequence[str] = ()) -> None:
-        """`nodes`: addresses, of the sender's node and of one for each receiver; empty leaves it to Ray."""
-        self.transport = transport
+        """`nodes`: addresses, of the sender's node and of one for each receiver; empty leaves it to Ray.
+
+        Between given nodes the raw primitive of a collective is not measured.
+        """
+        self.transport, self.placed = transport, bool(nodes)
         sending, *receiving = nodes or [""] * (receivers + 1)
         self.sender = SenderEnd(Sending, "sender", transport, megabytes, sending)
         self.receivers = [
@@ -53,7 +56,7 @@ class Rig:
         await self.ask(self.ends, "pid")
         for receiver in self.receivers:
             await self.delivery.join(receiver)
-        if self.transport != OBJECT_STORE:
+        if self.transport != OBJECT_STORE and not self.placed:
             address = await self.sender.address()
             opening = (end.call("open", *address, len(self.ends), rank) for rank, end in enumerate(self.ends, SENDER))
             await asyncio.gather(*opening)

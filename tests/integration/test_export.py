@@ -284,7 +284,8 @@ def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
     config.evaluate.reward.terms = {"jpeg_compressibility": RewardTerm()}
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     (folder / ".hydra").mkdir()
-    (folder / ".hydra/overrides.yaml").write_text("- total_steps=7\n- output_dir=/home/me/secret\n")
+    typed = ["total_steps=7", "output_dir=/home/me/secret", "reward.terms={color: {weight: 2.0}}", "name=${x}", "~save"]
+    (folder / ".hydra/overrides.yaml").write_text("".join(f"- {json.dumps(override)}\n" for override in typed))
     (folder / ".hydra/hydra.yaml").write_text("hydra: {job: {config_name: one_step_off}}\n")
     (folder / "summary.json").write_text(json.dumps({"weights_digest": "abc123"}))
     lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in range(7)]
@@ -315,7 +316,8 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
         "| steps | 7 of 7 |",
         "| `reward` | trained | 2.25 | 3.75 | +1.5 ± 6.4 |",
         "| `jpeg_compressibility` | held out | 2.25 | 3.75 | +1.5 ± 6.4 |",
-        "python -m async_flowrl.main --config-name one_step_off total_steps=7\n",
+        "python -m async_flowrl.main --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
+        "'name=${x}' '~save'\n",
         "python -m async_flowrl.verify RUN",
         "`abc123`",
         hashlib.sha256((out / FILE_NAME).read_bytes()).hexdigest(),

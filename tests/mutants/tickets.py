@@ -96,8 +96,8 @@ GATE = (
 
 
 def trained_twice(train: Any) -> Any:
-    return lambda trainer, ctx, step, groups, *rest, **options: train(
-        trainer, ctx, step, [*groups, *groups], *rest, **options
+    return lambda trainer, ctx, sums, until_now, groups, **options: train(
+        trainer, ctx, sums, [*until_now, *groups], [*groups, *groups], **options
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from async_flowrl.algorithms.policy_gradient import detached
+from async_flowrl.algorithms.base import detached
 from async_flowrl.tickets.table import State
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
 from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE, TICKETS

@@ -8,7 +8,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, StepPlan
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.types import Prompt
 from checkpoint_engine import Draft, Layout
 from tests.support.toy import toy_config, virtual
@@ -41,7 +41,8 @@ def plain_loop(config: Config) -> str:
             advantages = tuple(float(x) for x in found)
             meta = GroupMeta(group, 1, version, step - version, advantages, (0, 1, 2, 3), (), "", request.sampling)
             trainer.accumulate([meta], trajectory)
-        trainer.finish()
+        trainer.add_up(TrainRequest(step, (), finishes=True))
+        trainer.take_step()
     return trainer.weights_digest()
 
 

@@ -20,8 +20,15 @@ RECIPES = {
     "sd35_ocr": "stabilityai/stable-diffusion-3.5-medium",
     "flux_pickscore": "black-forest-labs/FLUX.1-dev",
 }
-VARIANTS = {"qwen_image_ocr_vlm": "qwen_image_ocr", "sd35_pickscore": "sd35_ocr", "sd35_medium_full": "sd35_ocr"}
+VARIANTS = {
+    "qwen_image_ocr_vlm": "qwen_image_ocr",
+    "qwen_image_1x80gb": "qwen_image_ocr",
+    "sd35_pickscore": "sd35_ocr",
+    "sd35_medium_full": "sd35_ocr",
+}
 """Further recipes, with the one that has the same model."""
+MODES = {"qwen_image_1x80gb": "sync"}
+"""Of those that are not for one_step_off."""
 LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
 LINES = {
     name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in (*RECIPES, *VARIANTS)
@@ -35,7 +42,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
     wanted = [f"experiment={name}", f"output_dir={tmp_path / 'run'}", *overrides]
-    return compose_config("one_step_off", wanted)
+    return compose_config(MODES.get(name, "one_step_off"), wanted)
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *VARIANTS])
@@ -107,6 +114,18 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
     plain = recipe("qwen_image_ocr", tmp_path)
     plain.reward, prepared.config.model.dtype = prepared.config.reward, plain.model.dtype
     assert plain == prepared.config
+
+
+def test_one_card_takes_the_same_steps_with_a_quarter_of_the_images(tmp_path: Path) -> None:
+    alone, whole = recipe("qwen_image_1x80gb", tmp_path), recipe("qwen_image_ocr", tmp_path)
+    assert gpus_taken(alone) == 1 and alone.rollout.text_encoder == "cached"
+    assert (alone.algorithm, alone.lora, alone.model, alone.data) == (
+        whole.algorithm,
+        whole.lora,
+        whole.model,
+        whole.data,
+    )
+    assert 4 * alone.prompts_per_step == whole.prompts_per_step and alone.group_size == whole.group_size
 
 
 def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> None:

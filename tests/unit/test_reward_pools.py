@@ -9,6 +9,7 @@ import pytest
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.reward_pools import RewardPool, reward_pools, workers_key
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.advise import Limits, advise
@@ -113,6 +114,8 @@ def test_a_slow_judge_costs_latency_until_it_is_the_bottleneck() -> None:
     said = sentence(limit)
     assert said is not None and said.startswith("Reward-bound: the worker of the pool reward/judge was busy ")
     assert said.endswith("; reward.terms.judge.workers=3 would be enough.")
+    told = verdict(tracks(limit.observer.events), limit.observer.events, placement="separate")
+    assert told.startswith("Reward-bound: the worker of the pool reward/judge was busy "), "the report says it"
     assert sentence(virtual(two_terms(judges=3, steps=16), slow_judge(0.6))) is None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.plan.rehearsal.cards import Roofline
 from async_flowrl.plan.rehearsal.estimate import Estimate, peak
 from async_flowrl.plan.rehearsal.ledger import Phase
@@ -41,9 +41,10 @@ class Rehearsal:
 def describe(done: Rehearsal) -> str:
     """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
+    trained = "full weights, trained" if config.tune == FULL else "LoRA of"
     lines = [
         f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
-        f"LoRA of {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
+        f"{trained} {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
         "shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",

@@ -58,6 +58,7 @@ class RolloutPipeline(nn.Module):
         self.adapters = adapters
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
+        policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
         self.engine = TogetherEngine(
             policy,
             batch_size=config.rollout.batch_size,

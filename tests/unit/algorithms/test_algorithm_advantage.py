@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.algorithms.advantage import compute_advantages, is_constant, permuted
+from async_flowrl.algorithms.advantage import compute_advantages, group_advantages, is_constant, permuted
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 GROUPS = [np.array([0.1, 0.5, 0.2]), np.array([3.0, 3.5, 2.0, 8.0])]
@@ -136,3 +136,17 @@ def test_unusable_rewards_are_refused_by_name_and_group(bad: list[float]) -> Non
 def test_no_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one reward"):
         compute_advantages({}, AlgorithmConfig())
+
+
+def test_one_group_alone() -> None:
+    rewards = [0.0, 0.5, 1.0, 0.5]
+    assert np.array_equal(
+        group_advantages(rewards), compute_advantages({"r": [np.array(rewards)]}, AlgorithmConfig())[0]
+    )
+    assert group_advantages(rewards, normalise="none").tolist() == [-0.5, 0.0, 0.5, 0.0]
+    assert np.allclose(group_advantages(rewards, batch_std=2.0), np.array([-0.5, 0, 0.5, 0]) / 2.0001)
+    assert group_advantages([0.1, 0.1, 0.1]).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="normalise must be one of none, std, got 'st'; did you mean 'std'"):
+        group_advantages(rewards, normalise="st")
+    with pytest.raises(ValueError, match="must be a list of finite numbers"):
+        group_advantages([0.0, float("nan")])

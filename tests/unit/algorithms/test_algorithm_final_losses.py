@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.algorithms.diffusion_nft import optimality_probability
 from async_flowrl.algorithms.forward import draw
 from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 
@@ -252,3 +253,14 @@ def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) 
     x, sigma = torch.randn(500, 4, 3), torch.full((500,), 0.9)
     predicted = [(x - 0.9 * net(x, sigma)).mean() for net in (network, reference)]
     assert sign * float(predicted[0] - predicted[1]) > 0.05
+
+
+def test_optimality_probability_alone() -> None:
+    advantages = torch.tensor([-9.0, -2.5, 0.0, 2.5, 9.0])
+    assert optimality_probability(advantages, bound=5.0).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert optimality_probability(advantages, bound=5.0, mode="positive_only").tolist() == [0.5, 0.5, 0.5, 0.75, 1.0]
+    assert optimality_probability(advantages, bound=5.0).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"mode must be one of .*, got 'binari'; did you mean 'binary'"):
+        optimality_probability(advantages, bound=5.0, mode="binari")
+    with pytest.raises(ValueError, match="bound must be above 0, got 0"):
+        optimality_probability(advantages, bound=0)

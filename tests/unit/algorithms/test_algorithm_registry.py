@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
@@ -26,6 +27,45 @@ GOOD: dict[str, dict[str, Any]] = {
     "diffusion_nft": {},
     "dpo": {"beta": 100.0},
 }
+
+
+class Blurred(FlowGRPO):
+    """Predicts less than its trust region reads."""
+
+    predicts = ("log_prob",)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
+    """With a configuration that asks for nothing besides, every other tensor of the prediction may be missing."""
+    algorithm = build(name=name, **GOOD[name], kl_probe_images=0)
+    batch = micro_batch()
+    current = algorithm.predict(batch, lambda latents, sigma: 0.1 * latents)
+    assert set(current) == set(algorithm.predicts)
+    lean: Any = {key: value for key, value in current.items() if key in algorithm.reads}
+    needed = [lean if wanted else None for wanted in (algorithm.needs_behaviour, algorithm.needs_reference)]
+    assert torch.isfinite(algorithm.loss(batch, lean, lean, *needed).loss).all()
+    if name == "flow_grpo":
+        assert algorithm.reads == ("log_prob",)
+        assert build(name=name, kl_coef=0.1, kl_probe_images=0).reads == ("log_prob", "mean", "std")
+
+
+def micro_batch() -> MicroBatch:
+    """Two rows of one step, a winner and a loser."""
+    latents = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    return MicroBatch(
+        latents=latents,
+        next_latents=latents + 0.1,
+        sigma=torch.full((2,), 0.7),
+        sigma_next=torch.full((2,), 0.5),
+        steps=torch.tensor([1, 1]),
+        sigmas=torch.tensor([1.0, 0.7, 0.5, 0.0]),
+        advantages=torch.tensor([1.0, -1.0]),
+        positive=(True, False),
+        rollout_log_prob=torch.zeros(2),
+        seeds=(1, 2),
+        age=0,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -93,6 +133,10 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"options": {"strength": 1}}, "options are for algorithms of your own, got {'strength': 1} for flow_grpo"),
         ({"kl_coef": 0.1, "kl_form": "proximal"}, "needs trainer.updates_per_batch of at least 2, got 1"),
         ({"name": "dpo", "kl_coef": 0.1, "kl_form": "proximal"}, "dpo has no log-probs"),
+        (
+            {"name": f"{__name__}:Blurred"},
+            r"the loss of .*Blurred reads mean, std of a prediction.*predict gives log_prob",
+        ),
         ({"normalise": "mean"}, "normalise must be one of none, std"),
         ({"combine": "sums"}, "did you mean 'sum'"),
         ({"adv_clip_max": 0.0}, "adv_clip_max must be above 0"),

@@ -159,7 +159,9 @@ def test_a_trainer_process_has_no_text_encoder_and_no_vae() -> None:
         policy.encode([RED.text])
     with pytest.raises(RuntimeError, match="only the transformer and cannot decode images"):
         policy.decode(torch.zeros(1, 4, 64), 32)
-    with pytest.raises(ValueError, match="parts must be one of all, offload, structure, transformer, got 'vae'"):
+    with pytest.raises(
+        ValueError, match="parts must be one of all, cached, offload, structure, text, transformer, got 'vae'"
+    ):
         load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="vae")
 
 

@@ -168,6 +168,7 @@ LIES = {
     "prose": (completion("I would give it a 7 of 10."), "is no JSON: 'I would give it a 7"),
     "another key": (completion('{"rating": 7}'), "has no 'score'"),
     "half an answer": (completion('{"score": 7', reason="length"), "no JSON, cut off at max_tokens"),
+    "half a number": (completion("1", reason="length"), "is a number cut off at max_tokens: '1'"),
     "several": (completion('{"score": [7, 8]}'), "where a number was due"),
     "nothing": (completion(None), "gave no text"),
     "filtered": (completion("", reason="content_filter"), "finish_reason 'content_filter'"),

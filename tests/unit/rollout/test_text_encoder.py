@@ -15,7 +15,7 @@ from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import prompts as prompts_module
 from async_flowrl.rollout import text_encoder
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.prompts import Prompts
+from async_flowrl.rollout.prompts import PolicyEncoder, Prompts
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.text_encoder import Offloaded
 from async_flowrl.types import Conditioning, Wording
@@ -54,7 +54,7 @@ class Visited:
 
 
 def prompts_of(visited: Any) -> Prompts:
-    return Prompts(visited, visited)
+    return Prompts(PolicyEncoder(visited, visited))
 
 
 def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:

@@ -23,6 +23,7 @@ from async_flowrl.training.exact import (
     mark_of,
 )
 from async_flowrl.training.fsdp import World
+from async_flowrl.training.messages import Summed
 from async_flowrl.training.parts import cut
 from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig

@@ -218,6 +218,7 @@ class Immovable:
 
     records, group_local = "transitions", True
     needs_behaviour = needs_reference = vanishes_at_zero = False
+    predicts = reads = ()
     advantages = select = predict = loss = None
 
     def __init__(self, config: Any, *, correction: str) -> None:

@@ -1,0 +1,124 @@
+"""Embeddings on disk: a file per prompt, named by all that its bits depend on, and checked whenever it is read."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.numpy import load, save
+
+from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.types import Asked, Conditioning
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""To be raised when a family encodes otherwise, or when the files change."""
+DIGEST_BYTES = 32
+ENCODER_FOLDERS = ("text_encoder", "tokenizer")
+"""Beginnings of the names of a diffusers model's folders that embeddings depend on."""
+PACKAGES = ("torch", "diffusers", "transformers")
+
+
+class EmbeddingFiles:
+    """Files of one encoder in one setting. Several processes may share the folder: a file appears whole or not at all.
+
+    A file is the SHA-256 of what follows, and that is a safetensors file whose metadata says what it was made of.
+    """
+
+    def __init__(self, folder: Path, encoder: str) -> None:
+        """`encoder` is `encoder_digest`'s."""
+        self.folder, self._encoder = folder / encoder[:32], encoder
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"rollout.text_encoder=cached keeps embeddings in {self.folder}, which cannot be made "
+                f"({error.strerror}): set $ASYNC_FLOWRL_CACHE to a folder that can be written"
+            ) from error
+
+    def path(self, asked: Asked) -> Path:
+        return self.folder / f"{self._key(asked)}.safetensors"
+
+    def read(self, asked: Asked) -> Conditioning | None:
+        """None where there is no such file, or one that is not what was written for just this prompt."""
+        path = self.path(asked)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
+            found: Conditioning = load(body)
+            return found
+        logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
+        return None
+
+    def write(self, asked: Asked, conditioning: Conditioning) -> None:
+        """Raises OSError, naming the file, where there is no room for it."""
+        body, path = save(dict(conditioning), metadata={"made_of": self._key(asked)}), self.path(asked)
+        work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
+        try:
+            work.write_bytes(hashlib.sha256(body).digest() + body)
+            work.replace(path)
+        except OSError as error:
+            advice = "make room, or set $ASYNC_FLOWRL_CACHE to another folder"
+            raise OSError(
+                error.errno, f"an embedding cannot be kept ({error.strerror}): {advice}", str(path)
+            ) from error
+        finally:
+            work.unlink(missing_ok=True)
+
+    def _key(self, asked: Asked) -> str:
+        wording, system, negative = asked
+        return _digest([self._encoder, wording, system, negative])
+
+
+def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
+    """Hexadecimal SHA-256 of all that an embedding's bits depend on besides its prompt.
+
+    That is the bytes of every file of text encoders and tokenizers in the model's folder (a second or so per GB), dtype
+    and longest prompt, the packages that compute, and the device with the kernels that it takes.
+    """
+    cuda = device.type == "cuda"
+    where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    packages = {name: version(name) for name in PACKAGES}
+    return _digest(
+        {
+            "format": FORMAT,
+            "family": model.family,
+            "dtype": model.dtype,
+            "max_sequence_length": model.max_sequence_length,
+            "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],
+            "packages": packages,
+            "files": {str(file.relative_to(folder)): _file_digest(file) for file in _files(folder)},
+        }
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield folder / "model_index.json"
+    for part in sorted(folder.iterdir()):
+        if part.is_dir() and part.name.startswith(ENCODER_FOLDERS):
+            yield from sorted(file for file in part.rglob("*") if file.is_file())
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _made_of(body: bytes) -> str:
+    """What an undamaged safetensors file says it was made of; its header is JSON behind its length."""
+    length = int.from_bytes(body[:8], "little")
+    return str(json.loads(body[8 : 8 + length])["__metadata__"]["made_of"])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,92 @@
+"""A run's weights do not depend on where its text encoder is, nor on a kill; a cached one is loaded for new prompts."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies.tiny.build import build_tiny, cache_dir
+from tests.integration.runs import LOCAL, Run, lines, start, train, wait_until
+
+ROWS = (
+    {"prompt": "red square"},
+    {"prompt": "green field, very green, under a wide sky, with nothing else in it", "negative_prompt": "dull"},
+    {"prompt": "blue"},
+    {"prompt": "red flag over a red house"},
+)
+EVALUATED = ({"prompt": "red evening, with one long cloud"}, {"prompt": "green"})
+ASKED = 4 + 2 + 2
+"""Different embeddings of a run: its prompts, those it evaluates, both negative prompts."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Prompts of mixed lengths, guidance, evaluations, and a folder of embeddings of its own."""
+    tiny = build_tiny(TinyConfig())
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / tiny.name).symlink_to(tiny)
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))
+    assert cache_dir() == tmp_path / "cache"
+    files = {"data.train": ROWS, "data.evaluation": EVALUATED}
+    for key, rows in files.items():
+        (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"{key}={tmp_path / key}.jsonl" for key in files]
+    return (*LOCAL, *data, "rollout.true_cfg_scale=3", "rollout.num_inference_steps=3", "save.every=1")
+
+
+CACHED = ("rollout.text_encoder=cached", "rollout.encode_ahead=3")
+
+
+def visits(run: Run) -> list[str]:
+    """What each loading of text encoders was for, and what was found damaged before it."""
+    said = (run.root / "logs" / "controller.log").read_text().splitlines()
+    return [line.split(": ", 1)[1] for line in said if "stored_embeddings" in line or "embedding_files" in line]
+
+
+def embeddings(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "embeddings").rglob("*.safetensors"))
+
+
+def test_resident_offload_and_cached_make_the_same_weights(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    """One run changes from the one to the other at each resume, over embeddings of which two were damaged."""
+    whole = train(tmp_path / "resident", "one_step_off", *settings, "total_steps=4")
+    mixed = (tmp_path / "mixed", "one_step_off", *settings)
+    run = train(*mixed, *CACHED, "total_steps=2")
+    assert len(embeddings(tmp_path)) == ASKED
+    # Evaluations and the negative prompt come first; what is lacking then is encoded together with what follows.
+    loaded = [line for line in visits(run) if "were loaded" in line]
+    assert loaded[0] == "text encoders were loaded for 3 prompts that were needed, and for 0 more" and len(loaded) <= 3
+    train(*mixed, "rollout.text_encoder=offload", "total_steps=3", "resume=auto")
+    for file in embeddings(tmp_path)[:2]:
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again = train(*mixed, *CACHED, "total_steps=4", "resume=auto")
+    assert sum("is damaged" in line for line in visits(again)) >= 1
+    assert again.digest == whole.digest
+    assert again.column("reward/mean") == whole.column("reward/mean")
+    assert again.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_run_that_is_killed_goes_on_with_another_residence(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    slowly = ("debug.delays.update=0.3", "debug.delays.constant=true")
+    process = start(tmp_path / "run", "one_step_off", *settings, *CACHED, *slowly, "total_steps=500")
+    wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    steps = len(lines(tmp_path / "run/metrics.jsonl")) + 2
+    for where in ("offload", "cached"):
+        again = train(
+            tmp_path / "run",
+            "one_step_off",
+            *settings,
+            f"rollout.text_encoder={where}",
+            f"total_steps={steps}",
+            "resume=auto",
+        )
+        whole = train(tmp_path / f"whole-{where}", "one_step_off", *settings, f"total_steps={steps}")
+        assert again.digest == whole.digest
+        steps += 1

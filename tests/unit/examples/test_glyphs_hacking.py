@@ -1,0 +1,34 @@
+"""The kept runs of examples/glyphs/hacking.py: the alarm, as it is now, still tells hacked ones from honest ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from async_flowrl.observability.hacking import THRESHOLDS, alarms
+from examples.glyphs.compare import ROOT
+from examples.glyphs.hacking import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load, table
+
+RESULTS = ROOT / "examples/glyphs/hacking_results"
+SEEDS = (*FROZEN_ON, *JUDGED_ON)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_alarm_is_right_about_every_run(variant: str) -> None:
+    runs = [load(RESULTS / f"{variant}_seed{seed}.json") for seed in SEEDS]
+    assert len(runs) == 8 and all(as_it_should(variant, run) for run in runs)
+    other = "compressible" if variant == "honest" else "honest"
+    assert not any(as_it_should(other, run) for run in runs), "a hacked run is no honest one, and the other way round"
+
+
+@pytest.mark.parametrize("field", ["level", "least_fall", "most_correlation"])
+def test_stricter_thresholds_would_miss_hacked_runs(field: str) -> None:
+    """So these runs would tell of a change that makes the alarm deaf."""
+    deaf = replace(THRESHOLDS, **{field: {"level": 1e-6, "least_fall": 1.5, "most_correlation": -0.99}[field]})
+    hacked = [load(RESULTS / f"{kind}_seed{seed}.json") for kind in VARIANTS if kind != "honest" for seed in SEEDS]
+    assert sum(bool(alarms(run)) for run in hacked) == 16
+    assert sum(bool(alarms(run, deaf)) for run in hacked) < 16
+
+
+def test_the_page_shows_the_kept_runs() -> None:
+    page = (ROOT / "docs/reward_hacking.md").read_text(encoding="utf-8")
+    assert table(RESULTS) in page, "run: python -m examples.glyphs.hacking --draw"

@@ -1,0 +1,39 @@
+"""The memory plan of tune=full against what a real rank and a real receiver hold."""
+
+import pytest
+
+from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.memory_report import describe
+from checkpoint_engine import Receiver
+from tests.support import trainer_rig as rig
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
+    config = rig.tiny_config(learning_rate=1e-3)
+    config.tune, config.model.dtype = "full", dtype
+    config.model.tiny.heads = 2
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    rig.update(worker, 0, [sampler.group(0, 0)])
+    plan = plan_memory(config)
+    parts, numel = plan.trainer.parts, worker.parameters.numel
+    padded = worker.parameters.values.numel()
+    assert plan.model.adapter_parameters == numel == plan.model.base_parameters
+    held = {
+        "masters and their gradient": worker.parameters.values.nbytes + worker.parameters.gradients.nbytes,
+        "optimizer": sum(
+            worker.optimizer._adam.state[worker.parameters.values][m].nbytes for m in ("exp_avg", "exp_avg_sq")
+        ),
+        "sum of the gradients": worker.update._sum._values.nbytes,
+    }
+    for name, found in held.items():
+        assert parts[name] == pytest.approx(found, rel=1.1 * (padded / numel - 1) + 1e-3), name
+    beside = sum(p.nbytes for p in worker.policy.transformer.parameters()) if dtype == "bfloat16" else 0
+    assert parts["base weights"] - plan.model.buffer_bytes == beside
+    size = sum(tensor.nbytes for tensor in worker.versions.retained.values())
+    assert 4 * size / 2 <= parts["versions of the weights"] * padded / numel + 1, "two kept, two slots on a GPU"
+    receiver = Receiver(sampler.engine.live_tensors(), capacity=config.live_versions)
+    assert plan.adapter_bytes == pytest.approx(receiver.layout.nbytes, rel=0.05)
+    assert plan.rollout.parts["versions of the weights"] == 5 * plan.adapter_bytes
+    assert plan.rollout.parts["base weights"] == plan.model.buffer_bytes
+    assert f"full weights: {numel / 1e6:.1f} M trained" in describe(plan, config, 79)

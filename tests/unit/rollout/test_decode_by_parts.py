@@ -1,0 +1,81 @@
+"""Decoding one image at a time changes roundings alone; decoding by tiles gives other pixels; both take less memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.plan.memory import rollout_footprint, sampling_peak
+from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.registry import decode_by_parts
+from tests.support.families import model_config
+from tests.support.tiny import request, tiny_policy
+
+FAMILIES = ("qwen_image", "sd3", "sana")
+"""One for each kind of VAE."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_one_by_one_have_the_same_pixels_but_for_roundings(family: str) -> None:
+    """Convolutions of one image round differently from those of three: 0 to 2 of 9,216 numbers, by one of 255."""
+    policy = load_policy(resolve_model(model_config(family)), dtype="float32", device="cpu", parts="all")
+    latents = torch.randn(3, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
+    together = policy.decode(latents, 32)
+    decode_by_parts(policy, compose_config("one_step_off", ["rollout.vae_slicing=true"]))
+    apart = (policy.decode(latents, 32).int() - together.int()).abs()
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 10
+
+
+def test_tiles_change_only_images_larger_than_a_tile() -> None:
+    plain, tiled = tiny_policy(), tiny_policy()
+    decode_by_parts(tiled, compose_config("one_step_off", ["rollout.vae_tiling=true"]))
+    generator = torch.Generator().manual_seed(0)
+    for side, same in ((32, True), (288, False)):
+        latents = torch.randn(1, *plain.latent_shape(side), generator=generator)
+        assert torch.equal(plain.decode(latents, side), tiled.decode(latents, side)) == same
+
+
+def test_a_vae_that_cannot_is_refused() -> None:
+    policy = tiny_policy()
+    policy._whole("decode").vae = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"rollout\.vae_tiling=true: Qwen-Image's Identity has no enable_tiling"):
+        policy.decode_by_parts(images=False, tiles=True)
+
+
+def test_plans_count_images_tiles_and_encoders() -> None:
+    words = ["rollout.resolution=384", "group_size=4", "model.dtype=float32"]
+    peaks = {}
+    for more in ((), ("rollout.vae_slicing=true",), ("rollout.vae_slicing=true", "rollout.vae_tiling=true")):
+        config = compose_config("one_step_off", [*words, *more])
+        peaks[len(more)] = sampling_peak(config, build_meta_model(config))
+    assert peaks[0] > 2 * peaks[1] and peaks[1] > 1.3 * peaks[2]
+    model = build_meta_model(config)
+    text = model.text_parameters * model.itemsize
+    parts = {}
+    for where in ("resident", "offload", "cached"):
+        config.rollout.text_encoder = where
+        parts[where] = rollout_footprint(config, model, 1).parts
+    assert [parts[where]["text encoders"] for where in parts] == [text, 0, 0]
+    beside_network = max(1, text - model.base_bytes - model.buffer_bytes)
+    assert [parts[where]["activations"] for where in parts] == [1, text, beside_network]
+
+
+def test_vllm_omni_keeps_its_encoders() -> None:
+    words = ["rollout.engine=vllm_omni", "rollout.text_encoder=cached", "placement=separate"]
+    with pytest.raises(ConfigError, match=r"text_encoder=cached is for rollout\.engine=diffusers.*use offload"):
+        check(compose_config("one_step_off", words))
+
+
+def test_an_encoder_in_the_place_of_the_policys_own_is_asked_alone() -> None:
+    policy = tiny_policy()
+    wanted = DiffusersEngine(policy).generate(request(2))
+
+    class Told:
+        def encode(self, asked: object) -> list[dict[str, np.ndarray]]:
+            return policy.encode(["red red red red"])
+
+    cached = tiny_policy(parts="cached")
+    assert np.array_equal(DiffusersEngine(cached, encoder=Told()).generate(request(2)).images, wanted.images)
