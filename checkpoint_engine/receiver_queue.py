@@ -31,6 +31,14 @@ class Job:
     """Who passes the payload on, in a fan-out tree; None: `payload` is used."""
     depth: int = 0
     """How many pass it on before it is here."""
+    copy: "asyncio.Future[Any] | None" = None
+    """The payload as this receiver passes it on, once somebody below it has asked."""
+
+    def passed_on(self, endpoint: ReceiverEndpoint) -> "asyncio.Future[Any]":
+        """One copy for all that the receiver serves: each would take up as much of its node's memory."""
+        if self.copy is None:
+            self.copy = asyncio.ensure_future(endpoint.relay(self.header, self.slot))
+        return self.copy
 
     def settle(self, acknowledged: bool) -> None:
         if not self.done.done():
@@ -137,7 +145,7 @@ class ReceiverQueue:
         if await self._has_it(parent):
             try:
                 async with asyncio.timeout(self._options.deadline):
-                    return await endpoint.relay(job.header, job.slot)
+                    return await asyncio.shield(parent.passed_on(endpoint))
             except Exception as error:
                 if verdict(error) is Verdict.STOP and "VersionGone" not in error_names(error):
                     raise
