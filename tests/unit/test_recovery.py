@@ -195,6 +195,43 @@ def test_a_killed_controller_and_resume(seconds: float, workers: int, tmp_path: 
     check_equal(left)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_killed_controller_of_an_elastic_pool_and_resume_with_another_size(
+    grown: bool, workers: int, tmp_path: Path
+) -> None:
+    """It has four workers, or one, when it is killed; after it has gone on all leave, and two come later."""
+    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4}
+
+    async def resize(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(0.5)
+        for _ in range(2 * grown):
+            pool.growth.arrive()
+        if not grown:
+            pool.growth.drain(pool.workers[0], seconds=0.4)
+        await asyncio.sleep(7.0)
+        assert len(pool.workers) == (4 if grown else 1)
+        outside.kill()
+
+    async def all_leave(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(2.5)
+        for worker in list(pool.workers):
+            pool.growth.drain(worker, seconds=0.3)
+        await asyncio.sleep(15.0)
+        assert not pool.workers
+        pool.growth.arrive()
+        pool.growth.arrive()
+
+    left = go(tmp_path / "run", disturb=resize, **bounds)
+    assert left is not None
+    assert go(left, disturb=all_leave, rollout__num_workers=workers, **bounds) is None
+    assert [event["workers"] for event in events(left, "worker_left")][-1] == 0
+    assert [event["workers"] for event in events(left, "worker_joined")][-2:] == [1, 2]
+    check_equal(left)
+
+
 def test_a_checkpoint_does_not_grow_with_the_pipeline(tmp_path: Path) -> None:
     sizes = []
     for name, changes in (
