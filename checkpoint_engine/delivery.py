@@ -111,9 +111,10 @@ class Delivery:
         lost = asked - self._headers.keys() - self._staged
         if lost:
             raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
+        oldest = min(asked) if asked else max(self._headers, default=-1) + 1
         async with self._sealing:
             # Versions evicted while this waited are left out: newer ones have replaced them.
-            wanted = sorted(v for v in self._headers if asked and v >= min(asked))
+            wanted = sorted(v for v in self._headers if v >= oldest)
             queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
             jobs = []
             for version in wanted:

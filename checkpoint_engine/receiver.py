@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Header
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
+from checkpoint_engine.errors import TransferCorrupted, VersionGone, WeightsMismatch
 from checkpoint_engine.incremental import Intake
 from checkpoint_engine.layout import Layout, RunningDigests, as_bytes
 from checkpoint_engine.side_stream import SideStream, on, recorded
@@ -122,9 +122,11 @@ class Receiver:
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
         """Returns header and host copy uint8 [nbytes] of a retained version, to pass it on to other receivers.
 
-        Raises WeightsMismatch if the version is not retained.
+        Raises VersionGone if the version is not retained (any more).
         """
         with self._lock, on(self._side):
+            if (slot, stream, version) not in self._retained:
+                raise VersionGone(f"{stream} {version} ({slot}) is not held any more and can't be passed on")
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
 

@@ -31,6 +31,14 @@ class Job:
     """Who passes the payload on, in a fan-out tree; None: `payload` is used."""
     depth: int = 0
     """How many pass it on before it is here."""
+    copy: "asyncio.Future[Any] | None" = None
+    """The payload as this receiver passes it on, once somebody below it has asked."""
+
+    def passed_on(self, endpoint: ReceiverEndpoint) -> "asyncio.Future[Any]":
+        """One copy for all that the receiver serves: each would take up as much of its node's memory."""
+        if self.copy is None:
+            self.copy = asyncio.ensure_future(endpoint.relay(self.header, self.slot))
+        return self.copy
 
     def settle(self, acknowledged: bool) -> None:
         if not self.done.done():
@@ -126,7 +134,10 @@ class ReceiverQueue:
         return error
 
     async def _payload(self, job: Job) -> Any:
-        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload."""
+        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload.
+
+        The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
+        """
         if job.parent is None:
             return job.payload
         (endpoint, parent), job.parent = job.parent, None
@@ -134,9 +145,9 @@ class ReceiverQueue:
         if await self._has_it(parent):
             try:
                 async with asyncio.timeout(self._options.deadline):
-                    return await endpoint.relay(job.header, job.slot)
+                    return await asyncio.shield(parent.passed_on(endpoint))
             except Exception as error:
-                if verdict(error) is Verdict.STOP:
+                if verdict(error) is Verdict.STOP and "VersionGone" not in error_names(error):
                     raise
                 self._stats.fallbacks += 1
                 why = repr(error)

@@ -51,6 +51,8 @@ class Lane(concurrent.futures.Executor):
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = fn(*args, **kwargs)
             except BaseException as error:

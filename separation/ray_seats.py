@@ -81,15 +81,14 @@ class Seats:
     async def successor(self, old: Place) -> Place:
         """Gives a lost worker's seat back and returns another one, or the same. Raises NoSeat where there is none."""
         self._successors += 1
+        end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
         try:
-            async with asyncio.timeout(SUCCESSOR_SECONDS):
-                await self.give_back(old)
-                while True:
-                    if (place := await self._look()) is not None:
-                        return place
-                    await asyncio.sleep(POLL_SECONDS / 4)
-        except TimeoutError as error:
-            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s") from error
+            await self.give_back(old)
+            while asyncio.get_running_loop().time() <= end:
+                if (place := await self._look()) is not None:
+                    return place
+                await asyncio.sleep(POLL_SECONDS / 4)
+            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
         finally:
             self._successors -= 1
 
@@ -106,33 +105,42 @@ class Seats:
         """Takes a seat if one of those asked for is there; asks for those that are missing."""
         async with self._one_asks:
             while len(self._taken) + len(self._waiting) < self._most:
-                asked = await self._ask(lambda: placement_group([dict(self._needs)], strategy="PACK"), None)
-                if asked is None:
+                if not await self._ask(self._reserve_one, False):
                     return None
-                self._reserved.append(asked)
-                self._waiting.append(asked)
         waiting = list(self._waiting)
         nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
         ending = await self.departing() if any(nodes) else {}
         for group, node in zip(waiting, nodes, strict=False):
             if node is None or group not in self._waiting:
                 continue
-            self._waiting.remove(group)
             if node in ending:
+                self._waiting.remove(group)
                 await self._remove(group)
                 continue
             self._taken.append(group)
+            self._waiting.remove(group)
             return Place(group, 0, self._needs, node)
         return None
+
+    def _reserve_one(self) -> bool:
+        """Runs on the thread, to its end, so that no group is forgotten when whoever asked is cancelled."""
+        if len(self._taken) + len(self._waiting) < self._most:
+            asked = placement_group([dict(self._needs)], strategy="PACK")
+            self._reserved.append(asked)
+            self._waiting.append(asked)
+        return True
 
     async def _remove(self, group: PlacementGroup) -> None:
         self._reserved.remove(group)
         await self._ask(lambda: remove_placement_group(group), None)
 
     async def _ask(self, question: Callable[[], T], unanswered: T) -> T:
-        """What Ray says. A head that fails to answer is watched by others; until they give it up it is asked again."""
+        """What Ray says. A head that fails to answer is watched by others; until they give it up it is asked again.
+
+        What was asked is done also when whoever asked is cancelled.
+        """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._lane, question)
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._lane, question))
         except exceptions.RayError as error:
             log.info("Ray's head did not answer: %s", error)
             return unanswered

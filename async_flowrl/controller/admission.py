@@ -1,5 +1,7 @@
 """A rollout worker's way into the run: its model, the same base weights as the trainer's, and proven live weights."""
 
+import asyncio
+
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.download import download_model, loaders, model_of
 from separation.group import Worker
@@ -12,13 +14,18 @@ class StartError(RuntimeError):
 
 async def admit(ctx: Context, worker: Worker) -> None:
     """Brings a worker that was just built to where the gate gives it tickets. Raises StartError and what `load`,
-    downloads and the proof of its weights raise."""
+    downloads and the proof of its weights raise. One that is cancelled leaves no worker behind: what goes on after
+    the death of a trainer rank would take it for one whose base weights were compared."""
     ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-    await download_model(model_of(ctx.rollout), loaders([worker]), seconds=ctx.config.deadlines.download)
-    check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)
-    ctx.observer.state(worker.name, "sync")
-    ctx.table.join(worker.name)
-    await ctx.weights.welcome(worker)
+    try:
+        await download_model(model_of(ctx.rollout), loaders([worker]), seconds=ctx.config.deadlines.download)
+        check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)
+        ctx.observer.state(worker.name, "sync")
+        ctx.table.join(worker.name)
+        await ctx.weights.welcome(worker)
+    except asyncio.CancelledError:
+        worker.kill()
+        raise
 
 
 async def load_rollout(worker: Worker, *, seconds: float) -> str:

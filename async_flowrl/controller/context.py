@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.departures import Departures
+from async_flowrl.controller.departures import Arrivals, Departures
 from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
@@ -178,6 +178,8 @@ class Context:
     servers: Servers = field(default_factory=NoServers)
     departures: Departures = field(default_factory=Departures)
     """Which rollout workers are to leave."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    """Which rollout workers have come and do not serve yet."""
     work: Signal = field(default_factory=Signal)
     """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

@@ -1,4 +1,4 @@
-"""Rollout workers that are to leave because their nodes end: each finishes what it makes, as long as there is time."""
+"""Rollout workers that come, and that are to leave because their nodes end: each finishes what it has time for."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,3 +46,15 @@ class Departures:
         by, scope = self._by.get(worker), self._working.get(worker)
         if by is not None and by < float("inf") and scope is not None:
             scope.reschedule(by)
+
+
+@dataclass
+class Arrivals:
+    """Rollout workers in the pool that do not serve, by their names: they have come while the run goes on."""
+
+    under_way: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    """Those that cannot serve and have not left their seats yet."""
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self.under_way or worker in self.refused

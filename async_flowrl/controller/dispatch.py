@@ -4,18 +4,22 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_flowrl.controller.admission import admit
+from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
-from async_flowrl.controller.pool_size import change_size, leave
+from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import RolloutReport, RolloutRequest
-from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, seated
+from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
+from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded, deadline, together
 
 LOST = (WorkerDied, DeadlineExceeded)
 """What a worker raises that is gone, or as good as gone: it is killed and replaced."""
+UNFIT = (WorkerFailed, StartError, OtherCode)
+"""What a successor raises that cannot serve. A pool that grows and shrinks goes on without it, as its node may be the
+reason; of a pool whose size is fixed it ends the run."""
 MAX_LOSSES_PER_SLOT = 4
 """Workers that one slot may lose in a row without a finished ticket between them; one more ends the run."""
 MAX_TICKET_ATTEMPTS = 6
@@ -187,8 +191,14 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     ctx.work.notify()
     ctx.observer.state(dead.name, "gone")
     await asyncio.sleep(pause)
-    fresh = await ctx.rollout.replace(index)
-    await admit(ctx, fresh)
+    try:
+        fresh = await ctx.rollout.replace(index)
+        await admit(ctx, fresh)
+    except UNFIT as error:
+        if ctx.rollout.growth is None:
+            raise
+        refuse(ctx, seated(ctx.rollout, index).name, error)
+        raise NoSeat(f"its successor cannot serve: {error}") from error
     return fresh
 
 

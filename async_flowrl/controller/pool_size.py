@@ -34,8 +34,11 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
-    """A worker for every seat that comes, several at a time. After one that cannot serve the next has to wait."""
-    failures = 0
+    """A worker for every seat that comes, several at a time. A seat whose worker cannot serve is kept for a pause."""
+    failures, arrivals = 0, ctx.arrivals
+
+    def pause() -> float:
+        return min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2.0 ** (failures - 1))
 
     async def bring_in(worker: Worker) -> None:
         nonlocal failures
@@ -44,22 +47,26 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         except TURNED_AWAY as error:
             failures += 1
             refuse(ctx, worker.name, error)
-            await take_out(ctx, worker)
+            arrivals.refused.add(worker.name)
+            arrivals.under_way.discard(worker.name)
+            await take_out(ctx, worker, keep_seat=pause())
+            arrivals.refused.discard(worker.name)
             return
         failures = 0
-        ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=len(ctx.rollout.workers))
+        arrivals.under_way.discard(worker.name)
+        ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=serving(ctx))
         logger.warning("%s on %s joined: %s", worker.name, worker.node, counted(ctx))
         serve(worker.index)
 
     while True:
-        if failures:
-            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** (failures - 1)))
         try:
             worker = await growth.next()
         except TURNED_AWAY as error:
             failures += 1
             refuse(ctx, "a new rollout worker", error)
+            await asyncio.sleep(pause())
         else:
+            arrivals.under_way.add(worker.name)
             tasks.create_task(bring_in(worker), name=f"arrival of {worker.name}")
 
 
@@ -80,36 +87,43 @@ async def shrink(ctx: Context, growth: Growth) -> None:
 async def leave(ctx: Context, worker: Worker, reason: str) -> None:
     """A worker that has served leaves the run."""
     await take_out(ctx, worker)
-    ctx.observer.event(
-        "worker_left", worker=worker.name, node=worker.node, reason=reason, workers=len(ctx.rollout.workers)
-    )
+    ctx.observer.event("worker_left", worker=worker.name, node=worker.node, reason=reason, workers=serving(ctx))
     logger.warning("%s on %s left (%s): %s", worker.name, worker.node, reason, counted(ctx))
 
 
-async def take_out(ctx: Context, worker: Worker) -> None:
-    """Its unfinished tickets wait for another worker, and its seat is given back."""
+async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> None:
+    """Its unfinished tickets wait for another worker, and its seat is given back, after so many seconds."""
     ctx.table.hand_back(worker.name)
     await ctx.weights.leave(worker.name)
     ctx.work.notify()
     ctx.observer.state(worker.name, "gone")
     if ctx.rollout.growth is not None:
+        if keep_seat:
+            worker.kill()
+            await asyncio.sleep(keep_seat)
         await ctx.rollout.growth.release(worker.index)
 
 
+def serving(ctx: Context) -> int:
+    """How many rollout workers serve, or are being replaced."""
+    return sum(worker.name not in ctx.arrivals for worker in ctx.rollout.workers)
+
+
 def counted(ctx: Context) -> str:
-    here = len(ctx.rollout.workers)
+    here = serving(ctx)
     return f"{here} rollout worker{'' if here == 1 else 's'}"
 
 
 async def watch_size(ctx: Context) -> None:
-    """Raises PoolTooSmall when there have been fewer workers than `min_workers` for longer than a start may take."""
+    """Raises PoolTooSmall when there have been fewer workers than `min_workers` for longer than a start may take, and
+    none is on its way."""
     seconds, least = ctx.config.deadlines.load, ctx.rollout.spec.least
     clock = asyncio.get_running_loop().time
     enough = clock()
     while True:
-        if len(ctx.rollout.workers) >= least:
+        if serving(ctx) >= least:
             enough = clock()
-        elif clock() - enough > seconds:
+        elif clock() - enough > seconds and not ctx.arrivals.under_way:
             raise PoolTooSmall(
                 f"{counted(ctx)} for {seconds:g} s, and rollout.min_workers={least}: go on with resume=auto when nodes "
                 "are there, or with fewer"

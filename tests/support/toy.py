@@ -118,8 +118,6 @@ async def toy_run(
     """Builds the context as a run does, with virtual groups, and runs the real loop."""
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
-    if elastic(config.rollout):
-        groups["rollout"].growth = ToyGrowth(groups["rollout"], config.rollout)
     for worker in groups["rollout"].workers:
         worker.target.load()
     steps = ToySteps(observer)
@@ -155,6 +153,8 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     made = {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
     for worker in made["trainer"].workers:
         worker.target.ranks = lambda: [other.target for other in made["trainer"].workers]
+    if elastic(config.rollout):
+        made["rollout"].growth = ToyGrowth(made["rollout"], config.rollout)
     return made
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.pool_size import PoolTooSmall
 from async_flowrl.tickets.table import State
 from checkpoint_engine import WeightsMismatch
+from separation.group import WorkerFailed
 from tests.support.run_checks import check_bound, check_once, check_watermarks
 from tests.support.toy import Disturbance, ToyRun, toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_models import ToyRollout
-from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault
+from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault, once
 
 STEPS = 6
 Pools = Mapping[str, ToyPool]
@@ -167,6 +170,78 @@ def test_a_newcomer_with_other_modules_never_serves(monkeypatch: pytest.MonkeyPa
     with pytest.raises(WeightsMismatch, match="rollout-2"):
         virtual(elastic_config(), Timing(generate=3.0), disturb=arrive, observer=observer)
     assert not observer.of("ticket", worker="rollout-2", state="RUNNING")
+
+
+@dataclass
+class SlowLoad(Timing):
+    load: float = 50.0
+
+    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
+        return self.load if method == "load" else super().duration(worker, method, call, args)
+
+
+def unfit(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Every rollout worker fails to load whose name begins so."""
+    load = ToyRollout.load
+
+    def fails(self: ToyRollout) -> Any:
+        if self.name.startswith(names):
+            raise ValueError("no such folder on this node")
+        return load(self)
+
+    monkeypatch.setattr(ToyRollout, "load", fails)
+
+
+def test_a_successor_on_a_node_that_cannot_serve_leaves_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(2.0)
+        growth_of(pools).end(pools["rollout"].workers[1])
+        await asyncio.sleep(0.5)
+        growth_of(pools).free += 1
+
+    unfit(monkeypatch, "rollout-1.1")
+    found = run_while(lose, elastic_config(most=2), Timing(generate=4.0))
+    (left,) = found.observer.of("worker_left")
+    assert left["worker"] == "rollout-1.1" and "no such folder on this node" in left["reason"]
+    assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-1.2"]
+
+
+def test_a_pool_of_fixed_size_ends_with_a_successor_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfit(monkeypatch, "rollout-1.1")
+    with pytest.raises(WorkerFailed, match="no such folder on this node"):
+        virtual(toy_config(), Timing(), once("rollout-1", "generate", 2, "kill"))
+
+
+def test_newcomers_that_cannot_serve_do_not_make_a_pool_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come again and again, after pauses that double: an empty pool is given up nevertheless."""
+    observer = ListObserver()
+
+    async def replaced_by_unfit(ctx: Context, pools: Pools) -> None:
+        growth_of(pools).arrive()
+        for worker in list(pools["rollout"].workers):
+            growth_of(pools).drain(worker, seconds=0.1)
+
+    unfit(monkeypatch, "rollout-2", "rollout-0.", "rollout-1.")
+    config = elastic_config(deadlines__load=600.0)
+    with pytest.raises(PoolTooSmall, match=r"0 rollout workers for 600 s"):
+        virtual(config, SlowLoad(generate=4.0), disturb=replaced_by_unfit, observer=observer)
+    refused = [event["time"] for event in observer.of("fault", kind="WorkerFailed")]
+    pauses = [after - before - 52.0 for before, after in pairwise(refused)]
+    assert pauses == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0][: len(pauses)]) and len(pauses) > 4
+
+
+def test_a_newcomer_that_still_loads_is_waited_for_and_not_counted() -> None:
+    async def two_arrive(ctx: Context, pools: Pools) -> None:
+        for worker in list(pools["rollout"].workers):
+            growth_of(pools).drain(worker, seconds=0.1)
+        await asyncio.sleep(40.0)
+        growth_of(pools).arrive()
+        growth_of(pools).arrive()
+
+    found = run_while(two_arrive, timing=SlowLoad(generate=4.0))
+    assert [event["workers"] for event in found.observer.of("worker_left")] == [1, 0]
+    joined = found.observer.of("worker_joined")
+    assert [event["workers"] for event in joined] == [1, 2] and joined[0]["time"] > 60.0
 
 
 CLUSTER = "runtime.address=auto"

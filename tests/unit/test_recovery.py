@@ -70,6 +70,39 @@ def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: 
     check_equal(root)
 
 
+def test_a_worker_whose_base_was_not_compared_before_the_recovery_never_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer dies while the successor of a lost rollout worker loads, and the load ends in time."""
+    load, made = ToyRollout.load, ToyRollout.generate
+    served: set[str] = set()
+
+    def other_base(self: ToyRollout) -> dict[str, str]:
+        return load(self) | ({"base_digest": "other"} if self.name == "rollout-0.1" else {})
+
+    def generate(self: ToyRollout, request: RolloutRequest) -> Any:
+        served.add(self.name)
+        return made(self, request)
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if (worker, method, number) == ("rollout-0", "generate", 2):
+            return "kill"
+        return at(train_last_3="kill")(worker, method, number)
+
+    class SlowLoad(Timing):
+        def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
+            return (
+                20.0 if worker == "rollout-0.1" and method == "load" else super().duration(worker, method, call, args)
+            )
+
+    monkeypatch.setattr(ToyRollout, "load", other_base)
+    monkeypatch.setattr(ToyRollout, "generate", generate)
+    root = tmp_path / "run"
+    assert run_controller(config(), root, World(SlowLoad(), fault, ListObserver())) is None
+    assert rollbacks(root) and "rollout-0.1" not in served and "rollout-0.2" in served
+    check_equal(root)
+
+
 def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +192,43 @@ def test_a_killed_controller_and_resume(seconds: float, workers: int, tmp_path: 
     assert left is not None and not (left / "summary.json").exists()
     assert go(left, rollout__num_workers=workers) is None
     assert len(rollbacks(left)) == 1
+    check_equal(left)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_killed_controller_of_an_elastic_pool_and_resume_with_another_size(
+    grown: bool, workers: int, tmp_path: Path
+) -> None:
+    """It has four workers, or one, when it is killed; after it has gone on all leave, and two come later."""
+    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4}
+
+    async def resize(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(0.5)
+        for _ in range(2 * grown):
+            pool.growth.arrive()
+        if not grown:
+            pool.growth.drain(pool.workers[0], seconds=0.4)
+        await asyncio.sleep(7.0)
+        assert len(pool.workers) == (4 if grown else 1)
+        outside.kill()
+
+    async def all_leave(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(2.5)
+        for worker in list(pool.workers):
+            pool.growth.drain(worker, seconds=0.3)
+        await asyncio.sleep(15.0)
+        assert not pool.workers
+        pool.growth.arrive()
+        pool.growth.arrive()
+
+    left = go(tmp_path / "run", disturb=resize, **bounds)
+    assert left is not None
+    assert go(left, disturb=all_leave, rollout__num_workers=workers, **bounds) is None
+    assert [event["workers"] for event in events(left, "worker_left")][-1] == 0
+    assert [event["workers"] for event in events(left, "worker_joined")][-2:] == [1, 2]
     check_equal(left)
 
 

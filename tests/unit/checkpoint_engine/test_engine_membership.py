@@ -10,6 +10,7 @@ import pytest
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import EVALUATION, TransferFailed, VersionGone
 from checkpoint_engine.fanout import depth, parents
+from separation.group import RefLost
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 
@@ -31,6 +32,28 @@ def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
         assert rig.delivery.receivers == ("a", "late")
         with pytest.raises(ValueError, match="late has joined already"):
             await rig.delivery.join(rig.ends["late"])
+
+    run_virtual(main())
+
+
+def test_a_joiner_gets_the_version_that_is_sealed_while_it_joins() -> None:
+    """The run's first version: nothing is published yet when the joiner asks, and nobody sends it later."""
+
+    async def main() -> None:
+        rig = Rig()
+        await rig.join("a")
+        seal = rig.sender.seal
+
+        async def slow(version: int) -> Any:
+            await asyncio.sleep(5.0)
+            return await seal(version)
+
+        rig.sender.seal = slow  # type: ignore[method-assign]
+        await rig.delivery.publish(0)
+        await asyncio.sleep(1.0)
+        assert await rig.delivery.join(rig.end("late"), [])
+        await rig.delivery.drain()
+        assert rig.held("late") == rig.held("a") == [0]
 
     run_virtual(main())
 
@@ -134,6 +157,42 @@ def test_who_is_below_a_slow_receiver_turns_to_the_sender_and_nobody_waits_for_i
     run_virtual(main())
 
 
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_receiver_that_lags_behind_the_one_above_it_gets_old_versions_from_the_sender(capacity: int) -> None:
+    """The one above it has gone on to newer versions by then and retains the old ones no more."""
+
+    async def main() -> None:
+        async def stuck(attempt: int, header: Any, payload: Any) -> Any:
+            await asyncio.sleep(20.0 * (header.version == 0))
+            return payload
+
+        rig = Rig(capacity=capacity)
+        for i in range(3):
+            await rig.join(f"w{i}", stuck if i == 2 else None, f"n{i}")
+        for version in range(6):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(2.0)
+        await rig.delivery.drain()
+        newest = list(range(6))[-capacity:]
+        assert rig.held("w2") == rig.held("w0") == newest and rig.replaced == []
+        assert rig.delivery.stats.fallbacks == 5 - capacity
+
+    run_virtual(main())
+
+
+def test_a_payload_that_is_lost_with_the_node_that_passed_it_on_comes_from_the_sender() -> None:
+    async def main() -> None:
+        rig = Rig()
+        for i in range(3):
+            await rig.join(f"w{i}", failing(1, lambda: RefLost("a value is gone")) if i == 2 else None, f"n{i}")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.held("w2") == [0] and rig.ends["w0"].relayed == [0]
+        assert rig.replaced == [] and rig.delivery.stats.retries == 1
+
+    run_virtual(main())
+
+
 def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
     async def main() -> None:
         rig = Rig(max_fan_out=4, replacing=False)
@@ -144,7 +203,7 @@ def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> Non
         assert rig.replaced == [("w1", "Gone")]
         assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
         relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
-        assert relays == {"w0": 4, "w2": 3}
+        assert relays == {"w0": 1, "w2": 1}
         assert len(rig.sender.served) == 1
 
     run_virtual(main())
@@ -160,7 +219,7 @@ def test_the_sender_serves_two_nodes_and_a_receiver_the_third_and_everybody_has_
             await rig.delivery.drain()
         assert all(rig.held(name) == [0, 1] for name in rig.ends)
         relays = {name: end.relayed for name, end in rig.ends.items() if end.relayed}
-        assert relays == {"w0": [0, 1], "w2": [0] * 12 + [1] * 12}
+        assert relays == {"w0": [0, 1], "w2": [0, 1]}, "one copy for all that it serves"
         assert rig.delivery.stats.fallbacks == 0
 
     run_virtual(main())

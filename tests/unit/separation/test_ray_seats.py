@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Coroutine
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -121,6 +123,43 @@ def test_a_successor_comes_before_a_newcomer_and_goes_without_after_a_while(clus
     async def lost(seats: Seats, cluster: Cluster) -> Place:
         group = next(iter(cluster.placed))
         return Place(group, 0, {"CPU": 1.0}, cluster.placed[group])  # type: ignore[arg-type]
+
+    within(20.0, main())
+
+
+def test_whoever_is_cancelled_while_ray_answers_leaves_the_seats_in_order(cluster: Cluster) -> None:
+    """An attempt of the run ends: nobody asks any more, but no seat is lost, and the next attempt is answered."""
+
+    async def main() -> None:
+        reserved: list[Any] = []
+        seats = Seats({"CPU": 1.0}, 2, reserved)
+        cluster.room.append("a")
+        place = await seats.next()
+        await cancelled_while_it_asks(seats, seats.departing(), "draining")
+        await cancelled_while_it_asks(seats, seats.give_back(place), "remove_placement_group")
+        assert reserved == [2] and cluster.room == ["a"], "the seat that was to be given back is given back"
+        await cancelled_while_it_asks(seats, seats.next(), "placement_group")
+        assert reserved == [2, 3], "the group that was asked for is known"
+        cluster.room.append("b")
+        assert [(await seats.next()).node, (await seats.next()).node] == ["a", "b"] and cluster.asked == 3
+
+    async def cancelled_while_it_asks(seats: Seats, question: Coroutine[Any, Any, Any], name: str) -> None:
+        asked, answer = threading.Event(), threading.Event()
+        real = getattr(ray_seats, name)
+
+        def held_up(*args: Any, **more: Any) -> Any:
+            asked.set()
+            answer.wait(10.0)
+            return real(*args, **more)
+
+        with mock.patch.object(ray_seats, name, held_up):
+            asking = asyncio.create_task(question)
+            while not asked.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            await asyncio.wait([asking])
+            answer.set()
+        await seats.departing()  # comes after it on the thread
 
     within(20.0, main())
 
