@@ -24,7 +24,7 @@ from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFail
 from async_flowrl.training.checkpoint import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
-from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, UPDATE, Ended, ends_of, random_timing
+from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, UPDATE, Ended, ends_of, random_timing
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
@@ -46,9 +46,11 @@ CELLS: dict[str, tuple[str, ...]] = {
 """Place → what can go wrong there. "torn": death inside the writing of a checkpoint, the trainer's or everybody's."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
 BESIDE = [
-    pair for pair in WORKER_PAIRS if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update")
+    pair
+    for pair in WORKER_PAIRS
+    if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update") and pair not in SIZES
 ]
-"""Faults of workers that may happen in the same run."""
+"""Faults of workers that may happen in the same run. Pools keep their size: nothing of `SIZES` happens to them."""
 NAMED = (SaveFailed, DeadlineExceeded)
 
 
