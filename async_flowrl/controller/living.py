@@ -101,7 +101,7 @@ class Living:
     async def welcome(self, ctx: Context, step: int) -> list[int]:
         """Between two steps: ranks that were replaced and have loaded take over what their peers are. Returns them.
 
-        Raises what kept one from coming: the run then goes back to the checkpoint.
+        Raises what kept one from coming. Where that was its death, the run goes back to the checkpoint; else it ends.
         """
         arrived = [rank for rank, task in self._successors.items() if task.done()]
         for rank in arrived:
