@@ -64,10 +64,9 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
         os.environ[GLOO_INTERFACE] = found
     rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
-    store = _stores.get(port) if rank == 0 else None
-    if store is None:
-        address = environment["MASTER_ADDR"]
-        store = TCPStore(address, port, world, rank == 0, limit, wait_for_workers=False)
+    # Rank 0 is a client of its own store, too, so that `abort` can close the store while it waits for others.
+    opens = rank == 0 and port not in _stores
+    store = TCPStore(environment["MASTER_ADDR"], port, world, opens, limit, wait_for_workers=False)
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(0)
@@ -115,11 +114,13 @@ def leave() -> None:
 def abort() -> None:
     """Ends the collectives of the default group that are under way, with an error: a rank that died answers none.
 
-    For a lane of its own. NCCL's ranks would wait for their time-out; gloo's see that a connection is closed.
+    For a lane of its own. NCCL's ranks would wait for their time-out; gloo's see that a connection is closed. Ranks
+    that are still joining would wait for their time-out, too: they see that the store on rank 0 is closed.
     """
     import torch
     import torch.distributed as dist
 
+    _stores.clear()
     if not dist.is_initialized():
         return
     group: Any = dist.group.WORLD

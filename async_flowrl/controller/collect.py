@@ -14,7 +14,7 @@ from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.replicas import with_probe
 from async_flowrl.training.manifests import check_plan, missing
-from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Fetched, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import NOBODY
 from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import deadline
@@ -101,7 +101,7 @@ async def take_step(
     buried: dict[int, str] = {}
     try:
         async with deadline(ctx.config.deadlines.update, f"update: optimizer step of step {step}"):
-            while left := [call for rank, call in calls.items() if rank not in buried and not call.done()]:
+            while left := [call for rank, call in calls.items() if rank not in buried and not _answered(call)]:
                 await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
                 buried |= await _failed(ctx, living, {rank: calls[rank] for rank in calls if rank not in buried})
     finally:
@@ -112,8 +112,12 @@ async def take_step(
         digests = ", ".join(f"{worker.name} {stats.digest}" for worker, stats in stepped)
         raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
     for rank in buried:
-        stepped.append((workers[rank], replace(stepped[0][1], parts=summed[rank].parts, spans=())))
+        stepped.append((workers[rank], replace(stepped[0][1], parts=summed[rank].parts, spans=(), fetched=Fetched())))
     return stepped, buried
+
+
+def _answered(call: "asyncio.Task[UpdateStats]") -> bool:
+    return call.done() and call.exception() is None
 
 
 async def _failed(ctx: Context, living: Living, calls: Mapping[int, "asyncio.Task[UpdateStats]"]) -> Mapping[int, str]:

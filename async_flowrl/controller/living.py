@@ -8,6 +8,7 @@ those that hold the base between them, a death goes back to the checkpoint (run/
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
@@ -50,6 +51,8 @@ class Living:
         self._parted = False
         """The process group holds one that died, or lacks one that came."""
         self._successors: dict[int, asyncio.Task[Worker]] = {}
+        self._buried: set[str] = set()
+        """Names of all workers that died."""
 
     @property
     def ranks(self) -> list[int]:
@@ -60,10 +63,14 @@ class Living:
         return [self._group.workers[rank] for rank in self.ranks]
 
     async def bury(self, ctx: Context, error: WorkerDied | WorkerFailed) -> dict[int, str]:
-        """The ranks whose death shows in `error`, with their names. Raises it where there are none, or the others
-        cannot do without."""
+        """The ranks whose death shows in `error`, with their names; none where another call has buried them meanwhile.
+
+        Raises it where nobody has died, or one that the others cannot do without.
+        """
         gone = await dead_among(self.workers)
         ranks = [rank for rank in self.ranks if self._group.workers[rank] in gone]
+        if not ranks and error.worker in self._buried:
+            return {}
         if not ranks or 0 in ranks or self._per_replica > 1:
             raise error
         names = {rank: self._group.workers[rank].name for rank in ranks}
@@ -71,13 +78,19 @@ class Living:
             logger.warning("%s died; the other trainer ranks compute its share of this step", name)
             ctx.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
             self.dead.add(rank)
+            self._buried.add(name)
             self._successors[rank] = asyncio.create_task(self._succeed(ctx, rank), name=f"the successor of {name}")
         self._parted = True
         return names
 
     async def abort(self) -> None:
-        """Ends a collective in which the living wait for one that died."""
-        await together(*(worker.call("separation.rendezvous:abort", lane="control") for worker in self.workers))
+        """Ends a collective, or a meeting, in which the living wait for one that died."""
+
+        async def end(worker: Worker) -> None:
+            with suppress(WorkerDied):  # the next call to it shows that
+                await worker.call("separation.rendezvous:abort", lane="control")
+
+        await together(*(end(worker) for worker in self.workers))
 
     async def meet(self, ctx: Context) -> None:
         """Has the living form a process group of their own, where one has died or come since they last did."""
@@ -88,7 +101,7 @@ class Living:
     async def welcome(self, ctx: Context, step: int) -> list[int]:
         """Between two steps: ranks that were replaced and have loaded take over what their peers are. Returns them.
 
-        Raises what kept one from coming: the run then goes back to the checkpoint.
+        Raises what kept one from coming. Where that was its death, the run goes back to the checkpoint; else it ends.
         """
         arrived = [rank for rank, task in self._successors.items() if task.done()]
         for rank in arrived:

@@ -90,7 +90,10 @@ class ReplicaCalls:
     async def _call(
         self, ctx: Context, replica: Replica, sums: Sums, groups: Sequence[HandedGroup], method: str
     ) -> None:
-        """One call to a replica, and what is in its sums then. One that dies is buried, and what it had with it."""
+        """One call to a replica, and what is in its sums then. One that dies is buried, and what it had with it.
+
+        Raises what one that lives raised, whoever died meanwhile: nobody knows what is in its sums then.
+        """
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
         request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None)
@@ -99,6 +102,8 @@ class ReplicaCalls:
             answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
         except (WorkerDied, WorkerFailed) as error:
             self._died(sums, await self.living.bury(ctx, error))
+            if not replica.dead:
+                raise
             return
         if trains:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))

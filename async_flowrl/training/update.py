@@ -49,6 +49,9 @@ class Update:
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
         self._sum = ExactSum(len(inputs.parameters.gradients), inputs.device)
+        self._next_exponent: int | None = None
+        """Of the next beginning, where this sum could have left its range. Not before: a rank that adds up once more,
+        because one died before all ranks had the whole, must find the same again."""
         self._planned = Account()
         """What all ranks together are to add."""
         self._lowest: int | None = None
@@ -56,7 +59,8 @@ class Update:
         self._fetched = Fetched()
         self._step: int | None = None
         """The one under way: what was added is not in the weights yet."""
-        self._summed = False
+        self._summed = self._broken = False
+        """Whether the ranks' sums were added up; whether a call that was adding to this rank's has failed."""
         self._start: Tensor | None = None
         """The weights at the start of the batch, where later optimizer steps of it may have to look back."""
         self._plan = StepPlan(rows=0)
@@ -72,7 +76,7 @@ class Update:
 
     @exponent.setter
     def exponent(self, value: int) -> None:
-        self._sum.exponent = value
+        self._sum.exponent, self._next_exponent = value, None
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
         """Conditioning of the negative prompts by text, once per run."""
@@ -117,11 +121,14 @@ class Update:
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
         self._step, self._plan, self._measured = step, plan, UpdateMetrics()
-        self._measured.spans, self._before, self._summed = self._before, [], False
+        self._measured.spans, self._before = self._before, []
+        self._summed = self._broken = False
         if plan.update == 0:
             self._profiler.start(step)
             self._start = self._inputs.parameters.snapshot() if last > 0 and self._inputs.world.size > 1 else None
         self._inputs.parameters.gradients.zero_()
+        if self._next_exponent is not None:
+            self.exponent = self._next_exponent
         self._sum.begin()
         self._planned, self._lowest = Account(), None
         self._region.begin()
@@ -134,21 +141,32 @@ class Update:
         `tickets`: which of each group's they are, where not all of them came along. Raises NonFiniteError naming step
         and group, and ValueError where a group does not fit the run.
         """
-        if self._step is None:
-            raise RuntimeError("accumulate was called before begin")
+        step = self._begun("accumulate")
         if self._plan.rows <= 0:
-            raise ValueError(f"step {self._step} has groups to train on, but its plan counts {self._plan.rows} rows")
+            raise ValueError(f"step {step} has groups to train on, but its plan counts {self._plan.rows} rows")
         self._fetched = self._fetched.plus(trajectories)
         samples = self._inputs.config.trainer.micro_batch_size
         probed = self._lower_than_all_before(metas)
         probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
+        self._broken = True  # unless it reaches its end: a part may be in the sum, or half of one in the gradient
         for group, parts in self._mine(metas, trajectories, tickets):
             if group.meta.group == probed and self._inputs.world.size == 1:
                 self._remember(group)
-            self._train(group, parts, self._step, probing=probing)
+            self._train(group, parts, step, probing=probing)
             probing = False
+        self._broken = False
         counted = [(meta.group, len(cut(meta.selected, samples))) for meta in metas]
-        self._planned = self._planned.joined(self._account_of(self._step, counted))
+        self._planned = self._planned.joined(self._account_of(step, counted))
+
+    def _begun(self, call: str) -> int:
+        """The step under way. Raises RuntimeError where there is none, or its sum is not one of whole parts."""
+        if self._step is None:
+            raise RuntimeError(f"{call} was called before begin")
+        if self._broken:
+            raise RuntimeError(
+                f"step {self._step}: {call} was called after a call that failed; the sum must begin again"
+            )
+        return self._step
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
         """The lowest group of a call, unless a lower one came before in this optimizer step."""
@@ -177,9 +195,7 @@ class Update:
         probe. Raises RuntimeError where not each planned part is in the whole once, or the request is of an attempt
         that is over.
         """
-        if self._step is None:
-            raise RuntimeError("add_up was called before begin")
-        step, plan, measured = self._step, self._plan, self._measured
+        step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
         if request.planned is not None:
@@ -195,7 +211,7 @@ class Update:
             with measured.span("optimizer"):
                 overflow = self._add(step)
         if overflow is not None:
-            self._step, self._before = None, measured.spans
+            self._before = measured.spans
         self._summed = overflow is None
         return Summed(overflow, tuple(measured.parts))
 
@@ -242,8 +258,8 @@ class Update:
                 "planned not each was added once"
             )
         if not found.fits(total.exponent):
-            overflowed, total.exponent = total.exponent, fitting_exponent(found, total.exponent)
-            return overflowed
+            self._next_exponent = fitting_exponent(found, total.exponent)
+            return total.exponent
         return None
 
     def _step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:

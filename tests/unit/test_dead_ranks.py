@@ -3,6 +3,7 @@
 In virtual time; `tests/unit/training/test_killed_ranks.py` kills real processes.
 """
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from async_flowrl.training.messages import Manifest
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import ToyTrainer
-from tests.support.toy_pool import Fault, Timing, ToyPool
+from tests.support.toy_pool import Fault, Timing, ToyPool, once
 
 SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
 MODES: dict[str, dict[str, Any]] = {
@@ -73,6 +74,34 @@ def test_a_rank_that_dies_costs_what_it_had_not_handed_in(mode: str, method: str
     assert rejoined["worker"] == "trainer-1.1" and rejoined["peer"] == "trainer-0"
     late = [step for step, _, _ in found.groups["trainer"].workers[1].target.trained]
     assert late and min(late) == rejoined["step"], "the successor trains from then on"
+
+
+@pytest.mark.parametrize(("mode", "method"), [("batch", "train"), ("two updates", "proximal"), ("stream", "take_step")])
+def test_ranks_that_die_at_the_same_moment_cost_their_shares(mode: str, method: str) -> None:
+    """Each of two calls finds both of them dead."""
+    deaths = killing(("trainer-1", method, 2), ("trainer-2", method, 2))
+    found = virtual(config(mode, 4), Timing(update=0.3), deaths)
+    check(found, mode)
+    assert len(found.observer.of("fault")) == len(found.observer.of("rejoined")) == 2
+
+
+def test_what_a_dead_rank_had_fetched_is_not_told_by_the_numbers_of_another() -> None:
+    found = virtual(config("batch", 3), SHAKEN, killing(("trainer-1", "take_step", 3)))
+    assert [event["tickets"] for event in found.observer.of("fetched", worker="trainer-1")][-1] == 0
+
+
+def test_a_rank_that_raises_while_another_is_dead_ends_the_step_by_its_name() -> None:
+    """Nobody knows what is in its sum: that the other is dead is no reason for going on with it."""
+
+    async def kill_the_idle(ctx: Any, groups: Any) -> None:
+        idle, busy = groups["trainer"].workers[1:]
+        while busy.calls.get("train", 0) < 3 or idle.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        idle.kill()
+
+    timing = Timing(update=0.3, slow={"trainer-2": 3.0})
+    with pytest.raises(WorkerFailed, match=r"trainer-2\.train raised RuntimeError: injected"):
+        virtual(config("batch", 3), timing, once("trainer-2", "train", 3, "raise"), disturb=kill_the_idle)
 
 
 def test_the_last_one_goes_on_alone_until_a_successor_comes() -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from async_flowrl.training.exact import (
     magnitude,
     mark_of,
 )
+from async_flowrl.training.forward_passes import ForwardPasses
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Summed
 from async_flowrl.training.parts import cut
@@ -138,16 +140,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_a_referee_finds_the_gradient_of_a_real_step(
     handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contributions = recorded(monkeypatch)
+    contributions, means, mean = recorded(monkeypatch), list[torch.Tensor](), ExactSum.mean
+
+    def kept(self: ExactSum, out: torch.Tensor, rows: int) -> None:
+        mean(self, out, rows)
+        means.append(out.clone())  # the step's length is measured in that memory later
+
+    monkeypatch.setattr(ExactSum, "mean", kept)
     worker = rig.trainer(rig.tiny_config(micro_batch_size=2, max_grad_norm=math.inf))
     rig.update(worker, 0, handed[0])
     assert len(contributions) == 4
     rows = rig.rows(handed[0])
     places = torch.arange(0, len(contributions[0]), 7)
     some = [contribution[places] for contribution in contributions]
-    assert worker.parameters.gradients[places].tolist() == referee(some, FIRST_EXPONENT, rows)
+    assert means[0][places].tolist() == referee(some, FIRST_EXPONENT, rows)
     exact = sum(c.double() for c in contributions) / rows
-    error = torch.linalg.vector_norm(worker.parameters.gradients.double() - exact.float().double())
+    error = torch.linalg.vector_norm(means[0].double() - exact.float().double())
     assert error <= 1e-7 * torch.linalg.vector_norm(exact)
 
 
@@ -167,8 +175,11 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
     usual.update.exponent = -80
     for group in handed[0]:
         refused = usual.train(rig.TrainRequest(0, (group[0],), plan if group is handed[0][0] else None), *group[1])
-    refused = usual.train(rig.TrainRequest(0, (), None, True))
-    assert isinstance(refused, Summed) and refused.overflow == -80
+    for _ in range(2):  # again where a rank died before all others had the whole
+        refused = usual.train(rig.TrainRequest(0, (), None, True))
+        assert isinstance(refused, Summed) and refused.overflow == usual.update.exponent == -80
+    usual.update.begin(0, plan)
+    assert usual.update.exponent == knowing.update.exponent
     assert usual.weights_digest() == before and usual.versions.newest == 0, "nothing was changed"
 
 
@@ -206,3 +217,30 @@ def test_a_part_that_is_missing_or_added_twice_ends_the_step(handed: list[list[r
     worker.update._sum.book(mark_of(0, 0, 0, 0), 0.0)
     with pytest.raises(RuntimeError, match="step 0: the ranks added 3 parts of groups, and of 2 that were planned"):
         worker.update.add_up(rig.TrainRequest(0, (), finishes=True))
+
+
+def test_a_sum_that_a_failed_call_has_added_to_is_not_used(
+    handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had added is not in the account: trained again, it would count twice."""
+    worker = rig.trainer(rig.tiny_config(micro_batch_size=2))
+    ((meta, tickets), *_), train, left = handed[0], ForwardPasses.train, [1]
+
+    def failing(self: ForwardPasses, *arguments: Any) -> Any:
+        if not left:
+            raise MemoryError
+        left.pop()
+        return train(self, *arguments)
+
+    worker.update.begin(0, rig.StepPlan(rows=24))
+    with monkeypatch.context() as patches:
+        patches.setattr(ForwardPasses, "train", failing)
+        with pytest.raises(MemoryError):
+            worker.update.accumulate([meta], *tickets)
+    with pytest.raises(RuntimeError, match="step 0: accumulate was called after a call that failed"):
+        worker.update.accumulate([meta], *tickets)
+    with pytest.raises(RuntimeError, match="step 0: add_up was called after a call that failed"):
+        worker.update.add_up(rig.TrainRequest(0, (), finishes=True))
+    worker.update.begin(0, rig.StepPlan(rows=24))
+    worker.update.accumulate([meta], *tickets)
+    assert worker.update.add_up(rig.TrainRequest(0, (), finishes=True)).overflow is None

@@ -17,7 +17,9 @@ from async_flowrl.tickets.ticket import TRAIN, Ticket
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import UpdateStats
-from separation.rendezvous import join_process_group
+from separation import rendezvous
+from separation.group import WorkerFailed
+from separation.rendezvous import join_process_group, rank_environment
 from tests.support import trainer_rig as rig
 from tests.support.process_pool import ProcessPool
 from tests.support.toy_pool import ListObserver
@@ -29,6 +31,8 @@ DEATHS = {
     "trainer-2.1": (3, "stepped"),
 }
 STEPS, GROUPS = 5, 6
+MEETING_SECONDS = 40.0
+KEYS = f"{__name__}:keys_of_the_store"
 
 
 def configuration(**trainer: Any) -> Config:
@@ -179,3 +183,32 @@ def test_a_sum_is_untouched_by_adding_up_and_refuses_another_attempt() -> None:
     assert other.state()[0] == digest
     with pytest.raises(RuntimeError, match="was sent with"):
         other.take_over("0" * 32, state)
+
+
+def keys_of_the_store() -> int:
+    """Run on rank 0, beside its `join`: what ranks have written for each other until now."""
+    (store,) = rendezvous._stores.values()
+    return int(store.num_keys())
+
+
+async def meeting_in_vain() -> None:
+    """Rank 0 waits for one that never comes, until `abort` is called."""
+    pool = ProcessPool("trainer", 1, "types:SimpleNamespace", {})
+    try:
+        (worker,) = pool.workers
+        port = await worker.call("separation.rendezvous:open_store", 2, MEETING_SECONDS)
+        empty = await worker.call(KEYS, lane="control")
+        environment = rank_environment(rank=0, world=2, address=worker.node, port=port, timeout=MEETING_SECONDS)
+        joining = asyncio.create_task(worker.call("separation.rendezvous:join", environment))
+        while await worker.call(KEYS, lane="control") == empty and not joining.done():
+            await asyncio.wait([joining], timeout=0.05)
+        await worker.call("separation.rendezvous:abort", lane="control")
+        await joining
+    finally:
+        await pool.close()
+
+
+def test_a_rank_that_dies_while_they_meet_does_not_keep_the_others() -> None:
+    """The time-out would raise a DistStoreError."""
+    with pytest.raises(WorkerFailed, match="DistNetworkError"):
+        asyncio.run(meeting_in_vain())
