@@ -241,3 +241,19 @@ def test_a_parked_network_comes_back_untouched_and_its_adapter_stays(monkeypatch
         ]
     assert all(torch.equal(tensor, bits[name]) for name, tensor in network.state_dict().items())
     assert network[1].weight.data_ptr() == places["1.weight"]
+
+
+def test_a_network_that_could_not_leave_is_back_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: dict[int, str] = {}
+    network = nn.Linear(3, 3)
+
+    def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and len(places) == 1:
+            raise MemoryError("the host is full")
+        places[tensor.data_ptr()] = device.type
+        return tensor
+
+    monkeypatch.setattr(stored_embeddings, "moved", moved)
+    with pytest.raises(MemoryError), Parked(network, torch.device("cuda"), staying=[]).aside():
+        raise AssertionError("there was no room for a visit")
+    assert list(places.values()) == ["cuda", "cuda"]
