@@ -18,7 +18,8 @@ def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """
     device, shape = batch.latents.device, batch.latents.shape[1:]
     # Drawn on the CPU, so that a run gives the same numbers on every kind of device.
-    noise = torch.stack([torch.randn(shape, generator=generator(derive(seed, "noise"))) for seed in seeds])
+    sources = [generator(derive(seed, "noise")) for seed in seeds]
+    noise = torch.stack([torch.randn(shape, generator=source, dtype=torch.float32) for source in sources])
     noise = upload(noise, device)
     weight = expand(batch.sigma.float(), noise)
     return noise, (1.0 - weight) * batch.latents.float() + weight * noise

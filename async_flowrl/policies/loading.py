@@ -14,7 +14,7 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 """A pipeline's names of them."""
 ONE_AT_A_TIME = threading.Lock()
 """diffusers, transformers and peft switch process-wide defaults while they build a model: threads of one process must
-take turns."""
+take turns, and one that computes meanwhile must name the dtype of every tensor that it makes of numbers."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class DiffusersEngine:
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
         """Standard normal [n, ...] float32 on the device, row i from generator i of the host."""
-        drawn = torch.empty(len(sources), *shape, pin_memory=self.device.type == "cuda")
+        drawn = torch.empty(len(sources), *shape, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         for row, source in zip(drawn, sources, strict=True):
             torch.randn(shape, generator=source, out=row)
         return upload(drawn, self.device)

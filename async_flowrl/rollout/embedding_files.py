@@ -10,16 +10,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.numpy import load, save
 
+from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.types import Asked, Conditioning
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""To be raised when a family encodes otherwise, or when the files change."""
+"""To be raised when the files change, or when a family encodes otherwise by code that is not in its own module."""
 DIGEST_BYTES = 32
 ENCODER_FOLDERS = ("text_encoder", "tokenizer")
 """Beginnings of the names of a diffusers model's folders that embeddings depend on."""
@@ -56,15 +58,18 @@ class EmbeddingFiles:
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
             found: Conditioning = load(body)
-            return found
+            return {name: found[name] for name in sorted(found)}
         logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
         return None
 
     def write(self, asked: Asked, conditioning: Conditioning) -> None:
-        """Raises OSError, naming the file, where there is no room for it."""
-        body, path = save(dict(conditioning), metadata={"made_of": self._key(asked)}), self.path(asked)
+        """Raises OSError, naming the file, where there is no room for it. A folder that was deleted is made again."""
+        # `save` writes memory as it lies there: an array in another order than C's would come back permuted.
+        arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
+        body, path = save(arrays, metadata={"made_of": self._key(asked)}), self.path(asked)
         work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             work.write_bytes(hashlib.sha256(body).digest() + body)
             work.replace(path)
         except OSError as error:
@@ -84,7 +89,8 @@ def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, 
     """Hexadecimal SHA-256 of all that an embedding's bits depend on besides its prompt.
 
     That is the bytes of every file of text encoders and tokenizers in the model's folder (a second or so per GB), dtype
-    and longest prompt, the packages that compute, and the device with the kernels that it takes.
+    and longest prompt, the source of the model family and the packages that compute, and the device with the kernels
+    that it takes.
     """
     cuda = device.type == "cuda"
     where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
@@ -92,7 +98,7 @@ def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, 
     return _digest(
         {
             "format": FORMAT,
-            "family": model.family,
+            "family": [model.family, source_digest(model.family)],
             "dtype": model.dtype,
             "max_sequence_length": model.max_sequence_length,
             "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],

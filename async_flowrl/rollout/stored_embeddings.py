@@ -114,10 +114,10 @@ class Parked:
         if self._device.type == "cpu":
             yield
             return
-        for tensor in self._tensors:
-            tensor.data = moved(tensor.data, torch.device("cpu"))
-        _free()
         try:
+            for tensor in self._tensors:
+                tensor.data = moved(tensor.data, torch.device("cpu"))
+            _free()
             yield
         finally:
             for tensor in self._tensors:

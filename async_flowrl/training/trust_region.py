@@ -140,7 +140,7 @@ def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
 def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch:
     """`clean` [B, ...] brought to the level of `step`; no transition was recorded: `next_latents` mean nothing."""
     generator = torch.Generator().manual_seed(derive(seed, "kl", step))
-    noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+    noise = torch.randn(clean.shape, generator=generator, dtype=torch.float32).to(clean.device)
     sigma, after = (like.sigmas[place].expand(len(clean)) for place in (step, step + 1))
     latents = expand(1.0 - sigma, clean) * clean + expand(sigma, clean) * noise
     steps = torch.full_like(like.steps, step)

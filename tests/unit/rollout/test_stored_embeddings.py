@@ -13,7 +13,7 @@ from torch import nn
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
-from async_flowrl.rollout import stored_embeddings
+from async_flowrl.rollout import embedding_files, stored_embeddings
 from async_flowrl.rollout.embedding_files import DIGEST_BYTES, EmbeddingFiles, encoder_digest
 from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
 from async_flowrl.types import Asked, Conditioning, Wording
@@ -91,6 +91,27 @@ def test_a_damaged_or_foreign_file_is_made_again(
     assert written[:DIGEST_BYTES] == hashlib.sha256(written[DIGEST_BYTES:]).digest()
 
 
+def test_arrays_come_back_as_they_were_however_they_lay_in_memory(tmp_path: Path) -> None:
+    """safetensors writes memory as it lies there, and lists what it reads in an order of the moment."""
+    files = EmbeddingFiles(tmp_path, "e" * 64)
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    written = {"transposed": table.T, "every_other": table[:, ::2], "mask": table[0] > 1, "none": table[:0]}
+    files.write(RED, written)
+    found = files.read(RED)
+    assert found is not None and list(found) == sorted(written)
+    for name, array in written.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+
+
+def test_the_folder_may_be_deleted_at_any_time(tmp_path: Path) -> None:
+    scribe = Scribe()
+    embeddings = stored(tmp_path, scribe)
+    embeddings.encode([RED])
+    shutil.rmtree(tmp_path)
+    embeddings.encode([RED])
+    assert scribe.encoded == [RED, RED] and EmbeddingFiles(tmp_path, "e" * 64).read(RED) is not None
+
+
 def test_workers_share_out_what_comes_first(tmp_path: Path) -> None:
     scribes = [Scribe(), Scribe()]
     coming = prompts(10)
@@ -158,7 +179,7 @@ def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path) -> 
     assert not tiny_policy(parts="cached").text_encoders
 
 
-def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path) -> None:
+def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resolve_model(ModelConfig(dtype="float32"))
     folder = tmp_path / "model"
     shutil.copytree(model.path, folder)
@@ -178,7 +199,10 @@ def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path) -> None:
     shutil.copytree(Path(model.path) / "text_encoder", folder / "text_encoder", dirs_exist_ok=True)
     (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
     others.append(digest())
-    assert len({base, *others}) == 6
+    with monkeypatch.context() as edited:
+        edited.setattr(embedding_files, "source_digest", lambda family: f"{family}'s code, edited")
+        others.append(digest())
+    assert len({base, *others}) == 7
     shutil.copytree(Path(model.path) / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     flip(next((folder / "transformer").glob("*.safetensors")))
     assert digest() == base, "the transformer encodes nothing"
@@ -217,3 +241,19 @@ def test_a_parked_network_comes_back_untouched_and_its_adapter_stays(monkeypatch
         ]
     assert all(torch.equal(tensor, bits[name]) for name, tensor in network.state_dict().items())
     assert network[1].weight.data_ptr() == places["1.weight"]
+
+
+def test_a_network_that_could_not_leave_is_back_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: dict[int, str] = {}
+    network = nn.Linear(3, 3)
+
+    def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and len(places) == 1:
+            raise MemoryError("the host is full")
+        places[tensor.data_ptr()] = device.type
+        return tensor
+
+    monkeypatch.setattr(stored_embeddings, "moved", moved)
+    with pytest.raises(MemoryError), Parked(network, torch.device("cuda"), staying=[]).aside():
+        raise AssertionError("there was no room for a visit")
+    assert list(places.values()) == ["cuda", "cuda"]
