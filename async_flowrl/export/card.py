@@ -63,7 +63,9 @@ def _title(source: Source, out: Path) -> str:
 def _origin(source: Source, base: str | None) -> str:
     made = base or _unpublished(source)
     if source.whole is not None:
-        what = f"The transformer of {made}, all of its weights trained"
+        frozen = [] if source.config is None else source.config.full.freeze
+        which = f"its weights but {', '.join(f'`{each}`' for each in frozen)}" if frozen else "all of its weights"
+        what = f"The transformer of {made}, {which} trained"
     else:
         lora = source.lora
         what = f"A LoRA (rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers) for {made}, trained"

@@ -215,15 +215,14 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     found = []
     full = config.tune == FULL
     if title != ROLLOUT and not full:
-        if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
-            found.append(Change("trainer.shard", "full"))
-        if trainer.shard != "none":
-            found.append(Change("trainer.num_workers", 2 * trainer.num_workers))
+        found += _shared(config)
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
         found += [Change("rollout.text_encoder", where) for where in left]
     if title != ROLLOUT and not trainer.cpu_offload and not full:
         found.append(Change("trainer.cpu_offload", True))
+    if title != ROLLOUT and full and trainer.num_workers > 1:
+        found.append(Change("trainer.num_workers", 1))  # a lone rank needs no sum beside its own
     if config.model.dtype == "float32":
         found.append(Change("model.dtype", "bfloat16"))
     if config.lora.rank > 1 and not full:
@@ -236,6 +235,16 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
             for gpus in (2, 4, 8)
             if gpus > rollout_ranks(config)
         ]
+    return found
+
+
+def _shared(config: Config) -> list[Change]:
+    """Ways to have more trainer ranks share the base."""
+    trainer, found = config.trainer, []
+    if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
+        found.append(Change("trainer.shard", "full"))
+    if trainer.shard != "none":
+        found.append(Change("trainer.num_workers", 2 * trainer.num_workers))
     return found
 
 

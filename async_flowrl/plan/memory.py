@@ -121,7 +121,8 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     """Pinned: of an offloaded base, or with tune=full of the versions that are sent and may be sent again. (An
     adapter's are small.)"""
     if model.full:
-        return (config.live_versions + 2) * model.version_bytes
+        streams = 2 if config.trainer.ema_decay is not None else 1
+        return streams * (config.live_versions + 2) * model.version_bytes
     return _share(config, model) if config.trainer.cpu_offload else 0
 
 
@@ -149,9 +150,7 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
         "optimizer": 2 * vector,
-        # int64, of several ranks beside the whole, because a sum outlives a reduction that breaks off; what was used
-        # holds the weights before the step.
-        "sum of the gradients": (2 if trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES,
+        "sum of the gradients": _sum_bytes(config, model),
         "versions of the adapter": versions * model.version_bytes + masters * vector,
         "activations": activations,
     }
@@ -159,6 +158,14 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
         parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else _share(config, model))
         parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
     return Footprint(parts)
+
+
+def _sum_bytes(config: Config, model: MetaModel) -> int:
+    """Of int64; of several ranks beside the whole, because a sum outlives a reduction that breaks off.
+
+    What was used holds the weights before the step.
+    """
+    return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
 
 
 def _full_parts(config: Config, model: MetaModel, activations: int, versions: int, masters: int) -> dict[str, int]:
@@ -171,7 +178,7 @@ def _full_parts(config: Config, model: MetaModel, activations: int, versions: in
         "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
         "masters and their gradient": 2 * vector,
         "optimizer": 2 * vector,
-        "sum of the gradients": model.adapter_parameters * INT64_BYTES,
+        "sum of the gradients": _sum_bytes(config, model),
         "versions of the weights": (versions + reference) * model.version_bytes + masters * vector,
         "activations": activations,
     }

@@ -307,6 +307,12 @@ class TrainerWorker:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
         checkpoint = read_checkpoint(Path(path))
         check_revision(checkpoint.trainer, self.model, path)
+        if odd := sorted(checkpoint.tensors["weights"].keys() ^ self._live().keys()):
+            raise ValueError(
+                f"checkpoint {path} is of a run that trained other tensors: {odd[0]} is only in one of them "
+                f"({len(odd)} names differ); tune, full.freeze, lora.targets and the model must be as they were, or "
+                "output_dir another"
+            )
         self._restore(checkpoint)
         return cast("int", checkpoint.trainer["version"])
 

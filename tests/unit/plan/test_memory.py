@@ -15,13 +15,15 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import DEVICE_BYTES, plan_memory, trainer_footprint, training_peak
+from async_flowrl.plan.memory import DEVICE_BYTES, host_bytes, plan_memory, trainer_footprint, training_peak
 from async_flowrl.plan.memory_report import describe
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.sd3 import SD3Policy
 from async_flowrl.tickets.arithmetic import ticket_bytes
+from async_flowrl.training.exact import ExactSum
+from async_flowrl.training.fsdp import World
 from tests.support.families import NAMES, adapted, how
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +87,26 @@ def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: str) 
     training_peak(config, live, device="cpu")  # what is made once and kept, rotary tables say, is made before
     counted, expected = training_peak(config, planned), training_peak(config, live, device="cpu")
     assert counted == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks: int) -> None:
+    config = compose_config("one_step_off", ["model=tiny", f"tune={tune}", f"trainer.num_workers={ranks}"])
+    model = build_meta_model(config)
+    planned = trainer_footprint(config, model, DEVICE_BYTES).parts["sum of the gradients"]
+    total = ExactSum(model.adapter_parameters, torch.device("cpu"))
+    total.reduce(World(0, ranks))
+    of_gradients = slice(model.adapter_parameters)  # behind them is the account
+    assert sum({t.data_ptr(): t[of_gradients].nbytes for t in (total._values, total._whole)}.values()) == planned
+
+
+def test_each_stream_of_whole_weights_pins_its_versions() -> None:
+    config = compose_config("one_step_off", ["model=tiny", "tune=full", "trainer.ema_decay=null"])
+    model = build_meta_model(config)
+    alone = host_bytes(config, model)
+    config.trainer.ema_decay = 0.9
+    assert host_bytes(config, model) == 2 * alone > 0
 
 
 @pytest.mark.slow

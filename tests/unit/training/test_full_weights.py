@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
+from async_flowrl.export.card import Extras, write_card
+from async_flowrl.export.source import Source
 from async_flowrl.policies.tuning import trained_names
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.worker import TrainerWorker
@@ -139,6 +141,27 @@ def test_frozen_parameters_stay_and_are_not_sent() -> None:
     for name in frozen:
         assert torch.equal(start[name], worker.policy.transformer.get_parameter(name))
     assert {entry.name for entry in worker.sender.policy.layout.entries} == names
+
+
+def test_a_checkpoint_of_other_trained_tensors_is_refused_with_a_cure(tmp_path: Path) -> None:
+    config = full_config()
+    one = rig.trainer(config)
+    one.snapshot()
+    path = one.save(str(tmp_path), {})
+    config.full.freeze = ["*norm*"]
+    with pytest.raises(ValueError, match=r"trained other tensors: .*norm.* tune, full.freeze, .* must be as they were"):
+        rig.trainer(config).restore(path)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "said"),
+    [([], "all of its weights trained"), (["*norm*", "img_in.*"], "its weights but `*norm*`, `img_in.*` trained")],
+)
+def test_a_model_card_says_what_was_frozen(tmp_path: Path, freeze: list[str], said: str) -> None:
+    config = full_config()
+    config.full.freeze = freeze
+    source = Source({}, config.model, config, None, 3)
+    assert said in write_card(tmp_path, source, Extras({})).read_text()
 
 
 NAMES: Mapping[str, None] = dict.fromkeys(["norm.weight", "proj.bias", "proj.weight"])
