@@ -96,6 +96,7 @@ def test_an_existing_cluster_is_joined_as_ray_does_it(monkeypatch: pytest.Monkey
         calls.append((arguments, sorted(options), [getattr(Node, name) for name in UNUSED] == before))
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise a head is asked that may have ended long ago
     ray_session.RaySession([], "auto")
     assert calls == [(("auto",), ["job_config", "log_to_driver", "logging_level"], True)]
 
