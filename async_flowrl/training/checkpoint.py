@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
-_NAME = re.compile(r"step_(\d+)")
 _WORK = ".unfinished-"
+_REPLACED = ".replaced-"
+"""Prefix of a checkpoint's name while another one of the same step takes its place."""
+_NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
 
 
 class DamagedCheckpoint(ValueError):
@@ -53,29 +55,52 @@ class Checkpoint:
 def write_checkpoint(
     directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
 ) -> Path:
-    """Writes `directory`/step_N, whole or not at all; removes all but the newest `keep` up to it and those to spare.
+    """Writes `directory`/step_N, N being `step`, and returns its path; the checkpoint appears whole or not at all.
 
-    Every file is synced before the rename and the directory after it; an older checkpoint of the same step gives way.
+    Of the older checkpoints the newest `keep` - 1 stay, and those whose step is in `spare`; newer ones are removed,
+    because a return to an earlier step has ended their history. Another checkpoint of the same step is replaced. Every
+    file is synced before the rename, and the directory after it.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    put_back_replaced(directory)
     _remove_unfinished(directory)
     work = directory / f"{_WORK}{uuid.uuid4().hex}"
     work.mkdir()
     _write_parts(work, checkpoint)
     target = directory / f"step_{step}"
     if target.exists():
-        target.rename(directory / f"{_WORK}replaced-{uuid.uuid4().hex}")
+        target.rename(directory / f"{_REPLACED}{target.name}")
     work.rename(target)
+    put_back_replaced(directory)
     _sync(directory)
     _write_latest(directory, target.name)
     newest_first = written(directory)
     position = newest_first.index(target)
-    # Newer ones belong to a history that a return to an earlier step has ended.
     older = [path for path in newest_first[position + keep :] if checkpoint_step(path) not in spare]
     for old in [*newest_first[:position], *older]:
         old.rename(directory / f"{_WORK}old-{uuid.uuid4().hex}")
     _remove_unfinished(directory)
     return target
+
+
+def put_back_replaced(directory: Path) -> None:
+    """Gives a checkpoint its name back if its writer ended before the replacement had it; otherwise removes it.
+
+    For the process that writes to the folder alone.
+    """
+    for replaced in directory.glob(f"{_REPLACED}*"):
+        if _original(replaced).exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(_original(replaced))
+
+
+def _is_replaced(path: Path) -> bool:
+    return path.name.startswith(_REPLACED)
+
+
+def _original(replaced: Path) -> Path:
+    return replaced.with_name(replaced.name.removeprefix(_REPLACED))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -133,7 +158,7 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """The newest sound checkpoint; damaged ones are skipped with a warning. None if there is none."""
+    """The valid checkpoint with the highest step, None if there is none. Damaged ones are skipped with a warning."""
     for path in written(directory):
         try:
             verify_checkpoint(path)
@@ -153,9 +178,13 @@ def checkpoint_step(path: Path) -> int:
 
 
 def written(directory: Path) -> list[Path]:
-    """Every checkpoint there, sound or not, newest first."""
+    """All checkpoints of a folder, valid or not, the highest step first.
+
+    If a writer ended while it replaced a checkpoint by another of the same step, the replaced one counts.
+    """
     entries = directory.iterdir() if directory.is_dir() else ()
-    checkpoints = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
+    named = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
+    checkpoints = [entry for entry in named if not (_is_replaced(entry) and _original(entry).exists())]
     return sorted(checkpoints, key=checkpoint_step, reverse=True)
 
 

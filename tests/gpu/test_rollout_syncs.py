@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.schema import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout import text_encoder, transfers
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.registry import PARTS
+from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
 from async_flowrl.seeds import generator
 from async_flowrl.types import RolloutRequest
 from tests.support.families import NAMES, how, model_config
@@ -147,7 +148,7 @@ def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str
     engine_of(family).generate(asked)  # tables that networks keep on the device once they have run
     held = {}
     made = {}
-    for where in PARTS:
+    for where in ("resident", "offload"):
         before = torch.cuda.memory_allocated()
         engine = engine_of(family, where)
         made[where] = engine.generate(asked), engine.encode(["another negative"])
@@ -162,6 +163,33 @@ def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str
     assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
     for name, value in negative[0].items():
         assert np.array_equal(value, other[0][name])
+
+
+@FAMILIES
+def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new prompt in mid-run has the frozen weights wait on the host while the text encoders have their place."""
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))
+    asked = ticket(family, 3.0)
+    new = replace(asked, prompt=replace(asked.prompt, text="blue"))
+    resident = engine_of(family)
+    expected = [resident.generate(each) for each in (asked, new)]
+    del resident
+    config = Config()
+    config.model, config.lora = model_config(family), LoraConfig(rank=4, alpha=10.0)
+    config.rollout.text_encoder = "cached"
+    config.model.dtype = "float32"
+    model = resolve_model(config.model)
+    embeddings = open_embeddings(config, model, "cuda", [])
+    assert embeddings is not None
+    engine, _ = load_engine(config, model, "cuda", embeddings)
+    made = [engine.generate(each) for each in (asked, new)]
+    assert {tensor.device.type for tensor in engine.live_tensors().values()} == {"cuda"}
+    for one, other in zip(expected, made, strict=True):
+        assert one.trajectory is not None and other.trajectory is not None
+        assert np.array_equal(one.images, other.images)
+        assert np.array_equal(one.trajectory.latents, other.trajectory.latents)
 
 
 def test_text_encoders_come_for_new_prompts_alone() -> None:

@@ -60,6 +60,31 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest is not None and float(read_checkpoint(newest).tensors["weights"]["b"][0]) == 3.0
 
 
+def test_a_writer_that_ends_while_it_replaces_a_checkpoint_leaves_the_one_it_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its two renames, with keep=1, so that there is no older one to go back to."""
+    write_checkpoint(tmp_path, 5, small(2.0), keep=1)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step_5":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(tmp_path, 5, small(3.0), keep=1)
+    left = find_checkpoint(tmp_path)
+    assert left is not None and checkpoint_step(left) == 5
+    assert float(read_checkpoint(left).tensors["weights"]["b"][0]) == 2.0
+    write_checkpoint(tmp_path, 5, small(4.0), keep=1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_5", "latest"}
+    newest = find_checkpoint(tmp_path)
+    assert newest is not None and float(read_checkpoint(newest).tensors["weights"]["b"][0]) == 4.0
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "no_manifest", "controller"])
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
