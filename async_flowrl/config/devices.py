@@ -1,4 +1,4 @@
-"""Which workers may share a GPU according to the configuration, and whether NCCL can then connect them.
+"""Checks of the workers that share a GPU according to the configuration, and of whether NCCL can then connect them.
 
 NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
 """

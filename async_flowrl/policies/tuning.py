@@ -1,4 +1,4 @@
-"""What of a transformer is trained, by `tune`: a LoRA attached to it, or its own parameters.
+"""The trained part of a transformer, by `tune`: a LoRA attached to it, or its own parameters.
 
 Trainer, rollout, plan and export ask here for names, dtypes and the binding probe of what is trained; nothing else in
 them knows which of the two it is.
