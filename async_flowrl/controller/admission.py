@@ -36,9 +36,9 @@ async def load_rollout(worker: Worker, *, seconds: float) -> str:
 
 
 def check_base(worker: Worker, digest: str, expected: str) -> None:
-    """Raises StartError unless the worker's base weights are the trainer's."""
+    """Raises StartError unless the worker's base weights are those that the run began with, the trainer's."""
     if digest != expected:
         raise StartError(
-            f"{worker.name} and the trainer hold different base weights ({digest} and {expected}): model.path or its "
-            "revision differs between nodes"
+            f"{worker.name} holds other base weights ({digest}) than the run began with ({expected}): model.path or "
+            "its revision differs between nodes, or its files have changed"
         )

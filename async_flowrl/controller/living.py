@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.admission import check_base
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.download import download_model, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
@@ -130,6 +131,5 @@ class Living:
         await download_model(model_of(self._group), [(worker, "transformer")], seconds=config.deadlines.download)
         async with deadline(config.deadlines.load, f"load: model of {worker.name}"):
             info = await worker.call("load", len(self._group.workers))
-        if info["base_digest"] != ctx.base_digest:
-            raise RuntimeError(f"{worker.name} has the base weights {info['base_digest']}, needs {ctx.base_digest}")
+        check_base(worker, info["base_digest"], ctx.base_digest)
         return worker

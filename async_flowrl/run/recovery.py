@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.config import exit_codes
-from async_flowrl.controller.admission import StartError
+from async_flowrl.controller.admission import check_base
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
@@ -137,8 +137,7 @@ async def recover(run: Run, before: Resume) -> Resume:
     ranks = loaders(trainers=trainer.workers)
     await download_model(run.prepared.model, ranks, seconds=config.deadlines.download)
     info = await load_trainer(config, trainer, run.trainers)
-    if info["base_digest"] != run.base_digest:
-        raise StartError(f"the new trainer's base weights are {info['base_digest']}, were {run.base_digest}")
+    check_base(trainer.workers[0], info["base_digest"], run.base_digest)
     async with asyncio.TaskGroup() as tasks:
         for worker in run.groups[ROLLOUT].workers:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
