@@ -18,7 +18,7 @@ _TEMPLATE = (
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory; its weights come from the global CPU generator."""
+    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
     entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
     tokenizer = Qwen2Tokenizer(
         vocab={entry: i for i, entry in enumerate(entries)},
