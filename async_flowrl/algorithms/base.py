@@ -93,7 +93,7 @@ class LossOutput:
     """The result of `loss`, per row; the trainer averages over the rows of the whole batch."""
 
     loss: Tensor
-    """[B] float32."""
+    """[B] float32, with gradients."""
     metrics: Mapping[str, Tensor]
     """Name → [B], averaged in float64 for the log. The share of kept gradients is made of two of them: `nonzero`, 1 for
     rows whose advantage is not 0, and `kept`, 1 for those of them whose gradient is not cut."""

@@ -44,10 +44,10 @@ class Architecture:
 
 _QWEN_IMAGE = Architecture(
     "qwen_image",
-    # The class's own defaults.
+    # The defaults of diffusers' class.
     {},
     {"_class_name": "AutoencoderKLQwenImage", "temperal_downsample": [False, True, True]},
-    # Qwen2.5-VL-7B.
+    # Parameters of Qwen2.5-VL-7B.
     8_292_166_656,
 )
 _SD35: Mapping[str, Any] = {"sample_size": 128, "attention_head_dim": 64, "qk_norm": "rms_norm"}
@@ -87,7 +87,7 @@ KNOWN: Mapping[str, Architecture] = {
         CLIP_L + T5_XXL,
     ),
     "Tongyi-MAI/Z-Image-Turbo": Architecture(
-        # Qwen3-4B without its output head.
+        # The text encoder is Qwen3-4B without its output head.
         "z_image",
         {},
         {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},

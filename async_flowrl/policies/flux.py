@@ -47,7 +47,7 @@ class FluxPolicy(PipelinePolicy):
         return bool(self._config.guidance_embeds)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """{"prompt_embeds": [L, D] of T5, padding attended to, "pooled_prompt_embeds": [P] of CLIP}."""
+        """Returns {"prompt_embeds": [L, D] from T5, padded without a mask, "pooled_prompt_embeds": [P] from CLIP}."""
         pipeline = self._whole("encode prompts")
         embeds, pooled, _ = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
         return {

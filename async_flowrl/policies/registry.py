@@ -162,7 +162,7 @@ def load_family(name: str) -> PolicyFamily:
     path = FAMILIES.get(name, name)
     try:
         family = resolve_name(path)
-    except Exception as error:  # whatever the module does when it is read
+    except Exception as error:  # importing a module can raise anything
         raise ValueError(f"model.family {path} cannot be imported: {in_one_line(error)}") from error
     try:
         return cast("PolicyFamily", family())

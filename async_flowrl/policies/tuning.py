@@ -64,7 +64,7 @@ def tuning_of(config: Config) -> Tuning:
 
 
 class LoraTuning:
-    """Trains a LoRA; the base model is frozen."""
+    """Trains a LoRA; the base model is frozen. Methods are as in `Tuning`."""
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class LoraTuning:
 
 
 class FullTuning:
-    """Trains all parameters of the transformer, except those whose names match a pattern of `freeze`."""
+    """Trains all parameters of the transformer, except those whose names match `freeze`. Methods are as in `Tuning`."""
 
     def __init__(self, freeze: Sequence[str]) -> None:
         self._freeze = tuple(freeze)

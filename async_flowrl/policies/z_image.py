@@ -75,6 +75,6 @@ class ZImageFamily(PipelineFamily):
 
     policy = ZImagePolicy
     pipeline, transformer = "ZImagePipeline", "ZImageTransformer2DModel"
-    # Of Z-Image-Turbo, as in the example of ZImagePipeline.__call__, diffusers 0.40.
+    # For Z-Image-Turbo, from the example of ZImagePipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 0.0
     usual_steps = 8

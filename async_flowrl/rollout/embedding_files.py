@@ -50,6 +50,7 @@ class EmbeddingFiles:
             ) from error
 
     def path(self, asked: Asked) -> Path:
+        """Returns the path of the file for `asked`, whether it exists or not."""
         return self.folder / f"{self._key(asked)}.safetensors"
 
     def read(self, asked: Asked) -> Conditioning | None:

@@ -63,7 +63,7 @@ class TicketTable:
         self._issued_steps = first_step
         self._next_evaluation = 0
 
-    # -- what the workers hold
+    # -- versions that the workers hold
 
     def join(self, worker: str) -> None:
         """Adds a worker that holds no version. It gets tickets after it has acknowledged a version."""
@@ -89,7 +89,7 @@ class TicketTable:
             held.evaluation = {version: digest}
             return
         if version < self.shape.version_for(self.step):
-            return  # a slow worker; no ticket names this version any more
+            return  # the worker was slow: no ticket needs this version any more
         if self.published.get(version) != digest:
             raise Refused(
                 f"{worker} acknowledged version {version} with digest {digest}, but {self.published.get(version)} "
@@ -294,6 +294,7 @@ class TicketTable:
 
     @property
     def issued(self) -> int:
+        """Number of training tickets issued since this start."""
         return (self._issued_steps - self.first_step) * self.shape.tickets_per_step
 
     def _issue(self, last_step: int) -> None:

@@ -27,7 +27,7 @@ class State(StrEnum):
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
 EVALUATION_SHARE = 4
-"""Every EVALUATION_SHARE-th ticket (or batch of them) a worker takes is an evaluation ticket, if one is waiting."""
+"""Of 4 tickets (or batches of them) that a worker starts, one is an evaluation ticket, if one waits."""
 
 
 class Refused(RuntimeError):
@@ -41,6 +41,7 @@ class Shape:
     tickets_per_group: int
     groups_per_step: int
     total_steps: int
+    """Number of training steps of the run."""
     max_staleness: int
 
     @property

@@ -47,7 +47,7 @@ def stream_base(
             whole.copy_(stored[name])
         dist.broadcast(whole, 0)
         _place(target, whole, world)
-        del whole  # before the next one is made: only one of them at a time
+        del whole  # frees its memory before the next tensor is created
 
 
 def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:

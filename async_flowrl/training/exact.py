@@ -101,6 +101,7 @@ class ExactSum:
         self._account = Account()
 
     def begin(self) -> None:
+        """Sets the sum to zero and the account to empty."""
         self._values.zero_()
         self._account = Account()
 

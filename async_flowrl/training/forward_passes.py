@@ -96,6 +96,7 @@ class ForwardPasses:
             self._proximal[group.meta.group, part.part] = self.predict(group, self.batches(group, part))
 
     def forget_proximal(self) -> None:
+        """Frees the proximal predictions at the end of a batch."""
         self._proximal.clear()
 
     def predict_frozen(

@@ -72,7 +72,7 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_byte
     """
     trainer = config.trainer
     if config.tune == FULL:
-        return False  # each rank steps all of the weights
+        return False  # each rank updates all weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 
 _COMPARED = 1 << 26
-"""Elements of two versions that are compared at a time: the result takes a byte for each."""
+"""Number of elements of two versions that are compared at a time; the comparison needs one byte per element."""
 
 
 class Versions:
@@ -36,6 +36,7 @@ class Versions:
 
     @property
     def newest(self) -> int:
+        """The newest version."""
         return max(self._retained)
 
     @property

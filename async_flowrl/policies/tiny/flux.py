@@ -1,4 +1,4 @@
-"""A tiny random FLUX.1-dev: double- and single-stream blocks, embedded guidance."""
+"""Builds a tiny random FLUX.1-dev: double- and single-stream blocks, and the guidance scale as network input."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A tiny random Qwen-Image: a tokenizer that knows the prompt template, a text encoder, a network and a video VAE."""
+"""Builds a tiny random Qwen-Image: tokenizer, text encoder, transformer and a video VAE."""
 
 import json
 from typing import Any

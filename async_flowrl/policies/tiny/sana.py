@@ -1,4 +1,4 @@
-"""A tiny random SANA: linear attention over the image, cross-attention to Gemma's text, a deep-compression VAE."""
+"""Builds a tiny random SANA: a transformer with linear attention, a Gemma text encoder, a deep-compression VAE."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A tiny random Stable Diffusion 3.5: three text encoders, dual attention in the first block."""
+"""Builds a tiny random Stable Diffusion 3.5: three text encoders, and dual attention in the first block."""
 
 from typing import Any
 

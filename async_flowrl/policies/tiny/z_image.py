@@ -1,4 +1,4 @@
-"""A tiny random Z-Image: one refiner block for the image, one for the text, then the main layers."""
+"""Builds a tiny random Z-Image: one refiner block for the image, one for the text, then the main layers."""
 
 from typing import Any
 
