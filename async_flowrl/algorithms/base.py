@@ -149,7 +149,11 @@ class Algorithm(Protocol):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput:
-        """Returns loss and metrics per row; the module's docstring says what the four predictions are."""
+        """Returns loss and metrics per row; the module's docstring says what the four predictions are.
+
+        With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
+        batch, and reads only the metric `log_prob_gap`.
+        """
         ...
 
 

@@ -27,7 +27,7 @@ class State(StrEnum):
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
 EVALUATION_SHARE = 4
-"""Of 4 tickets (or batches of them) that a worker starts, one is an evaluation ticket, if one waits."""
+"""Every fourth ticket (or batch of tickets) that a worker starts is an evaluation ticket, if one waits."""
 
 
 class Refused(RuntimeError):
