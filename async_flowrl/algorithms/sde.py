@@ -1,8 +1,9 @@
 """Denoising steps: the distribution of the next latents x' given x, and log-probs. Rollout and training both call it.
 
 Conventions: x_s = (1 - s) x0 + s eps at noise level s, the network predicts v = eps - x0, the step goes from s to
-s' < s, and h = s - s'. A noisy step draws x' from N(mean, std² I); std includes the factor sqrt(h). Latents [B, ...]
-may have any shape. Arithmetic is float32, means over latent elements are float64.
+s' < s, and h = s - s'. A noisy step draws x' from N(mean, std² I); std is that of the whole step (for sde and dance_sde
+it includes the factor sqrt(h)). Latents [B, ...] may have any shape. Arithmetic is float32, means over latent elements
+are float64.
 """
 
 import math

@@ -55,7 +55,8 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """The LoRA that tune=lora trains; the base model is frozen. With tune=full these settings have no effect."""
+    """The LoRA that tune=lora trains; the base model is frozen. With tune=full these settings have no effect, and path
+    must be null."""
 
     rank: int = setting(8, at_least=1)
     """Inner dimension of the LoRA's two matrices; a larger one can express more, and more bytes are sent."""
