@@ -293,6 +293,6 @@ def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], devic
     """Returns True if the two branches of guidance need two forward passes: on CUDA, for texts of different lengths.
 
     In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
-    change text positions, so the results are mathematically equal. A CPU has no flash attention.
+    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
     """
     return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
