@@ -8,7 +8,7 @@ from async_flowrl.types import Scores
 
 @dataclass
 class RewardCalls:
-    """Counts retries and failures for the training groups scored in this attempt, i.e. since the last start or recovery.
+    """Counts retries and failures for the training groups scored since the last start or recovery of the run.
 
     Scores that were read from scores.jsonl are not counted.
     """

@@ -31,7 +31,7 @@ class StepStatistics:
         self.updates: list[UpdateStats] = []
 
     def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
-        """Adds a group with its tickets and one advantage per image; `scores` is None if `reward.on_error` skipped it."""
+        """Adds a group, with one advantage per image; `scores` is None if `reward.on_error` skipped it."""
         if scores is None:
             self.skipped += len(tickets)
             return
