@@ -32,15 +32,12 @@ class StoreTooSmall(ResourcesMissing):
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one worker in a reservation."""
+    """The place of worker `index` of a pool: the index of a bundle in its reservation, and its share of the bundle."""
 
     pool: str
     index: int
-    """Index of the worker in its pool."""
     bundle: int
-    """Index of the bundle in the reservation."""
     share: Resources
-    """The part of the bundle that this worker gets."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +204,7 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
 
 
 def fewest_gpus(shares: Iterable[float]) -> float:
-    """Returns the smallest number of GPUs on which these shares may fit.
-
-    A whole number takes that many GPUs alone. A fraction must lie on one GPU, so two fractions above 0.5 need two GPUs.
-    """
+    """Returns a lower bound of the GPUs for these shares: no GPU is shared by whole shares, or two fractions > 0.5."""
     asked = [share for share in shares if share > 0]
     whole = sum(share for share in asked if share >= 1)
     fractions = [share for share in asked if share < 1]
@@ -234,10 +228,7 @@ def _too_much(reservations: Sequence[Reservation], name: str, least: float, exis
 
 
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
-    """Returns STRICT_PACK if one node has enough free resources for all bundles, else PACK.
-
-    `free` holds the free resources of each node.
-    """
+    """Returns STRICT_PACK if `free`, the free resources of each node, has one with room for all bundles, else PACK."""
     asked = totals(reservation.bundles)
     one = any(holds(node, asked) for node in free)
     return STRICT_PACK if one else PACK
@@ -253,10 +244,7 @@ def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
 
 
 def check_store(needed: int, nodes: Sequence[Resources]) -> None:
-    """Raises StoreTooSmall if the nodes' object stores together hold less than `needed` bytes.
-
-    Ray would write the excess to disk, which would slow the run down very much.
-    """
+    """Raises StoreTooSmall if the nodes' object stores together hold less than `needed` bytes."""
     exists = totals(nodes)["object_store_memory"]
     if needed > exists:
         raise StoreTooSmall(
