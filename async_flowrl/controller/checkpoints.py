@@ -63,7 +63,11 @@ class Checkpoints:
         self._inputs = inputs_of(self.requests)
 
     def due(self, version: int) -> bool:
-        """Returns True every `save.every` versions, for the last version, and for one that may become the best one."""
+        """Returns True if `version` must have a checkpoint.
+
+        This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`),
+        it also holds for every version that is evaluated.
+        """
         every = self.config.save.every
         evaluated = best_curve(self.config) is not None and evaluation_due(self.config, version)
         return evaluated or version == self.config.total_steps or (every > 0 and version % every == 0)
@@ -81,10 +85,10 @@ class Checkpoints:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def save(self, table: TicketTable, version: int) -> None:
-        """Copies the trainer's state aside and starts to write it; returns after the copy. Does nothing if it is saved.
+        """Starts the checkpoint of `version`, unless it is saved already; returns when the trainer's state is copied.
 
-        The trainer waits only for the copy. Only one checkpoint is written at a time, so this call first waits for the
-        one before. Raises the errors of `written`, or DeadlineExceeded if the copy takes longer than
+        The copy is written during the next updates. Only one checkpoint is written at a time, so this call first waits
+        for the one before. Raises the errors of `written`, and DeadlineExceeded if the copy takes longer than
         `deadlines.update`.
         """
         await self.written()

@@ -212,7 +212,7 @@ class Context:
     departures: Departures = field(default_factory=Departures)
     """The rollout workers that must leave the pool, e.g. because their node ends."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """The rollout workers that have joined the pool during the run and do not get tickets yet."""
+    """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     work: Signal = field(default_factory=Signal)
     """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
     ready: Signal = field(default_factory=Signal)
