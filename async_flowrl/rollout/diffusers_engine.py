@@ -1,7 +1,7 @@
 """The reference rollout engine: runs a diffusers network in its own denoising loop, in float32 outside the network."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,10 @@ class _Plan:
     points: tuple[int, ...]
     """Indices of the noise levels whose latents are recorded."""
 
+    def shape(self, images: int) -> Hashable:
+        """The key of one denoising step of so many images: steps with equal keys take equally many FLOPs."""
+        return self.request.sampling, images, _shapes(self.positive), _shapes(self.negative or {})
+
 
 class DiffusersEngine:
     """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal requests give equal bits.
@@ -116,17 +120,21 @@ class DiffusersEngine:
         plan = self._plan(request)
         size = self.batch_size or len(request.images)
         parts = [range(start, min(start + size, len(request.images))) for start in range(0, len(request.images), size)]
-        shape = request.sampling, len(request.images), _shapes(plan.positive), _shapes(plan.negative or {})
-        with self._meter.measure(shape):
-            chunks = [self._denoise(plan, images) for images in parts]
-            trajectory = self._finish(plan, chunks)
+        chunks = [self._denoise(plan, images) for images in parts]
+        trajectory = self._finish(plan, chunks)
         denoised = time.time()
         decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
         images = download([torch.cat(decoded)], self.device)[0].numpy()
-        generated = Span("generate", begun, denoised, self._meter.flops(shape))
+        generated = Span("generate", begun, denoised, self._flops(plan, parts))
         made = None if trajectory is None else images.nbytes + trajectory.nbytes
         spans = (generated, Span("decode", denoised, time.time(), bytes=made))
         return Rollout(images, trajectory, spans)
+
+    def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
+        """FLOPs of all denoising steps; one step per shape was measured, and the others take as many."""
+        each = [self._meter.flops(plan.shape(len(images))) for images in parts]
+        known = [flops for flops in each if flops is not None]
+        return plan.request.sampling.num_inference_steps * sum(known) if len(known) == len(each) else None
 
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
@@ -177,7 +185,8 @@ class DiffusersEngine:
         """Returns the next latents [n, ...] and, if the step is noisy, their log-prob [n] float32."""
         sampling, n = plan.request.sampling, len(latents)
         sigma, sigma_next = (plan.levels[i].expand(n) for i in (step, step + 1))
-        velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
+        with self._meter.measure(plan.shape(n)):
+            velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
         if step not in plan.noisy:
             return sde.ode_step(latents, velocity, sigma, sigma_next), None
         transition = sde.transition(
