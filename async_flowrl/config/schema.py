@@ -271,9 +271,9 @@ class TrainerConfig:
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base: full (FSDP2: a share each, gathered block by block), none (each all of
     it, nothing to gather: then a rank that dies costs its share of one step), hybrid (every shard_size ranks hold it
-    once between them), or auto: none on CPUs, and where it takes with the adapter and its optimizer at most 60 % of a
-    GPU's memory (twice where placement=colocated has a rollout worker hold it there, too); elsewhere full, or hybrid
-    over the ranks of a node where workers_per_node says how many these are."""
+    once between them), or auto: none on CPUs, with placement=shared, and where it takes with the adapter and its
+    optimizer at most 60 % of a GPU's memory (twice where placement=colocated has a rollout worker hold it there, too);
+    elsewhere full, or hybrid over the ranks of a node where workers_per_node says how many these are."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that hold the base once between them with shard=hybrid, those of a node for example; must divide
     num_workers."""
@@ -519,8 +519,9 @@ class Config:
     resume: str = setting("never", changes=NOTHING)
     """never, auto (newest checkpoint in output_dir), force (the same, and other prompts or another configuration than
     the checkpoint's are a warning instead of a refusal), or a checkpoint's path."""
-    placement: str = setting("separate", choices=("separate", "colocated"), changes=NOTHING)
-    """separate pools, or colocated (rollout and trainer share a device; max_staleness 0 only)."""
+    placement: str = setting("separate", choices=("separate", "shared", "colocated"), changes=NOTHING)
+    """separate pools; shared (each process samples and trains, on one copy of the base, whichever is next); or
+    colocated (a process of each kind on every device, with a base each; max_staleness 0 only)."""
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
     """Seconds after which the run checkpoints and exits with the resumable code; null = no limit."""
     allow_oom: bool = setting(False, changes=NOTHING)

@@ -180,6 +180,8 @@ class Context:
     """Which rollout workers are to leave."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """Which rollout workers have come and do not serve yet."""
+    training: set[int] = field(default_factory=set)
+    """Rollout workers, by index, whose process trains now (`placement=shared`)."""
     work: Signal = field(default_factory=Signal)
     """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

@@ -8,6 +8,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
 from async_flowrl.policies.tiny.build import cache_dir
@@ -18,7 +19,6 @@ from async_flowrl.rollout.embedding_files import EmbeddingFiles, encoder_digest
 from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
 from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.types import Asked
-from checkpoint_engine import base_digest
 
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 """`rollout.text_encoder` to the parts of the model that are loaded."""
@@ -51,11 +51,15 @@ def open_embeddings(
 
 
 def load_engine(
-    config: Config, model: ResolvedModel, device: str, embeddings: StoredEmbeddings | None = None
+    config: Config,
+    model: ResolvedModel,
+    device: str,
+    embeddings: StoredEmbeddings | None = None,
+    base: OneBase | None = None,
 ) -> tuple[RolloutEngine, str]:
     """The engine, ready for versions of what is trained, and the base's digest, to be compared with the trainer's.
 
-    `embeddings` is what `open_embeddings` gave.
+    `embeddings` is what `open_embeddings` gave; `base`, that of a process that trains, too, is read on this device.
 
     Raises ValueError for an engine that is not installed.
     """
@@ -64,9 +68,9 @@ def load_engine(
 
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
-    policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
+    base = base or OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device)
+    policy, digest = base.policy, base.digest
     decode_by_parts(policy, config)
-    digest = base_digest(dict(policy.transformer.named_parameters()))
     tuning = tuning_of(config)
     tuning.attach(policy, config.seed)
     tuning.keep_compute_copies(policy.transformer)

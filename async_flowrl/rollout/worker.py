@@ -20,6 +20,7 @@ from async_flowrl.observability.delays import debug_delay
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
@@ -49,11 +50,20 @@ class RolloutWorker:
     """Holds max_staleness + 1 versions and one for evaluation; serves only versions it has verified."""
 
     def __init__(
-        self, config: Config, model: ResolvedModel, index: int, name: str, upcoming: Sequence[Asked] = ()
+        self,
+        config: Config,
+        model: ResolvedModel,
+        index: int,
+        name: str,
+        upcoming: Sequence[Asked] = (),
+        *,
+        base: OneBase | None = None,
     ) -> None:
-        """`upcoming`: what will be encoded, in the order of its need; with rollout.text_encoder=cached alone."""
+        """`upcoming`: what will be encoded, in the order of its need; with rollout.text_encoder=cached alone.
+        `base`: what it shares with the trainer rank of its process, where it has one there."""
         self.config, self.model, self.index, self.name = config, model, index, name
-        self._upcoming = upcoming
+        self._upcoming, self._base = upcoming, base
+        self.base_digest = ""
         self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
@@ -73,7 +83,7 @@ class RolloutWorker:
         starts_cuda_elsewhere = self.config.rollout.engine == "vllm_omni"
         if self.config.runtime.numa_binding and not starts_cuda_elsewhere:
             logger.info("NUMA: this worker %s", bind())
-        self.engine, digest = load_engine(self.config, self.model, device(), embeddings)
+        self.engine, self.base_digest = load_engine(self.config, self.model, device(), embeddings, self._base)
         tuning = tuning_of(self.config)
         self.receiver = Receiver(
             self.engine.live_tensors(),
@@ -83,7 +93,7 @@ class RolloutWorker:
             rank=tuning.rank,
         )
         self.collective = ReceivingEnd(self.receiver)
-        return {"base_digest": digest}
+        return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:
         """Activates `version` and returns what the live modules compute: the binding proof."""

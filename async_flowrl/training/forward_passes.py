@@ -9,7 +9,7 @@ All run with the same shapes, grad mode and code path, so equal weights give equ
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -50,6 +50,8 @@ class UpdateInputs:
     """Rollouts sample from a moving average, so even a sample of age 0 is not from the live weights."""
     reference: Tensor | None
     """Flat weights of the KL reference; None = the adapter off."""
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the network computes: where the process samples, too, no ticket is made inside."""
 
 
 @dataclass(frozen=True)

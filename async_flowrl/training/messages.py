@@ -77,6 +77,8 @@ class TrainRequest:
     """The tickets of `probe` that came along."""
     attempt: int = 0
     """With `finishes`: the plan's."""
+    more: bool = False
+    """Another call follows as soon as this one is answered: a worker that samples, too, begins no ticket before it."""
 
     def split(self) -> "list[TrainRequest]":
         """The same, group by group."""
