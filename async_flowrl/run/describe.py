@@ -96,7 +96,7 @@ def devices(prepared: Prepared) -> str:
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
-    shared = {"colocated": "; rollout and trainer share theirs", SHARED: "; the shared ones sample and train"}
+    shared = {"colocated": "; rollout and trainer share theirs", SHARED: "; each of shared samples and trains"}
     where = {"local": "threads of this process"}.get(config.runtime.backend, "")
     where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
     return f"{', '.join(said)}{shared.get(config.placement, '')} ({where})"
