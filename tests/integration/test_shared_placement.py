@@ -19,6 +19,9 @@ CASES = {
 }
 """Mode and a setting → further settings: every hand-over and depth, averaged policies, evaluations beside training."""
 
+DEFAULT = ("sync", "fully_async")
+"""The others repeat at length what the toys of tests/unit/shared do in virtual time."""
+
 
 def both(folder: Path, case: str, *more: str) -> tuple[Run, Run]:
     mode, *setting = case.split(" ")
@@ -26,7 +29,9 @@ def both(folder: Path, case: str, *more: str) -> tuple[Run, Run]:
     return train(folder / "separate", mode, *given), train(folder / "shared", mode, SHARED, *given)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
     separate, shared = both(tmp_path, case)
     assert shared.summary["placement"] == "shared"
@@ -38,6 +43,7 @@ def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
     assert evaluated[0] == evaluated[1]
 
 
+@pytest.mark.slow
 def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
     run = train(tmp_path, "one_step_off", SHARED, "ticket_size=2", *DELAYS)
     busy = {
