@@ -1,11 +1,13 @@
 """`placement=shared`: the weights of separate pools, bit for bit, from one process that samples and trains."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.observability.intervals import intersect, length, union
-from tests.integration.runs import DELAYS, Run, train, train_here_on_ray
+from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
 
 SHARED = "placement=shared"
 CASES = {
@@ -71,3 +73,21 @@ def test_two_processes_that_sample_and_train(tmp_path: Path) -> None:
     for pool, name in (("rollout", "generate"), ("trainer", "backward")):
         busy = {e["worker"] for e in shared.events if e["event"] == "span" and e["name"] == name}
         assert busy == {f"{pool}-0", f"{pool}-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.parametrize(("killed", "told"), [("trainer-1", "recomputed"), ("trainer-0", "rollback")])
+def test_a_killed_process_that_samples_and_trains(tmp_path: Path, killed: str, told: str) -> None:
+    given = ("total_steps=8", "ticket_size=2", "trainer.micro_batch_size=2", "save.every=2")
+    pools = ("trainer.num_workers=2", "rollout.num_workers=2")
+    calm = train(tmp_path / "calm", "one_step_off", *given)
+    process = start(tmp_path / "run", "one_step_off", SHARED, *given, *pools)
+    wait_until(process, lambda: len(Run(tmp_path / "run").metrics) >= 3, "three steps were trained")
+    pids = {e["worker"]: e["pid"] for e in Run(tmp_path / "run").events if e["event"] == "worker"}
+    os.kill(pids[killed], signal.SIGKILL)
+    finish(process, 0)
+    run = Run(tmp_path / "run")
+    assert run.digest == calm.digest and run.column("reward/mean") == calm.column("reward/mean")
+    assert {killed, killed.replace("trainer", "rollout")} <= {e["worker"] for e in run.events if e["event"] == "fault"}
+    assert told in {event["event"] for event in run.events}
