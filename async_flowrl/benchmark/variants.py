@@ -1,6 +1,7 @@
 """Variants that the benchmark compares: every mode on the same devices, with equal settings and images per step.
 
-The rollout and trainer pools are either colocated, sharing all devices, or separate, with devices of their own.
+The rollout and trainer pools are colocated, sharing all devices, separate, with devices of their own, or one pool of
+workers that do both.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 
-BASELINE, COLOCATED = "sync separate", "sync colocated"
+BASELINE, COLOCATED, SHARED = "sync separate", "sync colocated", "one_step_off shared"
 NOTHING_BUT_TRAINING = (
     "evaluate.before_training=false",
     "evaluate.every=0",
@@ -96,12 +97,13 @@ def colocated(machine: Machine, config: Config) -> list[Variant]:
 
 
 def separate(machine: Machine) -> list[Variant]:
-    """Returns each mode with separate pools."""
+    """Returns each mode with separate pools, and one with a pool that does both."""
     workers = _workers(machine.rollout, machine.trainer)
     return [
         Variant(BASELINE, "sync", workers),
         Variant("stream", "stream", workers),
         Variant("one_step_off", "one_step_off", workers),
+        Variant(SHARED, "one_step_off", ("placement=shared", *_workers(machine.devices, machine.devices))),
         Variant("fully_async", "fully_async", workers),
     ]
 

@@ -16,6 +16,7 @@ from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import LORA, Config
 from async_flowrl.config.settings import settings
+from async_flowrl.config.shared import shared_obstacle
 
 
 class ConfigError(ValueError):
@@ -87,7 +88,7 @@ def _check_placement(config: Config) -> None:
             "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
             "workers are threads of one process: use runtime.backend=ray"
         )
-    if obstacle := node_obstacle(config) or elastic_obstacle(config):
+    if obstacle := shared_obstacle(config) or node_obstacle(config) or elastic_obstacle(config):
         raise ConfigError(obstacle)
     if config.placement != "colocated":
         return

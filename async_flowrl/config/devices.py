@@ -15,6 +15,8 @@ def nccl_obstacle(config: Config) -> str | None:
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.runtime.backend == "local":
         return "runtime.backend=local has all workers in one process"
+    if config.placement == "shared":
+        return "placement=shared has each worker make the versions that it samples with"
     if config.placement == "colocated":
         return "placement=colocated has a rollout worker and a trainer rank share each device"
     if config.rollout.engine == "vllm_omni":

@@ -278,9 +278,9 @@ class TrainerConfig:
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base. full: each holds a share (FSDP2), and blocks are gathered one by one.
     none: each holds all of it, so nothing is gathered, and a rank that dies costs only its share of one step. hybrid:
-    each set of shard_size ranks holds it once. auto: none on CPUs, and if base, LoRA and optimizer take at most 60 % of
-    a GPU's memory (the base counts twice with placement=colocated, where a rollout worker holds it, too); otherwise
-    hybrid over the ranks of a node if workers_per_node is above 1, else full."""
+    each set of shard_size ranks holds it once. auto: none on CPUs, with placement=shared, and if base, LoRA and
+    optimizer take at most 60 % of a GPU's memory (the base counts twice with placement=colocated, where a rollout
+    worker holds it, too); otherwise hybrid over the ranks of a node if workers_per_node is above 1, else full."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
@@ -533,8 +533,10 @@ class Config:
     resume: str = setting("never", changes=NOTHING)
     """never; auto: from the newest checkpoint in output_dir; force: the same, but other prompts or another
     configuration than the checkpoint's give a warning instead of an error; or the path of a checkpoint."""
-    placement: str = setting("separate", choices=("separate", "colocated"), changes=NOTHING)
-    """separate: rollout and trainer have their own devices. colocated: they share devices (max_staleness=0 only)."""
+    placement: str = setting("separate", choices=("separate", "shared", "colocated"), changes=NOTHING)
+    """separate: rollout and trainer have their own devices. shared: each process samples and trains, whichever is next,
+    on one copy of the base. colocated: a rollout and a trainer process share each device, with a copy of the base each
+    (max_staleness=0 only)."""
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
     """Seconds after which the run writes a checkpoint and exits with the code for a resumable run; null = no limit."""
     allow_oom: bool = setting(False, changes=NOTHING)

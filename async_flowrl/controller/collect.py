@@ -13,6 +13,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.replicas import with_probe
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.training.manifests import check_plan, missing
 from async_flowrl.training.messages import Fetched, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import NOBODY
@@ -100,7 +101,7 @@ async def take_step(
     calls = {rank: asyncio.create_task(worker.call("take_step")) for rank, worker in workers.items()}
     buried: dict[int, str] = {}
     try:
-        async with deadline(ctx.config.deadlines.update, f"update: optimizer step of step {step}"):
+        async with deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
             while left := [call for rank, call in calls.items() if rank not in buried and not _answered(call)]:
                 await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
                 buried |= await _failed(ctx, living, {rank: calls[rank] for rank in calls if rank not in buried})

@@ -213,6 +213,8 @@ class Context:
     """The rollout workers that must leave the pool, e.g. because their node ends."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
+    training: set[int] = field(default_factory=set)
+    """Indices of the rollout workers whose process trains now (`placement=shared`)."""
     work: Signal = field(default_factory=Signal)
     """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

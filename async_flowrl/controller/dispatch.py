@@ -9,6 +9,7 @@ from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
+from async_flowrl.controller.shared import generate_seconds
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import RolloutReport, RolloutRequest
 from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
@@ -130,12 +131,21 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
             return None
         if slot.given:
             await asyncio.sleep(0)  # Workers without a ticket come first.
-        size = ctx.config.rollout.tickets_per_batch
-        if (ticket := ctx.table.next_for(name, ahead=slot.given > 0, together=size)) is not None:
+        if (ticket := at_the_gate(ctx, slot)) is not None:
             return ticket
         if not slot.given:
             ctx.observer.state(name, f"wait_{ctx.table.blocked(name)}")
         await ctx.work.wait(name)
+
+
+def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
+    """The worker's next ticket. Of a worker that trains now, too, one of a later step is as if given ahead: others may
+    be free for it. What is trained may wait for one of its own step, whose images were lost."""
+    name, size = slot.worker.name, ctx.config.rollout.tickets_per_batch
+    ticket = ctx.table.next_for(name, ahead=slot.given > 0, together=size)
+    if ticket is None or slot.worker.index not in ctx.training or ticket.step <= ctx.table.step:
+        return ticket
+    return ctx.table.next_for(name, ahead=True, together=size)
 
 
 def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
@@ -157,7 +167,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with deadline(ctx.config.deadlines.generate * slot.given, f"generate: {describe(wanted[0])}"):
+        async with deadline(generate_seconds(ctx.config, slot.given), f"generate: {describe(wanted[0])}"):
             reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)

@@ -15,6 +15,7 @@ from async_flowrl.controller.admission import check_base
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.download import download_model, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.controller.shared import update_seconds
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline, together
@@ -40,7 +41,7 @@ def group_timeout(config: Config) -> float:
     A rank that has trained its parts waits for the others, at most as long as a call may take. The call's deadline
     comes first, and names what was late.
     """
-    return config.deadlines.update * (MAX_GROUPS_PER_CALL + 2)
+    return update_seconds(config, MAX_GROUPS_PER_CALL + 2)
 
 
 class Living:

@@ -10,6 +10,7 @@ from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.owners import Owners
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, with_trajectories
+from async_flowrl.controller.shared import occupy
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import cut
 from separation.group import WorkerDied, WorkerFailed, WorkerGroup
@@ -65,6 +66,8 @@ class ReplicaCalls:
         """Has every replica do its groups, one call after the other, beside the other replicas."""
         for index, replica in enumerate(self._replicas):
             own = [group for group in groups if replica.owns(group)]
+            if own:
+                occupy(ctx, replica.ranks, trains=True)
             for start in range(0, len(own), most):
                 replica.waiting += 1
                 tasks.create_task(self._on_replica(ctx, index, sums, own[start : start + most], method))
@@ -86,6 +89,7 @@ class ReplicaCalls:
             self._idle_since = ended
             self._freed.set()
             self._book_state(ctx, replica, "idle")
+            occupy(ctx, replica.ranks, trains=False)
 
     async def _call(
         self, ctx: Context, replica: Replica, sums: Sums, groups: Sequence[HandedGroup], method: str
@@ -96,7 +100,8 @@ class ReplicaCalls:
         """
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
-        request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None)
+        more = replica.waiting > 1 or bool(ctx.table.ready_groups(sums.step))
+        request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None, more=more)
         replica.begun |= trains
         try:
             answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)

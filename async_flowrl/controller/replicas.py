@@ -8,6 +8,7 @@ from typing import Any
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup, make_group_again, until_whole
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import Place, cut, tickets_for, tickets_of
@@ -76,7 +77,7 @@ async def with_trajectories(
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
-    seconds = ctx.config.deadlines.update * (len(groups) + request.finishes)
+    seconds = update_seconds(ctx.config, len(groups) + request.finishes)
     while True:
         await until_whole(groups)
         tried = [group.refs for group in groups]
@@ -109,7 +110,7 @@ async def with_probe(
         tried = [] if probe is None else probe.refs
         refs = [tried[place] for place in which]
         try:
-            async with deadline(ctx.config.deadlines.update, f"update: end of step {requests[0].step}"):
+            async with deadline(update_seconds(ctx.config, 1), f"update: end of step {requests[0].step}"):
                 return await _called(workers, "add_up", [(request, refs) for request in requests])
         except RefLost as lost:
             if probe is None:

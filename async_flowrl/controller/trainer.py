@@ -23,6 +23,7 @@ from async_flowrl.controller.replicas import (
     failing_as_one,
     with_trajectories,
 )
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats
@@ -198,12 +199,13 @@ class TrainerGroup(ReplicaCalls):
         step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
         trained = [group for group in groups if group.meta is not None]
         metas = tuple(group.meta for group in trained if group.meta)
-        request = TrainRequest(step, metas, begins, finishes, attempt=sums.plan.attempt)
+        more = not finishes and (ctx.config.hand_over == "batch" or bool(ctx.table.ready_groups(step)))
+        request = TrainRequest(step, metas, begins, finishes, attempt=sums.plan.attempt, more=more)
         if trained:
             workers, (replica,) = self.workers.workers, self._replicas
             results = await with_trajectories(ctx, workers, replica, trained, "train", request)
         else:
-            async with deadline(ctx.config.deadlines.update, f"update: step {step}"):
+            async with deadline(update_seconds(ctx.config, 1), f"update: step {step}"):
                 results = await self.all("train", request)
         if not finishes:
             return []

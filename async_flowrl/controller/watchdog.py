@@ -12,6 +12,7 @@ from math import isfinite
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.table import Ticket, describe
 from separation.table import format_table
@@ -99,7 +100,7 @@ def limit(config: Config) -> float:
     in which a reward server is found to hang and started again is added, because groups wait for it.
     """
     deadlines = config.deadlines
-    update = config.prompts_per_step * deadlines.update
+    update = update_seconds(config, config.prompts_per_step)
     served = [serve for _, serve in served_terms(config)]
     servers = max((s.start_seconds + (s.hung_seconds if isfinite(s.hung_seconds) else 0.0) for s in served), default=0)
     return servers + deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update

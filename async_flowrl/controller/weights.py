@@ -15,15 +15,15 @@ from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
 from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.shared import delivery_options, endpoint_of
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.types import EMA
+from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import (
     CANARY_VERSION,
     EVALUATION,
     Ack,
     Delivery,
-    DeliveryOptions,
     Header,
     check_binding,
 )
@@ -186,9 +186,6 @@ class PublishedWeights:
     async def _start(self) -> None:
         config = self.config
         sender = TrainerEndpoint(self.trainers.workers, self.transport, self.sealed)
-        options = DeliveryOptions(
-            retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
-        )
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
             probe = await self.trainers.first.call("sender.canary")
             header = await sender.seal(CANARY_VERSION)
@@ -203,12 +200,14 @@ class PublishedWeights:
                 sender_seconds=config.deadlines.publish,
                 max_members=config.checkpoint_engine.max_members,
             )
-        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
+        self.delivery = Delivery(
+            sender, replace=self._give_up, options=delivery_options(config, POLICY), broadcast=broadcast
+        )
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
                 self.trainers.workers,
-                options=options,
+                options=delivery_options(config, EMA),
                 replace=self._give_up,
                 sealed=self._sent,
                 acknowledged=self._acknowledged,
@@ -225,7 +224,7 @@ class PublishedWeights:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        end = RolloutEndpoint(worker, self.observer, self.transport)
+        end = endpoint_of(self.config)(worker, self.observer, self.transport)
         await self.delivery.join(end, versions)
         if self.ema is not None:
             await self.ema.join(end)

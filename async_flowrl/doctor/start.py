@@ -28,7 +28,7 @@ from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
 from async_flowrl.doctor.optional import optional_findings
 from async_flowrl.plan.devices import check_devices
-from async_flowrl.run.launch import check_machine, pools
+from async_flowrl.run.launch import check_machine, placement_of, pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from separation.group import VISIBLE_DEVICES, PoolSpec
@@ -143,7 +143,8 @@ def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> 
     """Checks that all workers find a place in the cluster; warns if other programs hold those places now."""
     everything = [node.resources for node in nodes]
     try:
-        reservations = reserve(wanted, totals(everything), placement=config.placement, colocated=(ROLLOUT, TRAINER))
+        how = placement_of(config)
+        reservations = reserve(wanted, totals(everything), placement=how, colocated=(ROLLOUT, TRAINER))
         check_fits(reservations, everything)
     except (ResourcesMissing, ValueError) as error:
         return Finding("seats", FAILED, first(error), "fewer workers, or more nodes")

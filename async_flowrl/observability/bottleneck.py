@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
@@ -22,8 +23,30 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
+    if placement == SHARED:
+        return of_shared(workers, window)
     split = better_split(workers, window) if placement == "separate" else None
     return bottleneck(step_pools(workers, window), split)
+
+
+def of_shared(workers: Sequence[Track], window: Interval) -> str:
+    """The sentence about processes that sample and train: what share of their time they do either."""
+    both = [track for track in workers if pool_of(track.place) in ("rollout", "trainer")]
+    places, whole = {track.place.rsplit("-", 1)[-1] for track in both}, window[1] - window[0]
+    if not places or whole <= 0:
+        return "Too little was recorded to name a bottleneck."
+    work = dict.fromkeys(("rollout", "trainer"), 0.0)
+    for track in both:
+        work[pool_of(track.place)] += length(intersect(track.busy, [window]))
+    sampled, trained = (work[pool] / len(places) / whole for pool in ("rollout", "trainer"))
+    idle = 1.0 - sampled - trained
+    said = f"Shared processes sampled {sampled:.0%} and trained {trained:.0%} of the time"
+    if idle < MIN_LOST_SHARE:
+        return f"{said}: neither waits for the other."
+    return (
+        f"{said}, and had nothing to do {idle:.0%} of it: more and smaller tickets (ticket_size), a larger "
+        "max_staleness or faster rewards shorten the run."
+    )
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = None) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import pool_of
@@ -56,6 +57,8 @@ class Steady:
     """Times in `window` at which the first trainer rank was busy."""
     generation_per_step: float
     """G: busy seconds of rollout per step, divided by the number of rollout workers."""
+    shared: bool = False
+    """Each process samples and trains."""
 
     @property
     def update_per_step(self) -> float:
@@ -76,8 +79,9 @@ class Steady:
 
     @property
     def bound(self) -> float:
-        """max(G, T): a lower bound on the seconds per step for these two pools, whatever the schedule."""
-        return max(self.generation_per_step, self.update_per_step)
+        """Lower bound on the seconds per step, whatever the schedule: max(G, T) of two pools, G + T of a shared one."""
+        generation, update = self.generation_per_step, self.update_per_step
+        return generation + update if self.shared else max(generation, update)
 
 
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
@@ -88,7 +92,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     history = effective(events)
     _, attempt = last_attempt(history)
     workers = tracks(attempt)
-    steady = steady_state(workers, attempt, config.max_staleness)
+    steady = steady_state(workers, attempt, config.max_staleness, shared=config.placement == SHARED)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     began = process_began(history)
     made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
@@ -159,7 +163,9 @@ def process_began(history: Sequence[Event]) -> int:
     return int(before["step"]) if before["event"] == "rollback" else 0
 
 
-def steady_state(workers: Sequence[Track], history: Sequence[Event], max_staleness: int) -> Steady | None:
+def steady_state(
+    workers: Sequence[Track], history: Sequence[Event], max_staleness: int, *, shared: bool = False
+) -> Steady | None:
     """The steady part of a run; None if no steps are left in it."""
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
@@ -174,6 +180,7 @@ def steady_state(workers: Sequence[Track], history: Sequence[Event], max_stalene
         generation=intersect(_pool(workers, "rollout"), [window]),
         update=intersect(_pool(workers, "trainer", first_only=True), [window]),
         generation_per_step=worked / len(inner) / max(1, len(rollouts)),
+        shared=shared,
     )
 
 

@@ -14,11 +14,13 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.reward_pools import is_reward_pool
 from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
     Footprint,
     beside,
+    in_one,
     rollout_footprint,
     rollout_ranks,
     sampling_peak,
@@ -40,6 +42,7 @@ SHOWN = 3
 
 TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
 ALL = "a trainer rank with all rollout workers of its process"
+ONE = "a process that samples and trains"
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,9 @@ def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
 
     With the local backend, the workers of both pools are in one process, which may use the whole device.
     """
+    if config.placement == SHARED:
+        whole = min(memory.values(), default=0)
+        return {ONE: Device(whole, round(whole * min(1.0, config.trainer.gpus_per_worker)))} if memory else {}
     if config.placement == "colocated" or (config.runtime.backend == "local" and len(memory) > 1):
         whole = min(memory.values(), default=0)
         if config.runtime.backend == "local":
@@ -179,6 +185,8 @@ def footprint(
         return trainer
     if title == ROLLOUT:
         return rollout
+    if title == ONE:
+        return in_one(trainer, rollout, full=model.full)
     if title == ALL:
         return beside(trainer, rollout, config.rollout.num_workers, processes=1)
     return beside(trainer, rollout)

@@ -69,6 +69,21 @@ def beside(trainer: Footprint, rollout: Footprint, workers: int = 1, *, processe
     return Footprint(parts, processes)
 
 
+def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
+    """Returns the memory of a process that samples and trains: one frozen base, and activations of one kind at a time.
+
+    With `full`, whole weights are trained, and each side has its own.
+    """
+    once = [name for name in trainer.parts if name == "activations" or (name == "base weights" and not full)]
+    parts = {name: max(trainer.parts[name], rollout.parts[name]) for name in once}
+    alone = {
+        side: {n: size for n, size in found.parts.items() if n not in once}
+        for side, found in (("trainer", trainer), ("rollout", rollout))
+    }
+    parts |= {f"{name} ({side})": size for side, own in alone.items() for name, size in own.items()}
+    return Footprint(parts)
+
+
 @dataclass(frozen=True)
 class Peaks:
     """Peak bytes of the tensors that exist only during training or sampling (activations)."""

@@ -12,7 +12,8 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.devices import BOTH, ROLLOUT, TRAINER, Device, enough_gpus, refusal
+from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.devices import BOTH, ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.memory import (
@@ -21,6 +22,7 @@ from async_flowrl.plan.memory import (
     Footprint,
     MemoryPlan,
     beside,
+    in_one,
     plan_memory,
     rollout_ranks,
 )
@@ -84,6 +86,9 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
     """
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     seats = [Process(seat.title, seat.footprint, seat.gpus, caveat=seat.caveat) for seat in reward_seats(config)]
+    if config.placement == SHARED:
+        whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
+        return [Process("process that samples and trains", whole, trainer, ONE), *seats]
     if config.placement == "colocated":
         both = beside(plan.trainer, plan.rollout)
         return [Process("trainer rank and rollout worker", both, max(trainer, rollout), BOTH), *seats]

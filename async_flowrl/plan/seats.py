@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import Footprint
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.rewards.served import served_terms
@@ -78,10 +79,12 @@ def _gib(name: str, term: RewardTerm) -> float | None:
 def gpus_by_pool(config: Config) -> dict[str, list[float]]:
     """Returns pool → GPUs of each of its workers, without pools that have none.
 
-    Colocated trainer and rollout workers share their GPUs and count as one pool.
+    Trainer and rollout workers that share their processes, or (colocated) their GPUs, count as one pool.
     """
     trainer, rollout = config.trainer, config.rollout
-    if config.placement == "colocated":
+    if config.placement == SHARED:
+        shares = {SHARED: [trainer.gpus_per_worker] * trainer.num_workers}
+    elif config.placement == "colocated":
         shared = max(trainer.gpus_per_worker, rollout.gpus_per_worker)
         shares = {"trainer and rollout": [shared] * trainer.num_workers}
     else:

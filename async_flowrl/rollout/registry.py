@@ -8,6 +8,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
 from async_flowrl.policies.tiny.build import cache_dir
@@ -18,7 +19,6 @@ from async_flowrl.rollout.embedding_files import EmbeddingFiles, encoder_digest
 from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
 from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.types import Asked
-from checkpoint_engine import base_digest
 
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 """`rollout.text_encoder` → `parts` of `load_policy`."""
@@ -52,21 +52,26 @@ def open_embeddings(
 
 
 def load_engine(
-    config: Config, model: ResolvedModel, device: str, embeddings: StoredEmbeddings | None = None
+    config: Config,
+    model: ResolvedModel,
+    device: str,
+    embeddings: StoredEmbeddings | None = None,
+    base: OneBase | None = None,
 ) -> tuple[RolloutEngine, str]:
     """Returns the engine and the digest of its base weights, which is compared with the trainer's.
 
-    The engine has no trained weights yet. `embeddings` is the result of `open_embeddings`. Raises ValueError for an
-    engine that is not installed.
+    The engine has no trained weights yet. `embeddings` is the result of `open_embeddings`. `base` is the base model
+    of a process that trains, too (`placement=shared`), and is on this device. Raises ValueError for an engine that is
+    not installed.
     """
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
 
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
-    policy = load_policy(model, dtype=model.dtype, device=device, parts=PARTS[config.rollout.text_encoder])
+    base = base or OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device)
+    policy, digest = base.policy, base.digest
     decode_by_parts(policy, config)
-    digest = base_digest(dict(policy.transformer.named_parameters()))
     tuning = tuning_of(config)
     tuning.attach(policy, config.seed)
     tuning.keep_compute_copies(policy.transformer)

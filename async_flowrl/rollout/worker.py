@@ -20,6 +20,7 @@ from async_flowrl.observability.delays import debug_delay
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
@@ -52,11 +53,22 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, config: Config, model: ResolvedModel, index: int, name: str, upcoming: Sequence[Asked] = ()
+        self,
+        config: Config,
+        model: ResolvedModel,
+        index: int,
+        name: str,
+        upcoming: Sequence[Asked] = (),
+        *,
+        base: OneBase | None = None,
     ) -> None:
-        """`upcoming` are the prompts that the run will need, in order; only for rollout.text_encoder=cached."""
+        """`upcoming` are the prompts that the run will need, in order; only for rollout.text_encoder=cached.
+
+        `base` is what the worker shares with the trainer rank of its process; None if there is no such rank.
+        """
         self.config, self.model, self.index, self.name = config, model, index, name
-        self._upcoming = upcoming
+        self._upcoming, self._base = upcoming, base
+        self.base_digest = ""
         self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
@@ -76,7 +88,7 @@ class RolloutWorker:
         starts_cuda_elsewhere = self.config.rollout.engine == "vllm_omni"
         if self.config.runtime.numa_binding and not starts_cuda_elsewhere:
             logger.info("NUMA: this worker %s", bind())
-        self.engine, digest = load_engine(self.config, self.model, device(), embeddings)
+        self.engine, self.base_digest = load_engine(self.config, self.model, device(), embeddings, self._base)
         tuning = tuning_of(self.config)
         self.receiver = Receiver(
             self.engine.live_tensors(),
@@ -86,7 +98,7 @@ class RolloutWorker:
             rank=tuning.rank,
         )
         self.collective = ReceivingEnd(self.receiver)
-        return {"base_digest": digest}
+        return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:
         """Activates `version` and returns the engine's probe, which proves that the network uses its weights."""

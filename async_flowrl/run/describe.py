@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config.schema import LORA, Config, RewardTerm
+from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
@@ -95,10 +96,10 @@ def devices(prepared: Prepared) -> str:
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
-    shared = "; rollout and trainer share theirs" if config.placement == "colocated" else ""
+    shared = {"colocated": "; rollout and trainer share theirs", SHARED: "; each of shared samples and trains"}
     where = {"local": "threads of this process"}.get(config.runtime.backend, "")
     where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
-    return f"{', '.join(said)}{shared} ({where})"
+    return f"{', '.join(said)}{shared.get(config.placement, '')} ({where})"
 
 
 def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import RewardPool, reward_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.download import download_model, loaders, model_of
@@ -31,6 +32,7 @@ from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.rendezvous import join_process_group
+from separation.shared import Part, in_parts
 from separation.supervise import deadline
 from separation.table import format_table
 
@@ -52,6 +54,44 @@ Negatives = dict[Wording, Conditioning]
 
 def pools(prepared: Prepared) -> list[PoolSpec]:
     """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
+    config = prepared.config
+    training = [shared_pool(prepared)] if config.placement == SHARED else separate_pools(prepared)
+    return [*training, *(reward_spec(pool, config) for pool in reward_pools(config.reward)), *server_pools(config)]
+
+
+def shared_pool(prepared: Prepared) -> PoolSpec:
+    """The processes that sample and train. `PARTS` are the two pools that share them."""
+    config = prepared.config
+    return PoolSpec(
+        SHARED,
+        "async_flowrl.shared.worker:SharedWorker",
+        config.trainer.num_workers,
+        arguments={
+            "config": config,
+            "model": prepared.model,
+            "sizes": prepared.trained_sizes,
+            **told_ahead(prepared),
+        },
+        gpus_per_worker=config.trainer.gpus_per_worker,
+        threads=config.trainer.threads,
+        lanes=("train", "publish", "save", "sync", "control"),
+        gang=True,
+        workers_per_node=config.trainer.workers_per_node,
+        same_code=OUR_CODE,
+        environment={**config.rollout.environment, **config.trainer.environment},
+        allocator=EXPANDABLE,
+    )
+
+
+PARTS = (
+    Part(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
+    Part(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
+)
+"""Training has a lane of its own, so that it need not queue behind tickets; who computes is said in the worker."""
+
+
+def separate_pools(prepared: Prepared) -> list[PoolSpec]:
+    """Trainer ranks and rollout workers in processes of their own."""
     config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
     vllm_omni = config.rollout.engine == "vllm_omni"
     return [
@@ -84,8 +124,6 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
-        *(reward_spec(pool, config) for pool in reward_pools(config.reward)),
-        *server_pools(config),
     ]
 
 
@@ -162,7 +200,7 @@ def check_machine(prepared: Prepared) -> None:
     if runtime.backend != "ray":
         return
     try:
-        fits_own_cluster(pools(prepared), config.placement)
+        fits_own_cluster(pools(prepared), placement_of(config))
     except ResourcesMissing as error:
         raise ConfigError(str(error)) from error
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
@@ -183,6 +221,11 @@ def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
     check_fits(reserve(wanted, here, placement=placement, colocated=(ROLLOUT, TRAINER)), [here])
 
 
+def placement_of(config: Config) -> str:
+    """How the pools of `pools` are placed: a shared one is one pool among others."""
+    return "separate" if config.placement == SHARED else config.placement
+
+
 @asynccontextmanager
 async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Starts the pools and yields pool name → pool; they end with the block.
@@ -195,7 +238,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         pools(prepared),
         backend=config.runtime.backend,
         address=config.runtime.address,
-        placement=config.placement,
+        placement=placement_of(config),
         start_deadline=config.deadlines.load,
         log_dir=logs,
         store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),
@@ -203,10 +246,22 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
     with ExitStack() as last:
         async with refusals(), pooled as groups:
             try:
-                await look_at_nodes(config, groups, logs.parent)
-                yield groups
+                async with as_two(groups) as divided:
+                    await look_at_nodes(config, divided, logs.parent)
+                    yield divided
             finally:
                 last.enter_context(ctrl_c_ignored())
+
+
+@asynccontextmanager
+async def as_two(groups: Mapping[str, WorkerGroup]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """The pools with the shared one, if there is one, as the trainer's and the rollout workers'."""
+    if SHARED not in groups:
+        yield groups
+        return
+    others = {name: group for name, group in groups.items() if name != SHARED}
+    async with in_parts(groups[SHARED], PARTS) as parts:
+        yield {**parts, **others}
 
 
 @asynccontextmanager
@@ -241,8 +296,10 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
     everyone = loaders(rollouts, groups[TRAINER].workers)
     await download_model(model_of(groups[ROLLOUT]), everyone, seconds=config.deadlines.download)
     async with asyncio.TaskGroup() as tasks:
-        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
+        if config.placement == SHARED:
+            await asyncio.wait(digests)  # text encoders may come first, when there is nothing else on the device
+        trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
     info = trainer.result()
     for worker, digest in zip(rollouts, digests, strict=True):
         check_base(worker, digest.result(), info["base_digest"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.config import exit_codes
-from async_flowrl.controller.admission import check_base
+from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
@@ -37,7 +37,8 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.supervise import DeadlineExceeded, deadline
+from separation.shared import PartGroup
+from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +138,13 @@ async def recover(run: Run, before: Resume) -> Resume:
         await trainer.replace(index)
     ranks = loaders(trainers=trainer.workers)
     await download_model(run.prepared.model, ranks, seconds=config.deadlines.download)
+    rollout = run.groups[ROLLOUT]
+    if isinstance(rollout, PartGroup):
+        await follow_trainer(run, rollout)
     info = await load_trainer(config, trainer, run.trainers)
     check_base(trainer.workers[0], info["base_digest"], run.base_digest)
     async with asyncio.TaskGroup() as tasks:
-        for worker in run.groups[ROLLOUT].workers:
+        for worker in rollout.workers:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
     own = newest(run.directory)
     resume = before if own.path is None else own
@@ -151,6 +155,16 @@ async def recover(run: Run, before: Resume) -> Resume:
     run.ledgers.evaluations.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume
+
+
+async def follow_trainer(run: Run, rollout: PartGroup) -> None:
+    """Loads the rollout workers that have come with new trainer ranks, as each is of both pools."""
+    workers = [rollout.follow(worker.index) for worker in list(rollout.workers)]
+    seconds = run.prepared.config.deadlines.load
+    for worker, digest in zip(
+        workers, await together(*(load_rollout(w, seconds=seconds) for w in workers)), strict=True
+    ):
+        check_base(worker, digest, run.base_digest)
 
 
 async def restore(trainers: TrainerGroup, directory: RunDirectory, resume: Resume) -> None:

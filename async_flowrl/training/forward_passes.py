@@ -9,7 +9,7 @@ All run with the same shapes, grad mode and code, so equal weights give equal bi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -50,6 +50,8 @@ class UpdateInputs:
     """True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights."""
     reference: Tensor | None
     """Flat weights of the KL reference; None means that the LoRA is switched off."""
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the network computes. In a process that samples, too, no ticket is made inside."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_byte
         return True
     if trainer.shard == "none":
         return False
+    if config.placement == "shared":
+        return False  # the rollout worker of the same process computes with it, too
     # A rollout worker on the same device holds the base, too.
     copies = 2 if config.placement == "colocated" else 1
     return memory is not None and copies * base_bytes + adapter_bytes > WHOLE_SHARE * memory

@@ -81,6 +81,8 @@ class TrainRequest:
     """The positions of the tickets of `probe` whose trajectories are passed."""
     attempt: int = 0
     """With `finishes`: `StepPlan.attempt` of the step."""
+    more: bool = False
+    """Another call follows as soon as this one is answered: a worker that samples, too, begins no ticket before it."""
 
     def split(self) -> "list[TrainRequest]":
         """Returns requests with one group each, which together do the same."""

@@ -108,7 +108,7 @@ class Update:
         self._fetched = self._fetched.plus(trajectories)
         # During a step its measurements go on; before it, they wait for it.
         measured = UpdateMetrics()
-        with parameters.swapped(start) if start is not None else nullcontext():
+        with self._inputs.turn(), parameters.swapped(start) if start is not None else nullcontext():
             for group, parts in self._mine(request.metas, trajectories, request.tickets):
                 for part in parts:
                     self._passes.remember_proximal(group, part, measured)
@@ -206,7 +206,7 @@ class Update:
         overflow = None
         if self._planned.count:
             if self._region.measures:
-                with measured.span("probe"):
+                with self._inputs.turn(), measured.span("probe"):
                     self._region.prepare()
             with measured.span("optimizer"):
                 overflow = self._add(step)
@@ -243,7 +243,7 @@ class Update:
             before = self._sum.scratch()
             taken = self._step_from(before, rate, step)
         if self._region.measures:
-            with measured.span("probe"):
+            with self._inputs.turn(), measured.span("probe"):
                 taken |= self._region.bound(before)
                 let_go(inputs.policy.transformer)
         return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))

@@ -4,7 +4,8 @@ Everything but sealing, sending and writing runs on the main lane, one call at a
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,6 +21,7 @@ from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
@@ -65,10 +67,22 @@ class TrainerWorker:
     """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share."""
 
     def __init__(
-        self, config: Config, model: ResolvedModel, index: int, name: str, sizes: Sequence[Resolution] = ()
+        self,
+        config: Config,
+        model: ResolvedModel,
+        index: int,
+        name: str,
+        sizes: Sequence[Resolution] = (),
+        *,
+        base: OneBase | None = None,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`sizes`: of the images that are trained; without, those that the configuration names."""
+        """`sizes`: of the images that are trained; without, those that the configuration names.
+
+        `base` and `turn`: what it shares with the rollout worker of its process, where it has one there.
+        """
         self.config, self.model, self.index, self.name = config, model, index, name
+        self._one_base, self._turn = base, turn
         self._sizes = sizes or configured(config.rollout)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if config.deterministic:
@@ -100,15 +114,17 @@ class TrainerWorker:
         self.world = World.current() if ranks == 1 else World(self.index, ranks)
         config, trainer = self.config, self.config.trainer
         # Alone on the CPU first. Several ranks read nothing until each has memory for its shard, and no more.
-        parts = "structure" if self.world.joined else "transformer"
+        parts = "structure" if self.world.joined or self._one_base is not None else "transformer"
         policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
+        tuning = tuning_of(config)
+        if self._one_base is not None:
+            self._one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
         policy.check(sampling(config))
         self._check_schedules(policy)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
         size = sum(parameter.nbytes for parameter in base.values())
-        digest = digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
-        tuning = tuning_of(config)
+        digest = self._digest(base)
         tuning.attach(policy, config.seed)
         tuning.warm_start(policy)
         checkpoint_blocks(policy, trainer.gradient_checkpointing)
@@ -135,6 +151,12 @@ class TrainerWorker:
             "device": str(self.device),
         }
 
+    def _digest(self, base: Mapping[str, Tensor]) -> str:
+        """Of the base; of several ranks that read it together, only the first has it."""
+        if self._one_base is not None:
+            return self._one_base.digest
+        return digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
+
     def _check_schedules(self, policy: Policy) -> None:
         for resolution in self._sizes:
             sigmas = policy.sigmas(self.config.rollout.num_inference_steps, resolution)
@@ -155,7 +177,7 @@ class TrainerWorker:
             self.world, per_replica=ranks_per_replica(config, self.world.size, sharded=sharded)
         )
         layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
-        if world.joined:
+        if world.joined and self._one_base is None:
             stream_base(policy.transformer, self.model, world, device=device, offload=offload)
         return layout
 
@@ -171,6 +193,7 @@ class TrainerWorker:
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
             reference=self._reference(),
+            turn=self._turn,
         )
 
     def _reference(self) -> Tensor | None:

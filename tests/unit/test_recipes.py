@@ -23,12 +23,11 @@ RECIPES = {
 VARIANTS = {
     "qwen_image_ocr_vlm": "qwen_image_ocr",
     "qwen_image_1x80gb": "qwen_image_ocr",
+    "qwen_image_8x80gb_shared": "qwen_image_ocr",
     "sd35_pickscore": "sd35_ocr",
     "sd35_medium_full": "sd35_ocr",
 }
 """Further recipes, with the one that has the same model."""
-MODES = {"qwen_image_1x80gb": "sync"}
-"""Of those that are not for one_step_off."""
 LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
 LINES = {
     name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in (*RECIPES, *VARIANTS)
@@ -42,7 +41,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
     wanted = [f"experiment={name}", f"output_dir={tmp_path / 'run'}", *overrides]
-    return compose_config(MODES.get(name, "one_step_off"), wanted)
+    return compose_config("one_step_off", wanted)
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *VARIANTS])
@@ -118,7 +117,9 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
 
 def test_one_card_takes_the_same_steps_with_a_quarter_of_the_images(tmp_path: Path) -> None:
     alone, whole = recipe("qwen_image_1x80gb", tmp_path), recipe("qwen_image_ocr", tmp_path)
-    assert gpus_taken(alone) == 1 and alone.rollout.text_encoder == "cached"
+    assert gpus_taken(alone) == 1 and alone.rollout.text_encoder == "cached" and alone.placement == "shared"
+    eight = recipe("qwen_image_8x80gb_shared", tmp_path)
+    assert gpus_taken(eight) == gpus_taken(whole) == 8 and eight.prompts_per_step == whole.prompts_per_step
     assert (alone.algorithm, alone.lora, alone.model, alone.data) == (
         whole.algorithm,
         whole.lora,

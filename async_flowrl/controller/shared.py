@@ -1,0 +1,75 @@
+"""What `placement=shared` changes for the controller: versions that need not be sent, and how long calls may take.
+
+Every worker makes each version itself, because all ranks step by the same exact sum. So a version is announced, not
+sent: the worker takes it from its own trainer rank and compares it with the digest of the first rank's. Only who has
+not made it, a newcomer, gets its bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.endpoints import RolloutEndpoint
+from async_flowrl.types import POLICY
+from checkpoint_engine import RING, Ack, DeliveryOptions, Header
+from separation.group import seated
+
+EVERYONE = 1 << 30
+"""Receivers that a sender serves where nothing is sent: nobody passes anything on."""
+
+
+class OwnVersions(RolloutEndpoint):
+    """A worker that trains, too, as a receiver."""
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        """Raises WeightsMismatch where the worker has made something else of the version."""
+        if header.stream == POLICY:
+            own: Ack | None = await self._deliver("keep_own", header, slot)
+            if own is not None:
+                return own
+        return await super().receive(header, payload, slot)
+
+
+def endpoint_of(config: Config) -> type[RolloutEndpoint]:
+    """How the rollout workers of this run get their versions."""
+    return OwnVersions if config.placement == SHARED else RolloutEndpoint
+
+
+def delivery_options(config: Config, stream: str) -> DeliveryOptions:
+    """How the versions of a stream are brought to the workers, or announced."""
+    options = DeliveryOptions(
+        retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
+    )
+    announced = config.placement == SHARED and stream == POLICY
+    return replace(options, max_fan_out=EVERYONE, node_fan_out=EVERYONE) if announced else options
+
+
+def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
+    """Notes which of the workers that sample, too, have something to train; those that have not may want tickets."""
+    if ctx.config.placement != SHARED:
+        return
+    for rank in ranks:
+        if trains:
+            ctx.training.add(rank)
+        elif rank in ctx.training:
+            ctx.training.remove(rank)
+            ctx.work.notify(seated(ctx.rollout, rank).name)
+
+
+def generate_seconds(config: Config, tickets: int) -> float:
+    """That a worker may take for so many tickets; of a worker that trains, too, all of a step may come between."""
+    alone = config.deadlines.generate * tickets
+    return alone + config.deadlines.update * (config.prompts_per_step + 1) if config.placement == SHARED else alone
+
+
+def update_seconds(config: Config, calls: int) -> float:
+    """That a trainer rank may take for so many calls, each of one group, or the end of an optimizer step.
+
+    Of a worker that samples, too, each of them may wait for the ticket under way: one that hangs is to be named before
+    what waits for it.
+    """
+    alone = config.deadlines.update * calls
+    return alone + generate_seconds(config, 2) if config.placement == SHARED else alone

@@ -1,0 +1,93 @@
+"""`placement=shared`: the weights of separate pools, bit for bit, from one process that samples and trains."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.observability.intervals import intersect, length, union
+from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+
+SHARED = "placement=shared"
+CASES = {
+    "sync": (),
+    "stream": (),
+    "one_step_off": (),
+    "fully_async": ("max_staleness=3",),
+    "one_step_off hand_over=batch": ("trainer.updates_per_batch=2",),
+    "one_step_off algorithm=diffusion_nft": (),
+    "one_step_off trainer.ema_decay=0.9": ("evaluate.every=2", "evaluate.before_training=true"),
+}
+"""Mode and a setting → further settings: every hand-over and depth, averaged policies, evaluations beside training."""
+
+DEFAULT = ("sync", "fully_async")
+"""The others repeat at length what the toys of tests/unit/shared do in virtual time."""
+
+
+def both(folder: Path, case: str, *more: str) -> tuple[Run, Run]:
+    mode, *setting = case.split(" ")
+    given = (*setting, *CASES[case], *more)
+    return train(folder / "separate", mode, *given), train(folder / "shared", mode, SHARED, *given)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
+    separate, shared = both(tmp_path, case)
+    assert shared.summary["placement"] == "shared"
+    assert shared.digest == separate.digest
+    assert shared.digests == separate.digests and len(set(shared.digests)) == 6
+    assert shared.sample_log == separate.sample_log
+    assert shared.column("staleness/max") == separate.column("staleness/max")
+    evaluated = [[line.get("evaluation/reward/mean") for line in run.metrics] for run in (separate, shared)]
+    assert evaluated[0] == evaluated[1]
+
+
+@pytest.mark.slow
+def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
+    run = train(tmp_path, "one_step_off", SHARED, "ticket_size=2", *DELAYS)
+    busy = {
+        pool: union(
+            (event["start"], event["end"])
+            for event in run.events
+            if event["event"] == "span" and event["worker"].startswith(pool) and event["name"] in names
+        )
+        for pool, names in (("rollout", {"generate", "decode"}), ("trainer", {"forward", "backward", "behaviour"}))
+    }
+    assert len(busy["rollout"]) > 10 and len(busy["trainer"]) >= 5
+    assert length(intersect(busy["rollout"], busy["trainer"])) < 1e-3
+    assert run.digests == train(tmp_path / "separate", "one_step_off", "ticket_size=2").digests
+
+
+@pytest.mark.serial
+@pytest.mark.usefixtures("ray_here")
+def test_two_processes_that_sample_and_train(tmp_path: Path) -> None:
+    pools = ("trainer.num_workers=2", "rollout.num_workers=2", "ticket_size=2")
+    shared = train_here_on_ray(tmp_path / "shared", "one_step_off", SHARED, *pools)
+    assert shared.digests == train(tmp_path / "threads", "one_step_off", "ticket_size=2").digests
+    pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
+    assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]
+    assert pids["rollout-0"] != pids["rollout-1"]
+    for pool, name in (("rollout", "generate"), ("trainer", "backward")):
+        busy = {e["worker"] for e in shared.events if e["event"] == "span" and e["name"] == name}
+        assert busy == {f"{pool}-0", f"{pool}-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.parametrize(("killed", "told"), [("trainer-1", "recomputed"), ("trainer-0", "rollback")])
+def test_a_killed_process_that_samples_and_trains(tmp_path: Path, killed: str, told: str) -> None:
+    given = ("total_steps=8", "ticket_size=2", "trainer.micro_batch_size=2", "save.every=2")
+    pools = ("trainer.num_workers=2", "rollout.num_workers=2")
+    calm = train(tmp_path / "calm", "one_step_off", *given)
+    process = start(tmp_path / "run", "one_step_off", SHARED, *given, *pools)
+    wait_until(process, lambda: len(Run(tmp_path / "run").metrics) >= 3, "three steps were trained")
+    pids = {e["worker"]: e["pid"] for e in Run(tmp_path / "run").events if e["event"] == "worker"}
+    os.kill(pids[killed], signal.SIGKILL)
+    finish(process, 0)
+    run = Run(tmp_path / "run")
+    assert run.digest == calm.digest and run.column("reward/mean") == calm.column("reward/mean")
+    assert {killed, killed.replace("trainer", "rollout")} <= {e["worker"] for e in run.events if e["event"] == "fault"}
+    assert told in {event["event"] for event in run.events}

@@ -1,0 +1,152 @@
+"""Toy workers that sample and train, in virtual time, under the real controller and pools of parts."""
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
+from async_flowrl.controller.context import Context
+from async_flowrl.plan.virtual_time import run_virtual
+from async_flowrl.run.launch import PARTS
+from async_flowrl.shared.worker import SharedRollout
+from separation.shared import PartGroup, Successors
+from tests.support.toy import Disturbance, ToyRun, ToySteps, run, toy_config, toy_context
+from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
+
+SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), ("train", "train_last", "proximal")
+
+
+class ToySharedRollout(ToyRollout):
+    """Keeps the versions of its trainer as the real one does."""
+
+    trainer: Any
+
+    def load(self) -> dict[str, str]:
+        if hasattr(self, "receiver"):
+            self.receiver.clear()
+            return {"base_digest": "toy"}
+        return super().load()
+
+    keep_own = SharedRollout.keep_own
+
+
+class ToySharedTrainer(ToyTrainer):
+    @property
+    def versions(self) -> Any:
+        return SimpleNamespace(retained=self.retained)
+
+    @property
+    def parameters(self) -> Any:
+        return SimpleNamespace(named=lambda tensors: tensors)
+
+    @property
+    def name(self) -> str:
+        return f"trainer-{self.index}"
+
+
+class ToyBoth:
+    """The hosted object, with the turn that its two parts take."""
+
+    def __init__(self, config: Config, index: int, name: str) -> None:
+        place = name.removeprefix(f"{SHARED}-")
+        self.trainer = ToySharedTrainer(config, index, f"trainer-{place}")
+        self.rollout = ToySharedRollout(config, index, f"rollout-{place}")
+        self.rollout.trainer = self.trainer
+        self.changed, self.taken, self.training = asyncio.Condition(), False, 0
+
+
+class ToySharedWorker(ToyWorker):
+    """Computes one thing at a time, training first; faults know it by the name of the part that is called."""
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        name, both = name_of(method, args), self.target
+        if name not in (*SAMPLING, *TRAINING):
+            return await super().serve(method, args)
+        trains = name in TRAINING
+        async with both.changed:
+            both.training += trains
+            await both.changed.wait_for(lambda: not both.taken and (trains or not both.training))
+            both.training -= trains
+            both.taken = True
+        began = self.world.observer.now()
+        try:
+            return await super().serve(method, args)
+        finally:
+            self.world.observer.event("computed", worker=self.name, kind=name, start=began)
+            both.taken = False
+            async with both.changed:
+                both.changed.notify_all()
+
+
+class ToySharedPool(ToyPool):
+    def _build(self, pool: str, index: int) -> ToyWorker:
+        worker = ToySharedWorker(pool, index, None, incarnation=self.incarnations[index], world=self.world)
+        worker.target = self.factory(index=index, name=worker.name)
+        return worker
+
+
+def shared_config(k: int, workers: int, **changes: Any) -> Config:
+    pools = {"placement": SHARED, "trainer__num_workers": workers, "rollout__num_workers": workers}
+    return toy_config(k, **pools, **changes)
+
+
+def shared_groups(config: Config, world: World) -> dict[str, Any]:
+    whole = ToySharedPool(SHARED, config.trainer.num_workers, partial(ToyBoth, config), world)
+    whole.spec = whole.spec.__class__(
+        SHARED, "", len(whole.workers), lanes=("train", "publish", "save", "sync", "control")
+    )
+    for worker in whole.workers:
+        worker.target.trainer.ranks = lambda: [other.target.trainer for other in whole.workers]
+    successors = Successors(whole)
+    rewards = {
+        pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world)
+        for pool in reward_pools(config.reward)
+    }
+    return {SHARED: whole, **{part.pool: PartGroup(successors, part) for part in PARTS}, **rewards}
+
+
+async def _run(
+    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, observer: ListObserver
+) -> ToyRun:
+    groups: Mapping[str, Any] = shared_groups(config, World(timing, fault, observer))
+    for worker in groups[SHARED].workers:
+        worker.target.rollout.load()
+    steps = ToySteps(observer)
+    ctx: Context = toy_context(config, groups, observer, steps)
+    beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
+    try:
+        await run(ctx)
+    finally:
+        if beside is not None:
+            beside.cancel()
+        steps.abandon()
+        await ctx.weights.close()
+    trainer = groups[SHARED].workers[0].target.trainer
+    return ToyRun(
+        digest=trainer.weights_digest(),
+        observer=observer,
+        lines=steps.lines,
+        trained=trainer.trained,
+        table=ctx.table,
+        evaluated=steps.evaluated,
+        groups=groups,
+        seconds=asyncio.get_running_loop().time(),
+        sync=ctx.weights.report(),
+    )
+
+
+def shared_virtual(
+    config: Config,
+    timing: Timing | None = None,
+    fault: Fault = no_fault,
+    *,
+    disturb: Disturbance | None = None,
+    horizon: float = 1e5,
+) -> ToyRun:
+    """A toy run in virtual time. Whatever ends it is raised; a hang is Deadlock or HorizonReached."""
+    return run_virtual(_run(config, timing or Timing(), fault, disturb, ListObserver()), horizon=horizon)

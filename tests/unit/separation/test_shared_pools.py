@@ -1,0 +1,110 @@
+"""Two pools that share their workers: names, lanes, errors, and one replacement whoever asks for it."""
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from separation.cluster import cluster
+from separation.group import PoolSpec, WorkerDied, WorkerFailed
+from separation.shared import Part, PartGroup, in_parts
+
+PARTS = (Part("one", {"main": "main", "side": "side"}), Part("two", {"main": "two"}))
+built: list[str] = []
+
+
+class Both:
+    def __init__(self, index: int, name: str) -> None:
+        built.append(name)
+        if name.endswith(".9"):
+            raise RuntimeError("cannot be built")
+        self.one, self.two = SimpleNamespace(hello=lambda: f"one of {name}", split=lambda: (1, "kept")), Two(name)
+
+
+class Two:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def hello(self) -> str:
+        return f"two of {self.name}"
+
+    def fail(self) -> None:
+        raise ValueError("not this")
+
+
+def running(main: Any) -> Any:
+    async def inside() -> Any:
+        built.clear()
+        spec = PoolSpec("both", f"{__name__}:Both", 2, lanes=("side", "two"))
+        async with (
+            cluster([spec], backend="local", start_deadline=60) as groups,
+            in_parts(groups["both"], PARTS) as parts,
+        ):
+            return await main(groups["both"], parts["one"], parts["two"])
+
+    coroutine: Coroutine[Any, Any, Any] = inside()
+    return asyncio.run(coroutine)
+
+
+def test_each_part_is_a_pool_of_its_own() -> None:
+    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+        assert [w.name for w in (*one.workers, *two.workers)] == ["one-0", "one-1", "two-0", "two-1"]
+        assert (one.spec.name, one.spec.lanes, two.spec.lanes) == ("one", ("side",), ())
+        assert (
+            await one.workers[1].call("hello") == "one of both-1"
+            and await two.workers[1].call("hello") == "two of both-1"
+        )
+        assert await one.workers[0].call("os:getpid", lane="side") == one.workers[0].pid
+        first, (kept,) = await one.workers[0].call_split("split", returns=2)
+        assert first == 1 and await two.fetch(kept) == "kept"
+        with pytest.raises(ValueError, match="two-0 has no lane 'side'; it has main"):
+            await two.workers[0].call("hello", lane="side")
+        with pytest.raises(WorkerFailed, match=r"^two-0\.fail raised ValueError: not this") as failed:
+            await two.workers[0].call("fail")
+        assert (failed.value.worker, failed.value.method, failed.value.kind) == ("two-0", "fail", "ValueError")
+
+    running(main)
+
+
+def test_a_death_is_that_of_both_and_is_replaced_once() -> None:
+    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+        watch = asyncio.create_task(two.workers[1].watch())
+        await asyncio.sleep(0)
+        one.workers[1].kill()
+        with pytest.raises(WorkerDied, match="two-1 died: killed"):
+            await watch
+        fresh, other = await asyncio.gather(one.replace(1), two.replace(1))
+        assert (fresh.name, other.name) == ("one-1.1", "two-1.1")
+        assert await two.workers[1].call("hello") == "two of both-1.1" and one.workers[0].name == "one-0"
+        assert built == ["both-0", "both-1", "both-1.1"]
+        assert (await one.replace(1)).name == "one-1.2", "who asks again has it replaced again"
+        assert two.follow(1).name == "two-1.2" and two.follow(1) is two.workers[1]
+        one.workers[1].kill()
+        await asyncio.sleep(0)
+        assert (await two.replace(1)).name == "two-1.3", "a successor that died meanwhile is no successor"
+
+    running(main)
+
+
+def test_a_replacement_goes_on_for_others_when_one_no_longer_waits() -> None:
+    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+        asked = asyncio.create_task(one.replace(0))
+        await asyncio.sleep(0)
+        asked.cancel()
+        assert (await two.replace(0)).name == "two-0.1" and built.count("both-0.1") == 1
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    running(main)
+
+
+def test_a_successor_that_cannot_be_built_is_asked_for_again() -> None:
+    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+        whole._incarnations[0] = 8
+        results = await asyncio.gather(one.replace(0), two.replace(0), return_exceptions=True)
+        assert all(isinstance(result, WorkerFailed) for result in results)
+        assert (await two.replace(0)).name == "two-0.10" and (await one.replace(0)).name == "one-0.10"
+
+    running(main)

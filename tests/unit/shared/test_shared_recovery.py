@@ -1,0 +1,62 @@
+"""Back to the checkpoint with workers that sample and train: the first one dies, or the only one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, once
+from tests.support.toy_recovery import events, logged, rollbacks, run_controller, summary
+from tests.support.toy_shared import shared_config, shared_groups
+
+SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Iterator[None]:
+    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    with (
+        mock.patch("async_flowrl.controller.living.join_process_group", meet),
+        mock.patch("async_flowrl.run.launch.join_process_group", meet),
+        mock.patch("tests.support.toy_recovery.toy_groups", shared_groups),
+    ):
+        yield
+
+
+def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
+    config = shared_config(k, workers, hand_over="stream", save__every=2)
+    config.output_dir = str(root)
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        return next((what for one in faults if (what := one(worker, method, number))), None)
+
+    assert run_controller(config, root, World(SHAKEN, fault, ListObserver())) is None
+    return root
+
+
+@pytest.mark.parametrize(
+    ("workers", "faults"),
+    [
+        (1, [once("shared-0", "generate", 14, "kill")]),
+        (1, [once("shared-0", "train_last", 4, "kill")]),
+        (1, [once("shared-0", "save", 2, "kill")]),
+        (2, [once("shared-0", "generate", 9, "hang")]),
+        (2, [once("shared-0", "add_up", 4, "kill"), once("shared-0.1", "take_step", 1, "kill")]),
+        (3, [once("shared-0", "take_step", 4, "kill"), once("shared-2", "train", 3, "kill")]),
+        (3, [once("shared-1", "generate", 3, "kill"), once("shared-1.1", "load", 2, "kill")]),
+    ],
+    ids=str,
+)
+def test_the_run_goes_back_and_ends_in_the_same_weights(tmp_path: Path, workers: int, faults: list[Fault]) -> None:
+    calm = ran(tmp_path / "calm", 1)
+    found = ran(tmp_path / "found", workers, *faults)
+    assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
+    assert logged(found) == logged(calm)
+    assert rollbacks(found), "it did go back"
+    assert len(events(found, "fault")) >= len(faults)

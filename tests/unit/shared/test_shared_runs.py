@@ -1,0 +1,202 @@
+"""The real controller with workers that sample and train, in virtual time: weights, turns, faults and starvation."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from separation.group import WorkerDied, WorkerFailed
+from separation.supervise import DeadlineExceeded
+from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy_pool import Fault, Timing, once
+from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config, shared_virtual
+
+SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"k": 0, "hand_over": "batch"},
+    "stream": {"k": 0, "hand_over": "stream"},
+    "one step off": {"k": 1, "hand_over": "stream"},
+    "fully async": {"k": 3, "hand_over": "batch", "trainer__updates_per_batch": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _toy_ranks_meet() -> Iterator[None]:
+    """Toy ranks add up without a process group: those that meet are those whose sums are added."""
+
+    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    with mock.patch("async_flowrl.controller.living.join_process_group", meet):
+        yield
+
+
+def shared(mode: str, workers: int, fault: Fault | None = None, timing: Timing = SHAKEN, **more: Any) -> ToyRun:
+    disturb = more.pop("disturb", None)
+    config = shared_config(workers=workers, prompts_per_step=8, **MODES[mode], **more)
+    return shared_virtual(config, timing, fault or (lambda *call: None), disturb=disturb)
+
+
+def separate(mode: str, **more: Any) -> ToyRun:
+    return virtual(toy_config(prompts_per_step=8, **MODES[mode], **more), SHAKEN)
+
+
+def check(found: ToyRun, mode: str, **more: Any) -> None:
+    calm = separate(mode, **more)
+    assert found.digest == calm.digest and found.published() == calm.published()
+    assert found.staleness() == calm.staleness()
+    once = found.tickets("TRAINED")
+    assert len(once) == len(calm.tickets("TRAINED")) == len({event["ordinal"] for event in once})
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_weights_of_separate_pools(mode: str, workers: int) -> None:
+    check(shared(mode, workers), mode)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_no_version_is_sent(workers: int) -> None:
+    """But for the canary, which every worker must be sent."""
+    calls: list[str] = []
+
+    def heard(worker: str, method: str, number: int) -> None:
+        calls.extend([method] * (method in ("receive", "keep_own")))
+
+    found = shared("one step off", workers, heard)
+    assert calls.count("receive") == workers
+    assert calls.count("keep_own") == workers * len(found.published())
+
+
+def test_training_is_never_behind_a_ticket_that_was_given_ahead() -> None:
+    """With one worker: between the moment a group is handed over and its training, at most one ticket ends."""
+    found = shared("one step off", 1, timing=Timing(generate=1.0, update=0.2, score=0.01))
+    computed = found.observer.of("computed")
+    assert {event["kind"] for event in computed} >= {"generate", "train"}
+    handed = [event["time"] for event in found.tickets("HANDED")]
+    for moment in handed:
+        after = [event for event in computed if event["time"] > moment + 1e-9]
+        first = next(index for index, event in enumerate(after) if event["kind"] in TRAINING)
+        assert sum(event["kind"] in SAMPLING for event in after[:first]) <= 1
+
+
+def test_one_worker_hides_the_time_of_rewards() -> None:
+    """Step s+1 is sampled while the rewards of step s are made: of nothing else is there any to spare."""
+    slow = Timing(generate=1.0, update=0.25, score=6.0)
+    seconds = {mode: shared(mode, 1, timing=slow, reward__num_workers=8).seconds for mode in ("sync", "one step off")}
+    work = 6 * 8 * (slow.generate + slow.update)
+    assert seconds["one step off"] < work + 2 * slow.score
+    assert seconds["sync"] > work + 6 * slow.score
+
+
+FAULTS = [
+    ("generate", "kill"),
+    ("generate", "hang"),
+    ("generate", "slow"),
+    ("generate/evaluation", "kill"),
+    ("train", "kill"),
+    ("add_up", "kill"),
+    ("take_step", "kill"),
+    ("keep_own", "kill"),
+]
+
+
+def first(worker: str, method: str, what: str, *, after: int = 0) -> Fault:
+    """The fault befalls the first such call of that worker, or the first after so many."""
+    left = [after, 1]
+
+    def fault(who: str, called: str, number: int) -> str | None:
+        if (who, called) != (worker, method):
+            return None
+        index = 0 if left[0] else 1
+        left[index] -= 1
+        return what if index and left[1] == 0 else None
+
+    return fault
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("method", "what"), FAULTS)
+@pytest.mark.parametrize("mode", ["sync", "one step off"])
+def test_the_death_of_one_is_that_of_both_and_costs_its_share(mode: str, method: str, what: str) -> None:
+    evaluated = {"evaluate__every": 1} if "evaluation" in method else {}
+    found = shared(mode, 3, first("shared-1", method, what, after=1 - len(evaluated)), **evaluated)
+    check(found, mode, **evaluated)
+    assert found.observer.of("injected")
+    if what == "slow":
+        return
+    replaced = [event["worker"] for event in found.observer.of("replaced")]
+    assert replaced == ["shared-1"], "one process is replaced once, for both"
+    faults = {event["worker"] for event in found.observer.of("fault")}
+    assert faults == {"rollout-1", "trainer-1"}
+    (rejoined,) = found.observer.of("rejoined")
+    assert rejoined["worker"] == "trainer-1.1"
+    late = [event for event in found.tickets("SCORING") if event["worker"] == "rollout-1.1"]
+    assert late, "the newcomer samples, too"
+
+
+@pytest.mark.parametrize(("workers", "method"), [(1, "generate"), (1, "train_last"), (2, "add_up"), (2, "take_step")])
+def test_the_death_of_the_first_ends_the_attempt_by_name(workers: int, method: str) -> None:
+    """Then the run goes back to its checkpoint (test_shared_recovery.py)."""
+    with pytest.raises(WorkerDied, match="trainer-0"):
+        shared("one step off", workers, once("shared-0", method, 3, "kill"))
+
+
+def test_training_that_hangs_is_a_late_worker_where_tickets_wait_for_it() -> None:
+    check(found := shared("one step off", 3, once("shared-1", "train", 2, "hang")), "one step off")
+    assert [event["worker"] for event in found.observer.of("replaced")] == ["shared-1"]
+    with pytest.raises(DeadlineExceeded, match="update: train"):
+        shared("sync", 3, once("shared-1", "train", 2, "hang"))
+
+
+def test_a_worker_that_never_says_which_versions_it_has_is_replaced() -> None:
+    check(found := shared("one step off", 3, once("shared-1", "keep_own", 2, "hang")), "one step off")
+    assert "rollout-1" in {event["worker"] for event in found.observer.of("fault")}
+
+
+def test_a_worker_that_has_made_other_weights_ends_the_run_by_name() -> None:
+    step = ToySharedTrainer.take_step
+
+    def spoilt(self: ToySharedTrainer) -> Any:
+        stats = step(self)
+        if self.index == 1 and 2 in self.retained:
+            self.retained[2]["layer.lora_B.weight"][0] += 1.0
+        return stats
+
+    said = "trainer-1 made other weights of version 2 than the first rank: .* wrong bytes in layer.lora_B.weight"
+    with mock.patch.object(ToySharedTrainer, "take_step", spoilt), pytest.raises(WorkerFailed, match=said):
+        shared("one step off", 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_worker_with_an_evaluation_due_every_step(mode: str) -> None:
+    found = shared(mode, 1, evaluate__every=1, evaluate__before_training=True)
+    check(found, mode, evaluate__every=1, evaluate__before_training=True)
+    assert len(found.evaluated) == 7
+
+
+def test_one_worker_and_a_reward_that_is_stuck() -> None:
+    """It is asked again; the worker trains and samples meanwhile, and nothing waits for ever."""
+    found = shared("one step off", 1, once("reward-0", "score", 5, "hang"), deadlines__score=5.0)
+    check(found, "one step off")
+    assert found.observer.of("injected")
+
+
+@pytest.mark.parametrize("mode", ["one step off", "fully async"])
+def test_one_worker_loses_a_payload_of_a_step_while_the_next_is_made(mode: str) -> None:
+    async def lose(ctx: Any, groups: Any) -> None:
+        while True:
+            due = [t for t in ctx.table.live() if t.kind == "train" and t.step == 2 == ctx.table.step and t.payload]
+            ahead = any(t.step == 3 and str(t.state) == "RUNNING" for t in ctx.table.live() if t.kind == "train")
+            if due and ahead:
+                due[-1].payload[1].lost = True
+                return
+            await asyncio.sleep(0.05)
+
+    found = shared(mode, 1, disturb=lose)
+    check(found, mode)
+    assert found.table.retried == 1

@@ -1,0 +1,99 @@
+"""A process that samples and trains: one base in memory, the model of two processes, versions of its own."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.config.schema import FULL, Config
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.shared.worker import SharedWorker
+from async_flowrl.training.base_weights import base_tensors
+from async_flowrl.training.worker import TrainerWorker
+from checkpoint_engine import weights_digest
+from checkpoint_engine.errors import WeightsMismatch
+from tests.support import trainer_rig as rig
+
+
+def shared_config(**changes: Any) -> Config:
+    config = rig.tiny_config()
+    config.placement, config.model.dtype, config.model.tiny.layers = "shared", "float32", 1
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
+def worker(config: Config, *, first: str = "rollout") -> SharedWorker:
+    one = SharedWorker(config, resolve_model(config.model), 0, "shared-0")
+    for side in (first, "trainer" if first == "rollout" else "rollout"):
+        getattr(one, side).load()
+    return one
+
+
+@pytest.fixture(scope="module", params=["rollout", "trainer"])
+def loaded(request: pytest.FixtureRequest) -> SharedWorker:
+    return worker(shared_config(), first=request.param)
+
+
+def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
+    sampling, training = (
+        base_tensors(policy.transformer) for policy in (loaded.rollout.engine.policy, loaded.trainer.policy)
+    )
+    assert sampling.keys() == training.keys() and len(sampling) > 20
+    assert all(training[name].data_ptr() == tensor.data_ptr() for name, tensor in sampling.items())
+    adapters = [
+        loaded.rollout.engine.live_tensors(),
+        loaded.trainer.parameters.named(loaded.trainer.parameters.values.data),
+    ]
+    pointers = [{tensor.data_ptr() for tensor in adapter.values()} for adapter in adapters]
+    assert not pointers[0] & pointers[1], "each side has an adapter of its own"
+    assert not any(tensor.requires_grad for tensor in sampling.values())
+
+
+def test_it_is_the_same_model_as_in_two_processes(loaded: SharedWorker) -> None:
+    config, model = loaded.trainer.config, loaded.trainer.model
+    trainer, rollout = TrainerWorker(config, model, 0, "trainer-0"), RolloutWorker(config, model, 0, "rollout-0")
+    info, alone = trainer.load(), rollout.load()
+    assert info["base_digest"] == alone["base_digest"] == loaded.rollout.load()["base_digest"]
+    assert loaded.trainer.weights_digest() == trainer.weights_digest()
+    assert weights_digest(base_tensors(loaded.trainer.policy.transformer)) == weights_digest(
+        base_tensors(trainer.policy.transformer)
+    )
+
+
+def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
+    one = worker(shared_config(tune=FULL, max_staleness=0))
+    sampling, training = (
+        base_tensors(policy.transformer) for policy in (one.rollout.engine.policy, one.trainer.policy)
+    )
+    assert all(training[name].data_ptr() != tensor.data_ptr() for name, tensor in sampling.items())
+    assert all(torch.equal(training[name], tensor) for name, tensor in sampling.items())
+
+
+def test_it_keeps_the_versions_that_it_makes() -> None:
+    one = worker(shared_config())
+    one.trainer.sender.stage(0)
+    header = one.trainer.sender.policy.seal(0)
+    assert one.rollout.keep_own(replace(header, version=7)) is None, "that one it has not made"
+    ack = one.rollout.keep_own(header)
+    assert ack is not None and (ack.version, ack.digest) == (0, header.digest)
+    one.rollout.receiver.activate("policy", 0)
+    assert one.rollout.receiver.live_digest() == header.digest
+    one.trainer.versions.of(0)[3] += 1.0
+    with pytest.raises(WeightsMismatch, match="trainer-0 made other weights of version 0 than the first rank"):
+        one.rollout.keep_own(header, "evaluation")
+
+
+def test_a_ticket_that_is_made_while_another_version_is_trained(loaded: SharedWorker) -> None:
+    """The trainer's masters move; what is sampled with does not."""
+    config = loaded.trainer.config
+    sampler = rig.Sampler(config)
+    sampler.load(loaded.trainer.tensors())
+    handed = [sampler.group(0, group) for group in range(config.prompts_per_step)]
+    before = {name: tensor.clone() for name, tensor in loaded.rollout.engine.live_tensors().items()}
+    assert rig.update(loaded.trainer, 0, handed).metrics["grad_norm"] > 0
+    assert not rig.equal(rig.weights(loaded.trainer), {name: tensor.numpy() for name, tensor in before.items()})
+    after = loaded.rollout.engine.live_tensors()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())

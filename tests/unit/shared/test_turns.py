@@ -1,0 +1,85 @@
+"""Who computes next in a process that samples and trains."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from async_flowrl.shared.turns import PATIENCE_SECONDS, Turns
+
+LIMIT = 60.0
+
+
+class Unit(threading.Thread):
+    """A unit of work that stays in its turn until it is told to end."""
+
+    def __init__(self, turn: Callable[[], AbstractContextManager[None]], done: list[str], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.turn, self.done_list = turn, done
+        self.inside, self.may_end = threading.Event(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with self.turn():
+            self.inside.set()
+            assert self.may_end.wait(LIMIT)
+            self.done_list.append(self.name)
+
+    def end(self) -> None:
+        assert self.inside.wait(LIMIT)
+        self.may_end.set()
+        self.join(LIMIT)
+        assert not self.is_alive()
+
+
+def until(condition: Callable[[], object]) -> None:
+    for _ in range(int(LIMIT / 0.01)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to that")
+
+
+def test_training_comes_before_a_ticket_that_was_given_ahead() -> None:
+    turns, done = Turns(), list[str]()
+    under_way = Unit(turns.sampling, done, "ticket")
+    assert under_way.inside.wait(LIMIT)
+    ahead = Unit(turns.sampling, done, "ticket ahead")
+    training = Unit(turns.training, done, "training")
+    until(lambda: turns._waiting)
+    assert not training.inside.is_set(), "no ticket is interrupted"
+    under_way.end()
+    training.end()
+    ahead.end()
+    assert done == ["ticket", "training", "ticket ahead"]
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_ticket_waits_for_more_to_train_but_not_for_ever(more: bool) -> None:
+    now = [100.0]
+    turns, done = Turns(clock=lambda: now[0]), list[str]()
+    Unit(lambda: turns.training(more=more), done, "first").end()
+    ticket = Unit(turns.sampling, done, "ticket")
+    assert ticket.inside.wait(LIMIT if not more else 0.1) is not more
+    if more:
+        now[0] += PATIENCE_SECONDS  # what was to follow never came
+    ticket.end()
+    Unit(turns.training, done, "second").end()
+    assert done == ["first", "ticket", "second"]
+
+
+def test_a_turn_to_train_is_entered_again_inside() -> None:
+    turns, done = Turns(), list[str]()
+    with turns.training():
+        with turns.training():
+            ticket = Unit(turns.sampling, done, "ticket")
+        assert not ticket.inside.wait(0.05)
+    ticket.end()
+
+
+def test_a_unit_that_fails_gives_its_turn_back() -> None:
+    turns = Turns()
+    for turn in (turns.training, turns.sampling, turns.training):
+        with pytest.raises(ValueError, match="broken"), turn():
+            raise ValueError("broken")
