@@ -146,8 +146,9 @@ class ServeConfig:
     """Servers; groups are spread over them."""
     health: str = setting("/health", changes=NOTHING)
     """Path that answers 200 as soon as the server can score."""
-    requirements: str | None = None
-    """A requirements.txt: the command then runs in an environment of its own, made once per node and kept."""
+    requirements: Any = None
+    """A requirements.txt: the command then runs in an environment of its own, made once per node and kept. In a list of
+    them, packages of a later file are built with those of the earlier ones (pip's --no-build-isolation)."""
     port: int | None = setting(None, at_least=1, at_most=65535, changes=NOTHING)
     """TCP port of the first replica, the next ones count up; null = any that is free."""
     start_seconds: float = setting(900.0, above=0, changes=NOTHING)
@@ -352,7 +353,8 @@ class HeldOutConfig:
 
     terms: dict[str, RewardTerm] = field(default_factory=dict)
     """Name → term that no image is trained on, as in reward.terms. The sign of its weight says which way is better;
-    weight 0 is shown and judged by nothing. The workers of the reward pool score it; its failures end no run."""
+    weight 0 is shown and judged by nothing. The first reward pool scores it, or a pool of its own where it sets
+    workers, gpus_per_worker or threads; its failures end no run."""
 
 
 @dataclass

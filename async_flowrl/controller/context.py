@@ -162,7 +162,7 @@ class Context:
     table: TicketTable
     rollout: WorkerGroup
     rewards: Mapping[str, WorkerGroup]
-    """By the pools' names; each scores every group by terms of its own."""
+    """By the pools' names; each scores every group, or those of `held_out/X` evaluations, by terms of its own."""
     trainer: Trainer
     weights: Weights
     observer: Observer

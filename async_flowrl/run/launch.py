@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.reward_pools import RewardPool, reward_pools
+from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.build import ROLLOUT, TRAINER
@@ -82,7 +82,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
-        *(reward_spec(pool, config) for pool in reward_pools(config.reward)),
+        *(reward_spec(pool, config) for pool in scoring_pools(config)),
         *server_pools(config),
     ]
 
@@ -95,9 +95,7 @@ def told_ahead(prepared: Prepared) -> dict[str, Any]:
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
-    """A pool of workers that score by some of the terms; those of the first pool score evaluations by held-out ones."""
-    first = pool.name == reward_pools(config.reward)[0].name
-    held_out = {"held_out": config.evaluate.reward.terms} if first else {}
+    """A pool of workers that score by some of the terms, trained or held out."""
     return PoolSpec(
         pool.name,
         "async_flowrl.rewards.worker:RewardWorker",
@@ -108,7 +106,7 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
             "seed": config.seed,
             "folder": Path(config.output_dir).absolute(),
             SERVERS: {},
-            **held_out,
+            "held_out": held_out_by_pool(config).get(pool.name, {}),
         },
         gpus_per_worker=pool.gpus_per_worker,
         threads=pool.threads,
@@ -122,7 +120,7 @@ def describe_run(prepared: Prepared) -> str:
     config = prepared.config
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
-    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in reward_pools(config.reward)}
+    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
     rows = [
         (
             spec.name,

@@ -26,7 +26,8 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass
 class TinyVLM:
-    """Greedy decoding of ChatML conversations with images. `bias` adds to the logits of tokens, by id."""
+    """Greedy decoding of ChatML conversations with images, by `model` or one of its own. `bias` adds to the logits of
+    tokens, by id."""
 
     tokenizer: Any = field(default_factory=_tokenizer)
     model: Any = None
@@ -34,6 +35,8 @@ class TinyVLM:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        if self.model is not None:
+            return
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.model = _text_encoder(self.tokenizer).eval()
