@@ -97,6 +97,7 @@ def _copied(path: Path, file: Any, columns: list[str] | None) -> Any:
 
     Raises PromptError if that file cannot be written.
     """
+    import pyarrow
     import pyarrow.ipc
 
     schema = file.schema_arrow if columns is None else _chosen(file.schema_arrow, columns)
@@ -106,6 +107,7 @@ def _copied(path: Path, file: Any, columns: list[str] | None) -> Any:
                 for batch in file.iter_batches(columns=columns):
                     writer.write_batch(batch)
             copy.flush()
+            pyarrow.default_memory_pool().release_unused()
             return _mapped(Path(copy.name))
     except OSError as error:
         raise PromptError(
