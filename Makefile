@@ -98,12 +98,12 @@ VLM_SERVER_VENV ?= .venv-vlm-server
 test-vlm-server: setup $(VLM_SERVER_VENV)/.installed
 	VLM_SERVER_VENV=$(abspath $(VLM_SERVER_VENV)) $(RUN) -m pytest -m slow tests/vlm_server
 
-$(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt $(VLLM_OMNI_SUPPORT)
+$(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt tests/vlm_server/metadata/pyproject.toml $(VLLM_OMNI_SUPPORT)
 	$(PYTHON) -m venv $(VLM_SERVER_VENV)
 	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --upgrade pip
 	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --requirement tests/vlm_server/requirements.txt
 	$(VLM_SERVER_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
-	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support
+	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support tests/vlm_server/metadata
 	touch $@
 
 # The documentation site, into build/site; what documents link to must be there.

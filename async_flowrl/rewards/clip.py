@@ -171,7 +171,8 @@ def as_openai_prepares(images: ByteArray, size: int) -> "torch.Tensor":
     small = [int(size * side / min(height, width)) for side in (width, height)]
     left, top = (round((side - size) / 2) for side in small)
     box = (left, top, left + size, top + size)
-    cut = [Image.fromarray(image).resize(small, Image.Resampling.BICUBIC).crop(box) for image in images]
+    scaled = (Image.fromarray(image).resize(small, Image.Resampling.BICUBIC) for image in images)
+    cut = [np.asarray(image.crop(box)) for image in scaled]
     pixels = torch.from_numpy(np.stack(cut)).permute(0, 3, 1, 2).float() / 255
     return normalised(pixels)
 
