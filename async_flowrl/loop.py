@@ -1,13 +1,17 @@
-"""The one loop that is every mode. Read this first.
+"""The training loop of a run. It is the same in every mode (sync, stream, one_step_off, fully_async).
 
     prompts ─► tickets ─gate─► rollout workers ─► rewards ─► ready, group by group ─► trainer
                   ▲                                                                     │ version s+1
                   └──────── acknowledged, per worker ◄── checkpoint_engine ◄────────────┘
 
-`dispatch` feeds every rollout worker whatever the gate gives it; `trainer.update` waits for the groups of its step;
-`weights.publish` returns when the new version is staged, and its delivery overlaps the next update. How far generation
-may run ahead is one number, `max_staleness`; whether a step's groups are handed over together or one by one is
-`hand_over`. Nothing else tells the modes apart.
+run/recovery.py calls `run` for a real run, and plan/simulate.py for a simulated one.
+
+`dispatch` gives every rollout worker the tickets that the gate allows, and sends finished groups to the reward workers.
+`trainer.update` waits for the groups of its step and trains on them. `weights.publish` returns as soon as the new
+version is staged, i.e. copied aside; its delivery to the rollout workers goes on during the next update.
+
+Two settings make the modes: `max_staleness` says how many steps generation may run ahead of training, and `hand_over`
+says whether the trainer gets the groups of a step together (batch) or one by one as they are ready (stream).
 """
 
 from async_flowrl.controller.context import Context
@@ -17,7 +21,11 @@ from separation.supervise import supervised
 
 
 async def run(ctx: Context) -> None:
-    """Trains from `ctx.table.step` to the end (or until asked to stop); the first failure of any part is raised."""
+    """Trains from step `ctx.table.step` to the last one, or ends after the step in which a stop is requested.
+
+    It returns when the last checkpoint is written and the outstanding evaluations are done. The first failure of any
+    part (dispatch, training, delivery, watchdog) cancels the others and is raised.
+    """
     async with supervised(dispatch(ctx), ctx.weights.watch(), watch_for_stalls(ctx)):
         await ctx.weights.publish_first()
         await ctx.steps.before_training(ctx)

@@ -112,8 +112,8 @@ class DeliveryOptions:
     """Options of a Delivery.
 
     `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of the sender or a
-    receiver may take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out`: see
-    fanout.py.
+    receiver may take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out` and
+    `node_fan_out`: see fanout.py.
     """
 
     retries: int = 3

@@ -5,9 +5,9 @@ equal shape that were swapped before hashing, or a wrong alpha. Therefore both e
 named module, with x seeded by the module's name, and the results are compared. B is zero at the start of training, so
 that its result proves nothing; an adapter with random B (the canary) is delivered and compared first.
 
-With whole weights (tune=full), each end digests its live bytes by the names that the network itself has for its
-tensors. The canary is delivered for them, too: both ends have loaded version 0, so it would look right in a network
-that it never reached.
+With whole weights (tune=full), each end digests its live tensors under the names that its network has for them. A
+canary is delivered here, too: both ends have loaded version 0 from the same files, so version 0 would look right even
+if a delivery did not reach the network.
 """
 
 import hashlib
@@ -49,9 +49,9 @@ def binding_probe(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def tensor_probe(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each tensor, by its name: float64 [5], its norm and the four 32-bit words of its digest.
+    """Returns tensor name → float64 [5]: the norm of the tensor, and the four 32-bit words of its digest as numbers.
 
-    One word that differs is a relative difference of one part in the norm, far above what `check_binding` allows.
+    Different words differ by at least 1, which is far more than `check_binding` allows relative to the norm.
     """
     return {name: _digested(tensors[name]) for name in sorted(tensors)}
 

@@ -1,12 +1,16 @@
-"""The fan-out tree of a payload, which bounds how many receivers any one process serves, and how many nodes."""
+"""The fan-out tree of a payload: it says which receivers get it from the sender, and which from other receivers.
+
+The tree limits the number of receivers that one process serves, and the number of nodes that one node sends to.
+Delivery (delivery.py) uses it.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 MAX_FAN_OUT = 32
-"""Receivers that one process serves, at most, on each level of the tree."""
+"""Largest number of receivers that one process serves on each level of the tree."""
 NODE_FAN_OUT = 2
-"""Nodes that one node sends a payload to, at most: each costs its link a copy, however many receivers sit there."""
+"""Largest number of nodes to which one node sends a payload; each of them costs one copy over the network."""
 
 
 def parents(
@@ -16,13 +20,13 @@ def parents(
     max_fan_out: int = MAX_FAN_OUT,
     node_fan_out: int = NODE_FAN_OUT,
 ) -> dict[str, str | None]:
-    """For each receiver (name → its node): the receiver that hands it the payload, None for the sender itself.
+    """Returns receiver → the receiver from which it gets the payload; None stands for the sender.
 
-    `holders` (node → name) have the payload already and pass it on to their neighbours. The other nodes form a tree:
-    the sender serves `node_fan_out` of them, the first receiver of each serves as many further nodes, and so on.
-    Receivers of the nodes that the sender serves all get it from there, which is one copy per node; more than
-    `max_fan_out` of them, and those of other nodes, get it from the first receiver of their node, on levels of
-    that width.
+    `nodes` is receiver → its node. `holders` (node → receiver) have the payload already and serve their own nodes. The
+    other nodes form a tree: the sender serves the first receiver of `node_fan_out` nodes, each of these serves the
+    first receiver of as many further nodes, and so on. On a node, the other receivers are served by the first one, in
+    a tree with `max_fan_out` children per receiver. Only if the nodes that the sender serves have at most `max_fan_out`
+    receivers together, the sender serves all of these itself. Raises ValueError if a limit is below 1.
     """
     for name, value in (("max_fan_out", max_fan_out), ("node_fan_out", node_fan_out)):
         if value < 1:
@@ -45,7 +49,7 @@ def parents(
 
 
 def depth(plan: Mapping[str, str | None], name: str) -> int:
-    """How many receivers the payload passes through before it reaches this one."""
+    """Returns the number of receivers through which the payload passes before it reaches `name`."""
     hops = 0
     while (above := plan.get(name)) is not None:
         name, hops = above, hops + 1
@@ -53,7 +57,7 @@ def depth(plan: Mapping[str, str | None], name: str) -> int:
 
 
 def leaders(nodes: Mapping[str, str]) -> list[str]:
-    """The first receiver (name → its node) of each node, in order."""
+    """Returns the first receiver of each node, in the order of `nodes` (receiver → its node)."""
     first: dict[str, str] = {}
     for name, node in nodes.items():
         first.setdefault(node, name)
@@ -61,5 +65,5 @@ def leaders(nodes: Mapping[str, str]) -> list[str]:
 
 
 def _levels(names: list[str], root: str | None, width: int) -> dict[str, str | None]:
-    """A tree of `width` children per receiver in list order, under `root`."""
+    """Returns receiver → parent for a tree under `root` with `width` children per receiver, in the order of `names`."""
     return {name: root if i < width else names[i // width - 1] for i, name in enumerate(names)}

@@ -1,4 +1,8 @@
-"""Sending end of one stream: copies tensors away quickly; seals, retains and hands out versions beside the work."""
+"""Publisher is the sending end of one stream, i.e. of one sequence of versions of the same named tensors.
+
+It runs in the sending process (trainer rank 0): it copies the tensors aside as a version, seals the version (computes
+its digests), and keeps it for sending.
+"""
 
 import math
 import threading
@@ -18,29 +22,31 @@ from checkpoint_engine.layout import Entry, Layout, dtype_of
 from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
 
 MAX_STAGED_VERSIONS = 2
-"""Versions that are staged and not sealed yet, at most."""
+"""Largest number of versions that are staged and not sealed yet."""
 MAX_SAMPLES_PER_TENSOR = 16
-"""Elements of a tensor compared between the live tensors at staging time and the staged copy."""
+"""Largest number of elements per tensor that are compared between the live tensors and the staged copy."""
 
 
 @dataclass
 class _Staged:
     slot: int
     host: HostBuffer | None
-    """Where the bytes are; None while they are still in the slot, on a GPU."""
+    """Buffer with the bytes of tensors in host memory; None for tensors on a GPU, whose bytes are in the slot."""
     sample: Tensor
+    """Some elements of the live tensors, copied when the version was staged."""
     ready: Any
-    """Event behind the copy into the slot, on a GPU."""
+    """CUDA event after the copy into the slot; None for tensors in host memory."""
 
 
 class Publisher:
     """Publishes one stream of versions of the same named tensors.
 
-    Two threads may use it at once: one calls `stage`, the other everything else. At most two versions are staged and
-    not sealed. Tensors in host memory are staged in the buffer that is sent; tensors on a GPU are staged in one of two
-    slots there until they are sealed, and leave from there where the transport can. The newest `retain` sealed
-    versions, and those that `hold` names, are retained in host memory, on a GPU's host pinned, for resends and late
-    joiners. The second thread waits for a stream of its own, never for what the first has queued.
+    Two threads may use it at the same time: one calls `stage`, the other one everything else.
+
+    Tensors in host memory are staged in the buffer that is sent later. Tensors on a GPU are staged in one of two slots
+    on that GPU; a transport that reads GPU memory sends them from there. Sealed versions are kept in host memory
+    (pinned for a GPU): the newest `retain` ones, for resends and new receivers, and those that `hold` names. On a GPU
+    the second thread has a CUDA stream of its own, so it never waits for work that the first thread has queued.
     """
 
     def __init__(
@@ -53,7 +59,10 @@ class Publisher:
         rank: int | None = None,
         retain: int = 2,
     ) -> None:
-        """Tensors are cast to `dtypes`, by name, when they are staged. Raises ValueError for retain < 1."""
+        """`tensors` are the live tensors. `dtypes` (name → dtype) are those that are sent; None means the tensors' own.
+
+        `alpha` and `rank` are those of LoRA tensors, as in Draft. Raises ValueError for retain < 1.
+        """
         if retain < 1:
             raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
         self.layout = Layout.of(tensors, dtypes)
@@ -74,14 +83,15 @@ class Publisher:
         self._changed = threading.Condition()
 
     def draft(self, version: int) -> Draft:
-        """What a version of this stream is, digests aside."""
+        """Returns the description of a version of this stream, without digests."""
         return Draft(self.stream, version, self.layout, self.alpha, self.rank)
 
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
-        """Copies the tensors (or others of the same layout) into a staging slot; they may change on return.
+        """Copies the live tensors, or `tensors` of the same layout, aside as `version`; on return they may change.
 
-        Waits up to `deadline` seconds while two versions are staged and not yet sealed. Raises TransferFailed then,
-        ValueError for a version staged or retained already, WeightsMismatch for other tensors.
+        While two other versions are staged and not sealed, it waits up to `deadline` seconds and then raises
+        TransferFailed. Raises ValueError if the version is staged or retained already, and WeightsMismatch if names or
+        shapes differ from the layout.
         """
         sources = self._sources(self._tensors if tensors is None else tensors)
         with self._changed:
@@ -101,15 +111,18 @@ class Publisher:
             self._changed.notify_all()
 
     def seal(self, version: int) -> Header:
-        """Checks and digests a staged version and retains it, in host memory.
+        """Digests a staged version, retains it in host memory and returns its header; a second call returns it again.
 
-        Two threads may seal one version. Raises VersionGone for one that was never staged, WeightsMismatch, naming
-        the tensor, when the staged bytes are not those the tensors had while they were staged.
+        Two threads may seal the same version. Raises VersionGone if the version is neither staged nor retained, and
+        WeightsMismatch, which names the tensor, if the staged bytes differ from the sample of the live tensors.
         """
         return self.begin(version).finish()
 
     def begin(self, version: int) -> Sealing:
-        """`seal` for a caller who digests beside a transfer; one whose header is there for a version sealed before."""
+        """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
+
+        For a version that is sealed already, the Sealing has its header. The caller must call `Sealing.finish`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
@@ -136,7 +149,7 @@ class Publisher:
         return Sealing(self.draft(version), data, self._end)
 
     def _from_device(self, version: int, staged: _Staged) -> Sealing:
-        """The slot is in use until the end: bytes leave from it, and others are copied to the host meanwhile."""
+        """Starts the copy from the GPU slot to the host. The slot stays in use until the end of the Sealing."""
         assert self._side is not None
         slot = self._slots[staged.slot]
         self._side.wait(staged.ready)
@@ -169,7 +182,10 @@ class Publisher:
             self._changed.notify_all()
 
     def payload(self, version: int) -> tuple[Header, ByteArray]:
-        """Header and bytes uint8 [nbytes] of a retained version; treat the bytes as read-only. Raises VersionGone."""
+        """Returns header and bytes uint8 [nbytes] of a retained version; the bytes must not be changed.
+
+        Raises VersionGone if the version is not retained.
+        """
         with self._changed:
             if version not in self._sealed:
                 raise VersionGone(
@@ -178,25 +194,25 @@ class Publisher:
             return self._sealed[version]
 
     def retained(self) -> tuple[int, ...]:
-        """The sealed versions that can be sent, oldest first."""
+        """Returns the sealed versions that can be sent, oldest first."""
         with self._changed:
             return tuple(sorted(self._sealed))
 
     def hold(self, version: int) -> None:
-        """Retains a sealed version, however many newer ones come, until `release`. Raises VersionGone."""
+        """Retains a sealed version until `release`, regardless of newer ones. Raises VersionGone if it is dropped."""
         with self._changed:
             if version not in self._sealed:
                 raise VersionGone(f"version {version} of stream {self.stream} is not retained and can't be held")
             self._retained_longer.add(version)
 
     def release(self, version: int) -> None:
-        """Ends a `hold`: the version goes unless it is among the newest `retain`."""
+        """Ends a `hold`; the version is dropped unless it is among the newest `retain`."""
         with self._changed:
             self._retained_longer.discard(version)
             self._evict()
 
     def clear(self) -> None:
-        """Forgets every version, sealed or staged, so that a run can publish again from an earlier one."""
+        """Drops every version, sealed or staged, so that a run can publish again from an earlier version."""
         with self._changed:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()
@@ -218,7 +234,7 @@ class Publisher:
         return sources
 
     def _sample(self, sources: list[Tensor]) -> Tensor:
-        """A few elements of every tensor, in the dtype that is sent, on the tensors' device."""
+        """Returns a few elements of every tensor, in the dtype that is sent, on the tensors' device."""
         picked = []
         for entry, source in zip(self.layout.entries, sources, strict=True):
             flat = source if source.is_contiguous() else source.contiguous()
@@ -227,9 +243,10 @@ class Publisher:
         return torch.cat(picked)
 
     def _check_sample(self, version: int, expected: Tensor, data: Tensor) -> None:
-        """The bytes uint8 [nbytes] to send are those of the tensors as they were: not older ones, not half changed.
+        """Raises WeightsMismatch if the sample of the bytes uint8 [nbytes] differs from the live tensors' sample.
 
-        `expected` is in host memory, `data` anywhere.
+        This finds bytes of an older version and bytes that changed while they were copied. `expected` is in host
+        memory, `data` on any device.
         """
         staged = self._sample(list(self.layout.views(data).values())).cpu()
         if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
@@ -256,14 +273,14 @@ class Publisher:
             self._changed.notify_all()
 
     def _evict(self) -> None:
-        """Forgets what need not be retained any more; a payload handed out stays valid while it is used."""
+        """Drops versions that need not be retained; a payload that was returned before stays valid while it is used."""
         newest = sorted(self._sealed)[-self.retain :]
         for version in self._sealed.keys() - set(newest) - self._retained_longer:
             del self._sealed[version]
 
 
 def _sampling(entry: Entry) -> tuple[int, int]:
-    """How many of a tensor's elements are compared, and how far apart they are."""
+    """Returns the number of a tensor's elements that are compared, and their distance in elements."""
     numel = math.prod(entry.shape)
     count = min(MAX_SAMPLES_PER_TENSOR, numel)
     return count, max(1, numel // max(1, count))

@@ -16,7 +16,7 @@ from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 logger = logging.getLogger(__name__)
 
 RELAY_SECONDS = 2.0
-"""That a receiver may take beside the transfer before those that it is to serve turn to the sender."""
+"""Seconds, besides those of the transfer, after which the receivers below a slow receiver turn to the sender."""
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Job:
     payload: Any
     done: "asyncio.Future[bool]"
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
-    """Who passes the payload on, in a fan-out tree; None: `payload` is used."""
+    """The receiver that passes the payload on (see fanout.py), and its job; None: `payload` is used."""
     depth: int = 0
-    """How many pass it on before it is here."""
+    """Number of receivers through which the payload passes before it arrives here."""
     copy: "asyncio.Future[Any] | None" = None
-    """The payload as this receiver passes it on, once somebody below it has asked."""
+    """The payload as this receiver passes it on; None until a receiver below it has asked for it."""
 
     def passed_on(self, endpoint: ReceiverEndpoint) -> "asyncio.Future[Any]":
-        """One copy for all that the receiver serves: each would take up as much of its node's memory."""
+        """Returns the payload that this job's receiver passes on: one copy for all that it serves, to save memory."""
         if self.copy is None:
             self.copy = asyncio.ensure_future(endpoint.relay(self.header, self.slot))
         return self.copy
@@ -156,7 +156,7 @@ class ReceiverQueue:
         return job.payload
 
     async def _has_it(self, parent: Job) -> bool:
-        """Whether the parent acknowledges in time: a slow one must not hold up everybody below it."""
+        """Returns True if the parent acknowledges in time; a slow parent must not delay all receivers below it."""
         seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
         await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
         return parent.done.done() and parent.done.result()

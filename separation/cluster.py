@@ -1,4 +1,7 @@
-"""One context that holds all pools of a run: whatever happens inside, nothing is left behind when it ends."""
+"""`cluster` is the context manager that starts all worker pools of a run and ends them again.
+
+run/launch.py uses it.
+"""
 
 import difflib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,18 +28,21 @@ async def cluster(
     log_dir: Path | None = None,
     store_bytes: int = 0,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Starts the pools, all workers built and ready, and yields them by name.
+    """Starts the pools and yields pool name → pool, when all workers are built.
 
-    backend: "ray" (processes on a cluster; one of our own when `address` is None) or "local" (threads of this process).
-    placement: "separate", or "colocated": worker i of both pools in `colocated` shares one device.
-    start_deadline: seconds for reservation and for building the workers; also for each replacement.
+    backend: "ray" (processes on a Ray cluster) or "local" (threads of this process).
+    address: address of a Ray cluster that runs already; None starts a cluster on this machine (Ray only).
+    placement: "separate", or "colocated": worker i of both pools named in `colocated` shares one device.
+    start_deadline: seconds for the reservation, for building the workers, and for each replacement.
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
-    store_bytes: results that may wait in the object store at the same time; a smaller store is refused (Ray only).
+    store_bytes: bytes of results that may wait in Ray's object stores at the same time (Ray only).
 
-    Raises ResourcesMissing with a table, StoreTooSmall, OtherCode, WorkerFailed or WorkerDied when a worker can't be
-    built, DeadlineExceeded; later HeadLost, where the head of a cluster that is not our own goes away.
-    On leaving, also by exception, cancellation or Ctrl-C, every worker is killed, reservations are given back, and a
-    cluster of our own is shut down.
+    Raises ValueError for an unknown backend or placement; ResourcesMissing, with a table, if the pools do not fit;
+    StoreTooSmall if the object stores are too small; OtherCode, WorkerFailed or WorkerDied if a worker can't be built;
+    DeadlineExceeded. The body is cancelled and HeadLost raised if the head of a cluster at `address` is lost.
+
+    When the body ends, also by an exception, cancellation or Ctrl-C, every worker is killed, reservations are given
+    back, and a cluster that was started here is shut down.
     """
     if backend == "ray":
         from separation.ray_session import RaySession

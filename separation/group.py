@@ -1,7 +1,9 @@
-"""Pools of workers behind one interface, whether they are Ray actors or threads of this process.
+"""The interface of worker pools: PoolSpec, Worker, WorkerGroup, Growth, and their errors.
 
-A worker hosts one plain object built from a factory named `pkg.module:attr`; `call` runs one of its methods.
-Calls on one lane run one at a time, in order; different lanes run side by side (a delivery while images are made).
+Workers are Ray actors (ray_group.py) or threads of this process (local.py); `cluster` (cluster.py) starts the pools. A
+worker holds one Python object, which its factory, a function or class named `pkg.module:attr`, has returned.
+`Worker.call` runs a method of this object. A lane is a queue of calls with one thread: calls on one lane run one at a
+time, in order, and different lanes run at the same time (e.g. a delivery of weights while images are made).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +14,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerDied(RuntimeError):
-    """The worker's process is gone; `worker` names it."""
+    """Raised if the worker's process has ended or was killed. `worker` is its name, `reason` a text."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"{worker} died: {reason}")
@@ -23,7 +25,10 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """A method raised inside the worker. `kind` is the exception's class name, `remote_traceback` its text there."""
+    """Raised in the caller if a method raised an exception inside the worker; the worker lives on.
+
+    `kind` is the name of the exception's class, `message` its text, and `remote_traceback` the traceback as text.
+    """
 
     def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
         super().__init__(f"{worker}.{method} raised {kind}: {message}")
@@ -36,63 +41,74 @@ class WorkerFailed(RuntimeError):
 
 
 class RefLost(RuntimeError):
-    """The value behind a ref is gone: the node that held it died, or it was freed."""
+    """Raised if the value of a ref no longer exists: its node died, or the value was freed."""
 
 
 class NoSeat(RuntimeError):
-    """A worker of a pool that grows and shrinks is gone, and no node has a seat for its successor now."""
+    """Raised if a worker of an elastic pool is lost and no node has room for its successor now."""
 
 
 class Ref(Protocol):
-    """A result that stayed where it is; pass it as an argument of another call, or `fetch` it. Opaque."""
+    """Handle of a result that stays in the worker's memory or in Ray's object store.
+
+    It can be passed as an argument of another call, or to `WorkerGroup.fetch`.
+    """
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool needs. `arguments` are the factory's keyword arguments; the worker's `index` and `name` are added."""
+    """Description of a pool.
+
+    Raises ValueError if `workers_per_node` does not divide `num_workers`, or if `environment` sets the visible GPUs.
+    """
 
     name: str
     factory: str
+    """`pkg.module:attr` of the function or class that makes a worker's object."""
     num_workers: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory; `index` and `name` of the worker are added to them."""
     gpus_per_worker: float = 0.0
     cpus_per_worker: float = 1.0
+    """Logical CPUs that Ray reserves; this does not limit a worker's threads."""
     threads: int = 1
-    """torch threads, set in the worker before anything is imported."""
+    """Number of torch threads per worker."""
     lanes: Sequence[str] = ()
-    """Extra lanes beside "main", each with one thread."""
+    """Names of the lanes besides "main"."""
     gang: bool = False
-    """The workers live and die together (ranks of one process group): reserved first, and as one placement group."""
+    """True for ranks of one process group: their places are reserved before others, and all in one placement group."""
     same_code: Sequence[str] = ()
-    """Packages whose code must be the same on every node of a cluster that has several (Ray only)."""
+    """Packages whose code must be the same on every node, if the cluster has several nodes (Ray only)."""
     workers_per_node: int | None = None
-    """So many workers on each of num_workers / workers_per_node nodes, which all differ; None: wherever there is room,
-    a gang on as few nodes as can be."""
+    """Number of workers on each node; num_workers / workers_per_node different nodes are then needed. None means any
+    nodes with room; the workers of a gang are put on as few nodes as possible."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Set in every worker that is a process, before its factory is imported."""
+    """Environment variables, set in the process of every worker before its factory is imported (Ray only)."""
     allocator: str = ""
-    """Settings of torch's memory allocator in workers that own a GPU, where their environment says none."""
+    """Settings of torch's memory allocator for workers with a GPU, if their environment has none (Ray only)."""
     min_workers: int | None = None
-    """The pool starts as soon as so many have seats; None: num_workers."""
+    """Number of workers with which the pool may start; None means num_workers."""
     max_workers: int | None = None
-    """The pool grows to so many while there are seats; None: num_workers. With both None its size is fixed."""
+    """Number of workers up to which the pool grows while nodes have room; None means num_workers."""
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may join and leave."""
+        """True if the pool's size may change, i.e. if `min_workers` or `max_workers` is set."""
         return self.min_workers is not None or self.max_workers is not None
 
     @property
     def least(self) -> int:
+        """Smallest number of workers with which the pool starts."""
         return self.num_workers if self.min_workers is None else self.min_workers
 
     @property
     def most(self) -> int:
+        """Largest number of workers that the pool may have."""
         return self.num_workers if self.max_workers is None else self.max_workers
 
     @property
     def size(self) -> str:
-        """`8`, or `8 (2 to 16)` of a pool whose size may change."""
+        """The size as text, e.g. `8`, or `8 (2 to 16)` for an elastic pool."""
         return f"{self.num_workers} ({self.least} to {self.most})" if self.elastic else f"{self.num_workers}"
 
     def __post_init__(self) -> None:
@@ -106,26 +122,34 @@ class PoolSpec:
 
 
 class Worker(Protocol):
-    """One worker. `name` is "<pool>-<index>", or "<pool>-<index>.<incarnation>" after a replacement."""
+    """One worker."""
 
     name: str
+    """`<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th successor."""
     pool: str
     index: int
     pid: int
     node: str
+    """IP address of its node."""
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        """The method's result. Refs among the arguments (top level only) arrive as their values.
+        """Runs a method of the worker's object and returns its result.
 
-        `method` may also be `pkg.module:function`: that function, run in the worker.
-        Raises WorkerDied, WorkerFailed or RefLost. Cancelling the await does not stop the method, only forgets it.
+        `method` is the method's name, also `part.method` for a method of an attribute, or `pkg.module:function` for a
+        function. A ref that is itself an argument is replaced by its value; one inside another argument is not.
+
+        Raises WorkerDied, WorkerFailed or RefLost, and ValueError for an unknown lane. Cancelling the await does not
+        stop the method; its result is then discarded.
         """
         ...
 
     async def call_split(
         self, method: str, *args: Any, returns: int, lane: str = "main"
     ) -> tuple[Any, tuple[Ref, ...]]:
-        """For a method that returns a tuple of `returns` items: the first by value, the others as refs."""
+        """Runs a method that returns a tuple of `returns` items; returns the first one as a value, the others as refs.
+
+        Raises as `call` does, and WorkerFailed if the method's result is no such tuple.
+        """
         ...
 
     async def watch(self) -> NoReturn:
@@ -133,65 +157,79 @@ class Worker(Protocol):
         ...
 
     def kill(self) -> None:
-        """SIGKILL, now (Ray); calls under way raise WorkerDied, and what they still return is discarded."""
+        """Ends the worker at once; open and later calls raise WorkerDied.
+
+        A Ray worker's process gets SIGKILL. A thread cannot be killed: its current method ends by itself, unheard.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A worker whose node is to end, in `seconds` from now; infinity where nobody said when."""
+    """A worker whose node will end in `seconds` from now; infinity if that time is not known."""
 
     worker: Worker
     seconds: float
 
 
 class Growth(Protocol):
-    """How a pool grows and shrinks. Which of its workers serve is the business of whoever asks it."""
+    """Changes the size of an elastic pool. A seat is a reserved place for one worker on a node.
+
+    The caller decides which workers of the pool get work (controller/pool_size.py).
+    """
 
     async def next(self) -> Worker:
-        """Waits for a seat for one more worker, at most `max_workers`; returns the worker, built, and in the pool.
+        """Waits for a seat, while the pool has fewer than `max_workers`, and returns a new worker that sits there.
 
-        Raises what building a worker raises; its seat is given back then.
+        The worker is built and is in the pool's list. Raises the errors of building a worker, and then gives the seat
+        back.
         """
         ...
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
-        """Waits until nodes are drained on which workers sit that are not `known` by name; returns those."""
+        """Waits for announcements that nodes will end; returns their workers, except those whose names are in `known`.
+
+        The result is never empty.
+        """
         ...
 
     async def release(self, index: int) -> None:
-        """Kills the worker, takes it out of the pool and gives its seat back. Releasing twice is fine."""
+        """Kills the worker, removes it from the pool and gives its seat back. A second call does nothing."""
         ...
 
 
 class WorkerGroup(Protocol):
-    """The workers of one pool. Replacing a worker kills the old one first and builds the new one in the same place."""
+    """The workers of one pool."""
 
     spec: PoolSpec
     workers: list[Worker]
-    """In the order of their indices; those of a pool with `growth` may have gaps between them."""
+    """In the order of their indices; an elastic pool may lack some indices."""
     growth: Growth | None
-    """None where the pool's size is fixed."""
+    """None if the pool's size is fixed."""
 
     async def replace(self, index: int) -> Worker:
-        """Kills worker `index`, waits until it is gone, and returns its successor, built and ready.
+        """Kills worker `index`, waits until it has ended, and returns its successor, which is built and in the pool.
 
-        Where the pool has `growth`, the successor takes any seat that is free. Raises NoSeat where there is none,
-        WorkerDied or WorkerFailed if the successor can't be built, DeadlineExceeded if that takes too long.
+        The successor takes the same place, in an elastic pool any free seat. Raises NoSeat if an elastic pool has no
+        free seat, WorkerDied, WorkerFailed or OtherCode if the successor can't be built, DeadlineExceeded if that takes
+        too long.
         """
         ...
 
     async def fetch(self, ref: Ref) -> Any:
-        """The value; numpy arrays in it are read-only. Raises RefLost, or WorkerFailed if the call behind it failed."""
+        """Returns the value of a ref; numpy arrays in it are read-only.
+
+        Raises RefLost, or WorkerFailed if the call whose result it is failed.
+        """
         ...
 
     async def close(self) -> None:
-        """Kills every worker. Refs that were returned stay readable."""
+        """Kills every worker. Values of existing refs can still be fetched."""
         ...
 
 
 def seated(group: WorkerGroup, index: int) -> Worker:
-    """The worker with this index. Raises LookupError where it has left the pool."""
+    """Returns the pool's worker with this index. Raises LookupError if it has left the pool."""
     for worker in group.workers:
         if worker.index == index:
             return worker

@@ -1,7 +1,7 @@
-"""Workers that are threads of this process, with the behaviour of the ones that are processes.
+"""LocalGroup is a pool whose workers are threads of this process (`backend="local"` of cluster.py), e.g. for tests.
 
-Arguments and results are pickled on their way, so that no memory is shared by accident: what arrives is a copy, and
-numpy arrays in it are read-only, as they are when they come out of Ray's object store.
+It behaves like a pool of Ray actors: arguments and results are pickled, so that caller and worker share no memory, and
+numpy arrays that arrive are read-only.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
 _GRACE_SECONDS = 5.0
-"""Seconds that closing waits for what is under way."""
+"""Seconds that `LocalGroup.close` waits for running methods."""
 
 
 class Parcel:
-    """A pickled value whose buffers are immutable copies."""
+    """A pickled value; the data of its arrays is stored as immutable copies. It is the Ref of local workers."""
 
     def __init__(self, value: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
@@ -32,12 +32,12 @@ class Parcel:
         self._buffers = [bytes(buffer.raw()) for buffer in buffers]
 
     def open(self) -> Any:
-        """A new object each time; arrays share the parcel's read-only memory."""
+        """Returns a new object on each call; its arrays share the parcel's read-only memory."""
         return pickle.loads(self._head, buffers=self._buffers)
 
 
 class Lane(concurrent.futures.Executor):
-    """One daemon thread: calls run in order, and a hung one can't hold the interpreter's exit."""
+    """An executor with one daemon thread, which runs calls in order. A call that hangs does not keep Python running."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,11 +64,11 @@ class Lane(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The thread ends after what is queued."""
+        """Makes the thread end after the calls that are queued. Returns at once; both arguments are ignored."""
         self._queue.put(None)
 
     def join(self, until: float) -> None:
-        """Waits for the thread's end, until `time.monotonic()` is `until`."""
+        """Waits until the thread has ended, but not longer than until `time.monotonic()` is `until`."""
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
 
@@ -78,7 +78,7 @@ class Lane(concurrent.futures.Executor):
 
 
 class LocalWorker:
-    """A Host whose lanes are threads."""
+    """A worker whose lanes are threads of this process; implements the protocol `Worker` (group.py)."""
 
     def __init__(self, spec: PoolSpec, index: int, name: str) -> None:
         self.name, self.pool, self.index = name, spec.name, index
@@ -89,7 +89,7 @@ class LocalWorker:
         self._lanes = {lane: Lane(f"{name}/{lane}") for lane in ("main", *spec.lanes)}
 
     async def build(self) -> None:
-        """Builds the hosted object. Raises WorkerFailed."""
+        """Builds the worker's object. Raises WorkerFailed if its factory fails."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         parcel = Parcel(arguments)
         factory = self._spec.factory
@@ -118,12 +118,13 @@ class LocalWorker:
         await self._calls.watch()
 
     def kill(self) -> None:
-        """Marks it dead. A method under way runs on to its end, unheard."""
+        """Marks the worker as dead. A method that runs now goes on to its end, and its result is discarded."""
         self._calls.declare_dead("killed")
         for lane in self._lanes.values():
             lane.shutdown()
 
     def join(self, until: float) -> None:
+        """Waits until the worker's threads have ended, but not longer than until `time.monotonic()` is `until`."""
         for lane in self._lanes.values():
             lane.join(until)
 
@@ -152,7 +153,7 @@ def _pack(value: Any) -> Parcel:
 
 
 class LocalGroup:
-    """A pool of LocalWorkers."""
+    """A pool of LocalWorkers of fixed size; implements `WorkerGroup`. `start_deadline`: seconds to build workers."""
 
     def __init__(self, spec: PoolSpec, *, start_deadline: float) -> None:
         self.spec = spec
@@ -163,7 +164,7 @@ class LocalGroup:
         self._incarnations = [0] * spec.num_workers
 
     async def start(self) -> None:
-        """Builds all workers side by side. Raises WorkerFailed or DeadlineExceeded."""
+        """Builds all workers at the same time. Raises WorkerFailed or DeadlineExceeded."""
         workers = [LocalWorker(self.spec, index, f"{self.spec.name}-{index}") for index in range(self.spec.num_workers)]
         self.workers, self._hosts = list(workers), workers
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}"):
@@ -185,7 +186,7 @@ class LocalGroup:
         return ref.open()
 
     async def close(self) -> None:
-        """Waits a little for what is under way: an interpreter that exits while a thread computes may abort."""
+        """Kills every worker and waits at most 5 s for running methods, as Python may abort if it exits meanwhile."""
         until = time.monotonic() + _GRACE_SECONDS
         for worker in self.workers:
             worker.kill()

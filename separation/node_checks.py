@@ -1,4 +1,7 @@
-"""Checks of every node before workers are built there: the same code, and sight of the same files."""
+"""Checks of the nodes of a cluster: whether they have the same code, and whether they see the same files.
+
+ray_group.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes both checks.
+"""
 
 import hashlib
 import importlib.util
@@ -7,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SIGHT_SECONDS = 10.0
-"""How long a file may take to show on another node: network file systems keep their lists for a while."""
+"""Time after which a new file must be visible on another node; network file systems cache their directories."""
 _POLL_SECONDS = 0.2
 
 
 class OtherCode(RuntimeError):
-    """A node has another version of a package than the process that starts the run."""
+    """Raised if a node has another version of a package than the process that started the run."""
 
 
 def code_of(packages: Sequence[str]) -> dict[str, str]:
-    """Package → digest of its Python files as this process would import them, 12 hex digits; `none` where it has none.
+    """Returns package → digest (12 hex digits) of the Python files that this process would import; `none` if none.
 
-    The packages are found, not imported.
+    The packages are not imported.
     """
     found: dict[str, str] = {}
     for package in packages:
@@ -33,7 +36,11 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:
-    """Raises OtherCode, which names the package and the node. `here` is the code that the run was started with."""
+    """Raises OtherCode, which names the package and the node, if a digest of `here` is not the same in `there`.
+
+    `here` comes from `code_of` in this process when the run started, `there` from `code_of` in `worker` on `node`. The
+    message says whether the node differs or the code was edited since.
+    """
     for package, digest in here.items():
         if there.get(package) != digest:
             if (now := code_of([package])[package]) != digest:
@@ -50,7 +57,7 @@ def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str
 
 
 def sees(path: str, text: str) -> bool:
-    """Whether a file with this text is there, or comes to be within SIGHT_SECONDS."""
+    """Returns True as soon as the file at `path` has exactly this text; False if it has not after SIGHT_SECONDS."""
     end = time.monotonic() + SIGHT_SECONDS
     while True:
         try:

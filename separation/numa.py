@@ -26,7 +26,7 @@ def bind() -> str:
 
 
 def bind_beside(device: Path) -> str:
-    """Does the same for a PCI device, given by its folder in sysfs."""
+    """Does what `bind` does, for the PCI device whose folder in sysfs is `device`."""
     table = device / "local_cpulist"
     if not table.is_file():
         return f"{table} does not exist, so the GPU's NUMA node is unknown"

@@ -1,4 +1,9 @@
-"""Placement of the workers: reservations computed before anything starts, and a table when they don't fit."""
+"""Placement of the workers: computes what to reserve on a Ray cluster, and refuses what does not fit, with a table.
+
+ray_session.py uses it before workers start, and cluster.py to check the arguments; nothing here talks to Ray. In Ray's
+terms, a bundle is an amount of resources on one node, and a placement group is a list of bundles that is reserved as a
+whole. A seat is the place of one worker, i.e. its share of a bundle.
+"""
 
 import math
 from collections import Counter
@@ -12,22 +17,22 @@ from separation.table import format_table
 Resources = Mapping[str, float]
 
 STRICT_PACK, PACK, STRICT_SPREAD = "STRICT_PACK", "PACK", "STRICT_SPREAD"
-"""Ray's strategies: all bundles on one node, on as few as can be, or each on a node of its own."""
+"""Ray's strategies: all bundles on one node, on as few nodes as possible, or each bundle on a node of its own."""
 MAX_PROCESSES_PER_CORE = 8
-"""Worker processes per core on a machine of our own."""
+"""Limit on the worker processes per core in a cluster that is started on this machine."""
 
 
 class ResourcesMissing(RuntimeError):
-    """The cluster can't hold what was asked. The message is a table of what was asked and what exists."""
+    """Raised if the cluster lacks resources. The message has a table of what was asked and what exists."""
 
 
 class StoreTooSmall(ResourcesMissing):
-    """The cluster's object stores can't hold the results that may wait there at the same time."""
+    """Raised if the cluster's object stores are too small for the results that may wait there at the same time."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place: bundle number in its reservation, and its share of that bundle."""
+    """The place of worker `index` of a pool: the index of a bundle in its reservation, and its share of the bundle."""
 
     pool: str
     index: int
@@ -37,17 +42,20 @@ class Seat:
 
 @dataclass(frozen=True)
 class Reservation:
-    """One placement group: reserved as a whole, lost as a whole."""
+    """One placement group and the workers that will sit in it."""
 
     name: str
     bundles: tuple[Resources, ...]
     seats: tuple[Seat, ...]
     apart: bool = False
-    """Each bundle on a node of its own."""
+    """True if each bundle must be on a different node."""
 
 
 def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    """GPUs where the cluster has any, else the custom resource named after the pool, else nothing: CPUs only."""
+    """Returns the device that a worker of the pool needs, as a Ray resource; empty if it needs or finds none.
+
+    It is GPU if the cluster has GPUs, otherwise the custom resource with the pool's name (`own_cluster`) if it exists.
+    """
     if spec.gpus_per_worker <= 0:
         return {}
     if exists.get("GPU", 0) > 0:
@@ -56,19 +64,23 @@ def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
 
 
 def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    """What one worker of the pool takes."""
+    """Returns the resources that one worker of the pool needs: CPUs, and its device."""
     return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
 
 
 def reserve(
     pools: Sequence[PoolSpec], exists: Resources, *, placement: str, colocated: tuple[str, str]
 ) -> list[Reservation]:
-    """The placement groups in the order they should be taken: gangs first, then shared bundles, then single workers.
+    """Returns the reservations of all pools, in the order in which they should be made.
 
-    `separate`: one group per gang, one small group per other worker, so that a lost node takes only its own workers;
-    one group of a bundle per node for a pool with workers_per_node, of which a lost node takes its own bundle only.
-    Of a pool that grows, its fewest workers.
-    `colocated`: worker i of both named pools shares bundle i, each with half of its device. Raises ValueError.
+    With `separate`, gangs come first. A gang is one reservation, and so is a pool with workers_per_node, with one
+    bundle per node. Every other worker is a reservation of its own, so that a lost node ends only the workers on it.
+    For an elastic pool only its `least` workers are included.
+
+    With `colocated`, the first reservation is for the two pools named in `colocated`: worker i of both shares bundle i,
+    and each of the two gets half of the bundle's device. The other pools follow as with `separate`.
+
+    Raises ValueError for an unknown placement, equal pool names, or two pools that cannot be colocated.
     """
     if placement not in ("separate", "colocated"):
         raise ValueError(f"placement must be separate or colocated, got {placement!r}")
@@ -123,7 +135,7 @@ def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
 
 
 def _shared(pair: Sequence[PoolSpec], exists: Resources) -> Reservation:
-    """The device is the larger of both requests; each worker takes half of it, so that both see the same one."""
+    """Reserves the larger of the two requests for a device; each worker gets half of it, so that both see the same."""
     first, second = pair
     devices = [device_resources(spec, exists) for spec in pair]
     whole = {name: max(one.get(name, 0.0) for one in devices) for name in [*devices[0], *devices[1]]}
@@ -138,9 +150,11 @@ def _shared(pair: Sequence[PoolSpec], exists: Resources) -> Reservation:
 
 
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
-    """Logical CPUs and custom resources of a cluster started for these pools on one machine. Raises ResourcesMissing.
+    """Returns the number of logical CPUs and the custom resources for a cluster started for these pools on one machine.
 
-    Logical CPUs may exceed the cores: most workers wait most of the time. MAX_PROCESSES_PER_CORE is where that ends.
+    The logical CPUs may exceed the machine's `cores`, because most workers wait most of the time. Raises
+    ResourcesMissing if they exceed MAX_PROCESSES_PER_CORE per core. The custom resources, one unit per worker that asks
+    for a GPU, stand in for GPUs on a machine without any.
     """
     wanted = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
     allowed = cores * MAX_PROCESSES_PER_CORE
@@ -164,7 +178,11 @@ def totals(groups: Iterable[Resources]) -> Counter[str]:
 
 
 def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> None:
-    """Refuses what could never be placed: more than all nodes have together, or a bundle larger than any node."""
+    """Raises ResourcesMissing if the reservations could never be made, even if nobody else used the cluster.
+
+    `nodes` holds the resources of each node. The reasons are: the nodes together have too little of a resource, a
+    bundle is larger than every node, or there are too few nodes for bundles that must be on different nodes.
+    """
     bundles = [bundle for reservation in reservations for bundle in reservation.bundles]
     asked, exists = totals(bundles), totals(nodes)
     for name in asked:
@@ -186,10 +204,7 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
 
 
 def fewest_gpus(shares: Iterable[float]) -> float:
-    """How many devices these shares take at the very least: a fraction lies on one device, whole numbers on their own.
-
-    Of fractions above a half no two share a device, however much is left of each.
-    """
+    """Returns a lower bound of the GPUs for these shares: no GPU is shared by whole shares, or two fractions > 0.5."""
     asked = [share for share in shares if share > 0]
     whole = sum(share for share in asked if share >= 1)
     fractions = [share for share in asked if share < 1]
@@ -198,7 +213,7 @@ def fewest_gpus(shares: Iterable[float]) -> float:
 
 
 def _too_much(reservations: Sequence[Reservation], name: str, least: float, exists: float) -> str:
-    """Which pools ask for more of a resource than there is, in one sentence."""
+    """Returns a sentence with the amounts of a resource that exist and that each pool asks for."""
     by_pool: dict[str, list[float]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         if share := seat.share.get(name, 0):
@@ -213,14 +228,14 @@ def _too_much(reservations: Sequence[Reservation], name: str, least: float, exis
 
 
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
-    """Ray's strategy for a placement group: all on one node where what is free on one suffices, else on few nodes."""
+    """Returns STRICT_PACK if `free`, the free resources of each node, has one with room for all bundles, else PACK."""
     asked = totals(reservation.bundles)
     one = any(holds(node, asked) for node in free)
     return STRICT_PACK if one else PACK
 
 
 def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
-    """How the workers of a placement group are spread, from the node of every bundle."""
+    """Returns a text that names each node and its workers; `nodes` holds the name of each bundle's node."""
     ranks: dict[str, list[str]] = {}
     for seat in reservation.seats:
         ranks.setdefault(nodes[seat.bundle], []).append(f"{seat.pool}-{seat.index}")
@@ -229,10 +244,7 @@ def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
 
 
 def check_store(needed: int, nodes: Sequence[Resources]) -> None:
-    """Refuses results of `needed` bytes that may wait at the same time in stores that hold less. Raises StoreTooSmall.
-
-    Ray would move what is too much to disk: a run that spends its time there is worse than one that is refused.
-    """
+    """Raises StoreTooSmall if the nodes' object stores together hold less than `needed` bytes."""
     exists = totals(nodes)["object_store_memory"]
     if needed > exists:
         raise StoreTooSmall(
@@ -248,7 +260,11 @@ def shortage(
     *,
     free: Callable[[str], float] | None = None,
 ) -> str:
-    """The tables of what was asked and what exists, by worker pool and by resource, and of several nodes by node."""
+    """Returns the `headline` and tables of what was asked and what exists, by pool and by resource.
+
+    With `free`, which returns the free amount of a resource, a column shows it. Without it, and with several nodes, a
+    further table shows which node has room for which workers.
+    """
     pools: dict[str, list[Seat]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         pools.setdefault(seat.pool, []).append(seat)
@@ -271,7 +287,7 @@ def shortage(
 
 
 def _workers(reservation: Reservation) -> list[str]:
-    """Names of the workers of each bundle."""
+    """Returns one text per bundle with the names of its workers."""
     names: list[list[str]] = [[] for _ in reservation.bundles]
     for seat in reservation.seats:
         names[seat.bundle].append(f"{seat.pool}-{seat.index}")

@@ -12,7 +12,7 @@ _POLL_SECONDS = 0.02
 
 
 def machine() -> str:
-    """Returns boot id and pid namespace. Two processes with an equal value mean the same process by the same pid."""
+    """Returns the boot id and the pid namespace as text; where it is equal, a pid names the same process."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

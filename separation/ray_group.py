@@ -1,4 +1,8 @@
-"""Workers that are Ray actors. Ray never restarts one: a process without its state must not pass for the old one."""
+"""RayGroup is a pool whose workers are Ray actors, each in a process of its own (`backend="ray"` of cluster.py).
+
+Ray does not restart them when they die, because a restarted process would lack its state and still have the old name.
+Instead `RayGroup.replace` makes a new worker with a new name.
+"""
 
 import asyncio
 import os
@@ -33,12 +37,15 @@ SILENT = (
 
 
 def node_address() -> str:
-    """The IP address of the node this worker runs on."""
+    """Returns the IP address of the node on which this process runs."""
     return str(ray.util.get_node_ip_address())
 
 
 class RayWorker:
-    """A ProcessHost in an actor: "main" is the actor's own serial queue, each other lane a concurrency group of one."""
+    """A worker in a Ray actor (a ProcessHost, host.py); implements `Worker` (group.py).
+
+    The lane "main" is the actor's default queue; each other lane is a Ray concurrency group with one thread.
+    """
 
     def __init__(
         self,
@@ -50,6 +57,7 @@ class RayWorker:
         log_dir: Path | None,
         code: Mapping[str, str],
     ) -> None:
+        """Creates the actor without waiting for its process. `code` (see `code_of`) is compared with the node's."""
         if _WATCH in spec.lanes:
             raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
@@ -60,14 +68,14 @@ class RayWorker:
         self._lanes: dict[str, dict[str, str]] = {"main": {}}
         self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
         self.process: psutil.Process | None = None
-        """None where it is on another machine."""
+        """The actor's process; None before `build`, and if it is on another machine."""
         self._gone = asyncio.Event()
         self._actor = self._create(place)
         ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
         ended.add_done_callback(self._ended)
 
     async def build(self) -> None:
-        """Builds the hosted object. Raises WorkerFailed, WorkerDied, OtherCode."""
+        """Builds the worker's object. Raises WorkerFailed, WorkerDied, or OtherCode if the node's code differs."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
         self.process = process_of(self.pid, *created_on)
@@ -149,7 +157,7 @@ class RayWorker:
         return f"; its output is in {self._log}" if self._log else ""
 
     def _end(self, reason: str) -> str:
-        """Fences the worker: what is left of its processes is killed, and later answers are discarded."""
+        """Declares the worker dead, kills its remaining processes, and returns the reason of the first call."""
         if self._calls.reason is None:
             self._calls.declare_dead(reason + ("" if reason == "killed" else self._where_to_look()))
             if self.process is not None and alive(self.process):
@@ -161,7 +169,7 @@ class RayWorker:
 
 
 def translate(error: BaseException, worker: str, method: str) -> BaseException:
-    """Ray's errors as this package's."""
+    """Returns Ray's `error` as RefLost or WorkerFailed; other errors are returned unchanged."""
     cause = getattr(error, "cause", None) or error
     if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
         return RefLost(f"a value needed by {worker}.{method} is gone: {_one_line(cause)}")
@@ -172,7 +180,7 @@ def translate(error: BaseException, worker: str, method: str) -> BaseException:
 
 
 def _one_line(error: BaseException) -> str:
-    """The cause in an error message of Ray's, on one line."""
+    """Returns the cause in a message of Ray's, on one line of at most 300 characters."""
     text = " ".join(str(error).split())
     for start in ("The actor is dead because ", "Worker exit detail: "):
         if start in text:
@@ -182,8 +190,11 @@ def _one_line(error: BaseException) -> str:
 
 
 class RayGroup:
-    """A pool of RayWorkers. `places[index]` outlives the worker that sits there, unless the pool has `seats`: then
-    workers join and leave, and the successor of a lost one may sit elsewhere."""
+    """A pool of RayWorkers; implements `WorkerGroup` (group.py).
+
+    In a pool of fixed size, the successor of a worker takes the same place, `places[index]`. An elastic pool has
+    `seats`: its workers may join and leave, and a successor may get another place.
+    """
 
     def __init__(
         self,
@@ -207,7 +218,7 @@ class RayGroup:
         self.workers: list[Worker] = list(self._hosts.values())
 
     async def start(self) -> None:
-        """Builds all workers side by side. Raises WorkerFailed, WorkerDied or DeadlineExceeded."""
+        """Builds all workers at the same time. Raises WorkerFailed, WorkerDied, OtherCode or DeadlineExceeded."""
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}", report=self._unready):
             await together(*(host.build() for host in self._hosts.values()))
 
@@ -228,7 +239,10 @@ class RayGroup:
         return self._places[index]
 
     async def add(self, place: Place) -> Worker:
-        """One more worker, in a seat of its own; its index is the lowest that nobody has. Raises as `start` does."""
+        """Builds one more worker at `place` and adds it to the pool; its index is the lowest that no worker has.
+
+        Raises as `start` does; the place is then given back.
+        """
         index = next(index for index in range(self.spec.most) if index not in self._hosts)
         self._places[index] = place
         self._incarnations[index] = self._incarnations.get(index, -1) + 1
@@ -244,7 +258,7 @@ class RayGroup:
         return fresh
 
     async def remove(self, index: int) -> None:
-        """Kills the worker, if there is one, and gives its seat back."""
+        """Kills the worker with this index, if there is one, removes it from the pool and gives its seat back."""
         if (host := self._hosts.pop(index, None)) is None:
             return
         host.kill()
@@ -265,7 +279,7 @@ class RayGroup:
         await together(*(host.gone() for host in self._hosts.values()))
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the workers that run on this machine."""
+        """Returns the live processes of the workers that run on this machine."""
         return [host.process for host in self._hosts.values() if host.process is not None and alive(host.process)]
 
     def kill(self) -> None:

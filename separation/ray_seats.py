@@ -1,4 +1,8 @@
-"""Seats of workers: a share of a placement group; of a pool that grows and shrinks, each a group of its own."""
+"""Seats of Ray workers: a Place is a worker's share of a placement group, and Seats reserves those of an elastic pool.
+
+ray_session.py makes both. In an elastic pool (a pool whose size may change), every seat is a placement group of its
+own, so that it can be reserved and given back alone.
+"""
 
 import asyncio
 import logging
@@ -19,33 +23,35 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Between looks at what nodes have come, and which are to go."""
+"""Interval of the checks for new seats and for nodes that will end."""
 START_SECONDS = 2.0
-"""How long a starting pool looks for seats beyond its fewest workers; those that come later join the run."""
+"""Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later."""
 SUCCESSOR_SECONDS = 10.0
-"""How long a lost worker's successor waits for a seat before the pool goes on without it."""
+"""Time that the successor of a lost worker waits for a seat; then the pool goes on without it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's share of a placement group. Of a pool whose size is fixed it is kept when the worker is replaced."""
+    """A worker's share of a bundle of a placement group."""
 
     group: PlacementGroup
     bundle: int
+    """Index of the bundle in the placement group."""
     share: Resources
     node: str = ""
-    """The node's id where the pool may leave it."""
+    """Ray's id of the node, for seats of an elastic pool; else empty."""
 
 
 class Seats:
-    """As many seats as the cluster has for a pool, up to `most`.
+    """The seats of an elastic pool: as many as the cluster has room for, up to `most`.
 
-    Those that are still missing are asked for all the time, as placement groups that wait: Ray's autoscaler sees in
-    them what to start nodes for. Ray itself is asked on a thread of its own: it may wait for a head that is silent.
+    For every seat that is still missing, a placement group stays requested; Ray's autoscaler may start nodes for these.
+    Calls of Ray run in a thread of their own, because they block while the cluster's head node does not answer.
     """
 
     def __init__(self, needs: Resources, most: int, reserved: list[PlacementGroup]) -> None:
-        """`reserved`: every placement group of the session, which it gives back at its end."""
+        """`needs`: resources of one worker. `reserved`: all placement groups of the session, which removes them at its
+        end; this object adds its own to the list and takes them out when they are given back."""
         self._needs, self._most, self._reserved = dict(needs), most, reserved
         self._taken: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
@@ -54,12 +60,12 @@ class Seats:
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> Place:
-        """The seat of a placement group that was created at the start."""
+        """Returns the seat in a placement group that the session has created, and counts it as taken."""
         self._taken.append(group)
         return Place(group, 0, self._needs, _node_of(group) or "")
 
     async def available(self, seconds: float) -> list[Place]:
-        """All seats that there are, or come to be within the time."""
+        """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
         found: list[Place] = []
         while len(self._taken) < self._most:
@@ -72,14 +78,17 @@ class Seats:
         return found
 
     async def next(self) -> Place:
-        """Waits for a seat for one more worker."""
+        """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""
         while True:
             if not self._successors and (place := await self._look()) is not None:
                 return place
             await asyncio.sleep(POLL_SECONDS)
 
     async def successor(self, old: Place) -> Place:
-        """Gives a lost worker's seat back and returns another one, or the same. Raises NoSeat where there is none."""
+        """Gives a lost worker's seat back, then takes and returns a free one, which may be the same.
+
+        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
+        """
         self._successors += 1
         end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
         try:
@@ -93,16 +102,17 @@ class Seats:
             self._successors -= 1
 
     async def give_back(self, place: Place) -> None:
+        """Removes the seat's placement group; does nothing if that was done before."""
         if place.group in self._taken:
             self._taken.remove(place.group)
             await self._remove(place.group)
 
     async def departing(self) -> Mapping[str, float]:
-        """Id of each node that is to end → in how many seconds."""
+        """Returns node id → seconds until the node ends (infinity: unknown), for nodes that are being drained."""
         return await self._ask(draining, {})
 
     async def _look(self) -> Place | None:
-        """Takes a seat if one of those asked for is there; asks for those that are missing."""
+        """Takes and returns a seat if one is free, else None; before that, requests the seats that are missing."""
         async with self._one_asks:
             while len(self._taken) + len(self._waiting) < self._most:
                 if not await self._ask(self._reserve_one, False):
@@ -123,7 +133,7 @@ class Seats:
         return None
 
     def _reserve_one(self) -> bool:
-        """Runs on the thread, to its end, so that no group is forgotten when whoever asked is cancelled."""
+        """Requests one seat. It runs in the thread, so a cancelled caller cannot lose a placement group."""
         if len(self._taken) + len(self._waiting) < self._most:
             asked = placement_group([dict(self._needs)], strategy="PACK")
             self._reserved.append(asked)
@@ -135,9 +145,9 @@ class Seats:
         await self._ask(lambda: remove_placement_group(group), None)
 
     async def _ask(self, question: Callable[[], T], unanswered: T) -> T:
-        """What Ray says. A head that fails to answer is watched by others; until they give it up it is asked again.
+        """Runs `question` in the thread and returns its result, or `unanswered` if Ray's head does not answer.
 
-        What was asked is done also when whoever asked is cancelled.
+        A dead head is noticed elsewhere (ray_watch.py). The question runs to its end even if the caller is cancelled.
         """
         try:
             return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._lane, question))
@@ -147,6 +157,6 @@ class Seats:
 
 
 def _node_of(group: PlacementGroup) -> str | None:
-    """Id of the node that holds a placement group of one bundle; None where none does."""
+    """Returns the id of the node of a placement group with one bundle; None while it is only requested."""
     known: dict[str, Any] = placement_group_table(group)
     return str(known["bundles_to_node_id"][0]) if known["state"] == "CREATED" else None

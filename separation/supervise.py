@@ -13,7 +13,7 @@ _BODY = "the body"
 
 
 class DeadlineExceeded(TimeoutError):
-    """Raised if `what` was not done within `seconds`."""
+    """Raised if a body of `deadline` took longer than `seconds`; `what` names it in the message."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(f"{what} was not done within its deadline of {seconds:g} s")

@@ -1,4 +1,7 @@
-"""CallTable holds the unanswered calls of one worker (Ray actor or thread); the worker's death ends them all."""
+"""CallTable holds the unanswered calls of one worker (Ray actor or thread); the worker's death ends them all.
+
+RayWorker (ray_group.py) and LocalWorker (local.py) use it.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,8 @@
-"""Advantages: float64 numpy, once per sample, before any expansion over denoising steps."""
+"""Advantages: computes one number per image from the rewards of its group, in float64 numpy.
+
+The controller calls this when it hands groups to the trainer, where all trained denoising steps of an image use the
+same advantage.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -13,11 +17,11 @@ FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
 NORMALISES = ("std", "none")
 EPS = 1e-4
-"""Added to the std, as flow_grpo does."""
+"""Added to the standard deviation before the division, as in flow_grpo's code."""
 
 
 class GroupAdvantages:
-    """Base of the built-in algorithms: advantages from the configuration, every sample of a group trained."""
+    """Base class of the built-in algorithms: its advantages follow `algorithm.*`, and all images of a group train."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -30,11 +34,11 @@ class GroupAdvantages:
         weights: Mapping[str, float] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[FloatArray]:
-        """One array [n] per group; see `compute_advantages`."""
+        """Returns `compute_advantages` with this algorithm's configuration."""
         return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
 
     def select(self, advantages: FloatArray) -> list[int]:
-        """All samples of the group, in order."""
+        """Returns the indices of the trained images: all of them."""
         return list(range(len(advantages)))
 
 
@@ -45,12 +49,14 @@ def compute_advantages(
     weights: Mapping[str, float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[FloatArray]:
-    """One array [n] per group: (r - group mean) / (S + 1e-4), exactly 0 where a group's rewards are all equal.
+    """Returns one float64 array [n] per group of n images: `group_advantages` of the weighted rewards.
 
-    S is the population std of the group, or with `global_std` of all groups given; `normalise=none` leaves it out
-    (Dr.GRPO). `rewards` holds per reward name the groups' raw rewards; `weights` their weights (1 if None).
-    `combine=sum` adds the weighted rewards first, `per_reward` normalises each and adds the weighted advantages.
-    The falsifiers: `negate_reward`, and `permute_advantages` with one of `seeds` per group.
+    `rewards` holds, per name of a reward, the groups' raw rewards [n]; `weights` has one factor per name (None: all 1).
+    `combine=sum` adds the weighted rewards and normalises the sum; `per_reward` normalises each reward and adds the
+    weighted results. `global_std` divides by the std of all given groups instead of each group's. Two settings exist to
+    test that learning comes from the rewards: `negate_reward` changes their sign, `permute_advantages` shuffles the
+    advantages of each group and needs one of `seeds` per group.
+    Raises ValueError for rewards that are not lists of finite numbers, and for no rewards or missing seeds.
     """
     sign = -1.0 if config.negate_reward else 1.0
     factors = {name: sign * (1.0 if weights is None else weights[name]) for name in rewards}
@@ -67,14 +73,14 @@ def compute_advantages(
 
 
 def permuted(values: FloatArray, seed: int) -> FloatArray:
-    """The same values in an order drawn from `seed`: they say nothing about the images any more."""
+    """Returns the values [n] in a random order drawn from `seed`."""
     order = list(range(len(values)))
     random.Random(seed).shuffle(order)
     return values[order]
 
 
 def is_constant(group: FloatArray) -> bool:
-    """Whether all values are equal, exactly."""
+    """Returns True if all values are exactly equal."""
     return bool(np.all(group == group[0]))
 
 
@@ -99,16 +105,16 @@ def _normalised(groups: Groups, config: AlgorithmConfig) -> list[FloatArray]:
 
 
 def group_advantages(rewards: npt.ArrayLike, *, normalise: str = "std", batch_std: float | None = None) -> FloatArray:
-    """(r - mean) / (S + 1e-4), float64 [n], of the rewards [n] of one group: Flow-GRPO's (arXiv 2505.05470, eq. 5).
+    """Returns the advantages of one group with rewards r [n]: (r - mean) / (S + 1e-4), float64 [n].
 
-    S is the group's population std, or `batch_std` where it is given. `normalise="none"` only subtracts the mean
-    (Dr.GRPO, arXiv 2503.20783). Exactly 0 where all rewards are equal. ValueError for an unknown `normalise` and for
-    rewards that are no list of finite numbers.
+    S is the group's population standard deviation, or `batch_std` if that is given (Flow-GRPO, arXiv 2505.05470,
+    eq. 5). `normalise="none"` only subtracts the mean (Dr.GRPO, arXiv 2503.20783). If all rewards are equal, the
+    advantages are exactly 0. Raises ValueError for an unknown `normalise`, and if `rewards` is empty or not finite.
     """
     if normalise not in NORMALISES:
         raise ValueError(unknown_name("normalise", normalise, NORMALISES))
     (group,) = _checked("rewards", [np.asarray(rewards, np.float64)])
-    # The mean of equal numbers need not be that number in floating point; Adam would turn the rest into a full step.
+    # Rounding can make the mean of equal numbers differ from them; Adam would turn the tiny rest into a full step.
     if is_constant(group):
         return np.zeros_like(group)
     centred: FloatArray = group - group.mean()

@@ -1,12 +1,14 @@
-"""The interface of an algorithm: advantages on the controller, `predict` and `loss` in the trainer. Pure functions.
+"""The interface of an algorithm, for the built-in ones and for your own (`algorithm.name=pkg.module:attr`).
 
-The trainer calls `predict` up to four times per micro-batch, always with the same shapes, grad mode and code path, so
-that equal weights give bit-equal results. Predictions are float64 where they are sums over latents, float32 elsewhere:
+The controller calls `advantages` and `select`; a trainer rank calls `predict` and `loss`. All are pure functions.
+The trainer calls `predict` up to four times per micro-batch, each time under other weights, and passes the results on:
 
-    current    the live adapter, with gradients
-    proximal   the adapter at the start of the batch (None on the first optimizer step: the loss detaches `current`)
-    behaviour  the retained adapter of the version that generated the sample (None unless `needs_behaviour`)
-    reference  the base model, adapter off (None unless `needs_reference`)
+    current    the trained weights, with gradients
+    proximal   the weights at the start of the batch (None at the first optimizer step of a batch: equal to `current`)
+    behaviour  the weights that made the images (None unless `needs_behaviour`)
+    reference  the model before training (None unless `needs_reference`)
+
+All calls use the same shapes, grad mode and code, so equal weights give bit-equal predictions.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,97 +20,104 @@ import numpy.typing as npt
 from torch import Tensor
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(latents [B, ...] float32, sigma [B] float32) -> guided velocity [B, ...] float32 under the adapter now active."""
+"""(latents [B, ...], sigma [B]) → the network's velocity [B, ...] under the active weights, with guidance; float32."""
 
 
 class Prediction(TypedDict, total=False):
-    """What `predict` returns: those of these tensors that the algorithm names in `predicts`.
+    """The tensors that `predict` returns: those that the algorithm names in `predicts`, batch dimension first.
 
-    The batch dimension is first in all of them. An algorithm of your own that needs others returns a subclass.
+    An algorithm of your own that needs other tensors returns a subclass.
     """
 
     log_prob: Tensor
-    """[B] float64, of the recorded step under the weights now active, mean over latent elements."""
+    """[B] float64: log-density of the recorded denoising step under the active weights, divided by the number of latent
+    elements (for cps see sde.log_prob)."""
     mean: Tensor
-    """[B, ...] float32, of the distribution of the next latents."""
+    """[B, ...] float32: mean of the Gaussian distribution of the next latents."""
     std: Tensor
-    """[B] float32, the full standard deviation of the step."""
+    """[B] float32: standard deviation of that distribution."""
     velocity: Tensor
-    """[B, ...] float32, guided, at `noised`."""
+    """[B, ...] float32: the network's velocity at `noised`, with guidance."""
     noised: Tensor
-    """[B, ...] float32, final latents noised anew to the row's own level."""
+    """[B, ...] float32: final latents, mixed with new noise to the noise level of the row."""
     error: Tensor
-    """[B] float64, flow-matching loss of the row."""
+    """[B] float64: flow-matching loss of the row."""
 
 
 def detached(prediction: Prediction) -> Prediction:
-    """The same numbers without gradient."""
+    """Returns the prediction without gradients."""
     named: dict[str, Tensor] = dict(cast("Any", prediction))
     return cast("Prediction", {name: value.detach() for name, value in named.items()})
 
 
 def rows_of(prediction: Prediction) -> int:
-    """B."""
+    """Returns B, the number of rows of a prediction."""
     named: dict[str, Tensor] = dict(cast("Any", prediction))
     return len(next(iter(named.values())))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B = samples x steps rows, all of one group.
+    """B = images × denoising steps rows, all of one group. Tensors are on the trainer's device if nothing else is said.
 
-    Rows of policy-gradient algorithms are recorded transitions latents → next_latents at step index `steps`.
-    Algorithms that train on final images (`records = "final"`) get latents = next_latents = the final latents.
+    A row of a policy-gradient algorithm is one recorded denoising step from `latents` to `next_latents`. For algorithms
+    that train on final images (`records = "final"`), both are the final latents, and `steps` is a noise level's index.
     """
 
     latents: Tensor
-    """[B, ...] float32, x at sigma."""
+    """[B, ...] float32: latents x before the step."""
     next_latents: Tensor
-    """[B, ...] float32, x' at sigma_next."""
+    """[B, ...] float32: recorded latents x' after the step."""
     sigma: Tensor
-    """[B] float32."""
+    """[B] float32: noise level before the step."""
     sigma_next: Tensor
-    """[B] float32."""
+    """[B] float32: noise level after the step."""
     steps: Tensor
-    """[B] int64, index of the denoising step in the schedule; in host memory, so that asking waits for no device."""
+    """[B] int64 in host memory: index of the denoising step, 0 to T - 1."""
     sigmas: Tensor
-    """[T+1] float32, the whole schedule."""
+    """[T+1] float32: all noise levels, falling from 1 to 0."""
     advantages: Tensor
-    """[B] float32."""
+    """[B] float32: advantage of the row's image."""
     positive: tuple[bool, ...]
-    """[B] whether the row's advantage is above 0; in host memory."""
+    """[B] True if the advantage is above 0."""
     rollout_log_prob: Tensor
-    """[B] float32, mean over latent elements, computed by the sampler; zeros for records = "final"."""
+    """[B] float32: log-prob of the step as the rollout worker computed it; zeros for records = "final"."""
     seeds: tuple[int, ...]
-    """[B] a named seed per row, for algorithms that draw in the trainer."""
+    """[B] One seed per row, for algorithms that draw random numbers in the trainer."""
     age: int
-    """Policy versions between the sampler and the trainer."""
+    """Staleness of the images: training step minus the version that made them."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss` [B] float32 per row, not yet averaged (the trainer divides by the full batch's count of rows);
-    `metrics` per row [B], averaged over the same rows in float64 for the log."""
+    """The result of `loss`, per row; the trainer averages over the rows of the whole batch."""
 
     loss: Tensor
+    """[B] float32, with gradients."""
     metrics: Mapping[str, Tensor]
-    """Among them `kept` and `nonzero` (0 or 1): `gradient_kept` is the ratio of their sums."""
+    """Name → [B], averaged in float64 for the log. The share of kept gradients is made of two of them: `nonzero`, 1 for
+    rows whose advantage is not 0, and `kept`, 1 for those of them whose gradient is not cut."""
 
 
 class Algorithm(Protocol):
+    """An RL algorithm: advantages from rewards, and a loss per row of a micro-batch."""
+
     name: str
+    """Name for messages; the built-in algorithms are registered under it."""
     records: str
-    """"transitions" or "final": what the rollout must record."""
+    """What rollout workers must record: "transitions" (noisy denoising steps) or "final" (final latents only)."""
     needs_behaviour: bool
+    """True if `loss` needs the prediction `behaviour`."""
     needs_reference: bool
+    """True if `loss` needs the prediction `reference`."""
     vanishes_at_zero: bool
-    """Whether a sample with advantage 0 has zero gradient (so that groups of equal rewards may be skipped)."""
+    """True if an image with advantage 0 has gradient zero; groups whose advantages are all 0 are then not trained."""
     predicts: Collection[str]
-    """Keys of what `predict` returns, see `Prediction`."""
+    """Keys of the dict that `predict` returns (see `Prediction`)."""
     reads: Collection[str]
-    """Keys of predictions that `loss` and `moved` look at, as configured. One that is not predicted is refused."""
+    """Keys of predictions that `loss` and `moved` use. The run refuses to start if one is not in `predicts`."""
     group_local: bool
-    """Whether advantages need only the sample's own group (streaming hand-over needs this)."""
+    """True if a group's advantages depend on no other group, which `hand_over=stream` requires."""
 
     def advantages(
         self,
@@ -117,17 +126,20 @@ class Algorithm(Protocol):
         weights: Mapping[str, float] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[npt.NDArray[np.float64]]:
-        """Per reward name, the list of the groups' raw rewards [n]; returns one advantage array [n] per group.
+        """Returns one advantage array [n] per group of n images.
 
-        `weights` per reward name (1 if None); `seeds`, one per group, are needed by `permute_advantages` alone.
+        `rewards` maps the name of a reward to the groups' raw rewards [n], `weights` to its weight (None: all 1).
+        `seeds`, one per group, are used only by `algorithm.permute_advantages`.
         """
         ...
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
-        """Which samples of a group are trained, in order (all of them, but for pairwise losses)."""
+        """Returns the indices of the images of a group [n] that are trained; a pairwise loss may select two."""
         ...
 
-    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction: ...
+    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
+        """Returns the tensors named in `predicts` for the active weights; `velocity` calls the network."""
+        ...
 
     def loss(
         self,
@@ -136,13 +148,22 @@ class Algorithm(Protocol):
         proximal: Prediction | None,
         behaviour: Prediction | None,
         reference: Prediction | None,
-    ) -> LossOutput: ...
+    ) -> LossOutput:
+        """Returns loss and metrics per row; the module's docstring says what the four predictions are.
+
+        With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
+        batch, and reads only the metric `log_prob_gap`.
+        """
+        ...
 
 
 @runtime_checkable
 class Diverges(Protocol):
-    """An algorithm that can say how far two of its predictions are apart."""
+    """An algorithm that can measure how far an update moved the policy; `algorithm.max_kl_per_update` needs it."""
 
     def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
-        """[B] float64, nats of the whole latent: KL of the denoising step as predicted `before` to that of `after`."""
+        """Returns the KL divergence [B] float64 from the denoising step predicted `before` to that predicted `after`.
+
+        Its unit is nats, summed over all latent elements.
+        """
         ...

@@ -1,6 +1,7 @@
-"""Correction for stale samples: the measured distance between the policy that generated a sample and the trained one.
+"""Correction for stale images: how far the policy that made an image is from the trained one, and weights and masks.
 
-Divergences are the closed form for two Gaussians of equal std (no sampling noise). "nats": sums over latent elements.
+The losses of the policy-gradient algorithms call it. Divergences are the exact KL of two Gaussians with equal standard
+deviation. "Nats" means a sum over all latent elements; other log-ratios and divergences are means over them.
 """
 
 import torch
@@ -9,38 +10,41 @@ from torch import Tensor
 from async_flowrl.algorithms.sde import mean_over_latent
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before exp, which changes nothing in any sane range and avoids inf · 0 gradients."""
+"""Log-ratios are clamped to ± this value before exp, because an overflow would give gradients of infinity × 0."""
 
 
 def divergence(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
-    """[B] float64: KL(N(mean, std²) || N(other, std²)) per latent element; means [B, ...], std [B]."""
+    """Returns KL(N(mean, std²) || N(other, std²)) per latent element, [B] float64; both means are [B, ...], std [B]."""
     return mean_over_latent((mean.double() - other.double()).square()) / (2.0 * std.double().square())
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of the clamped log-ratio."""
+    """Returns exp(log_ratio), with the log-ratio clamped to ± MAX_LOG_RATIO."""
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def moves_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """[B] bool: the gradient would push the policy further from the one `log_ratio` [B] is taken against."""
+    """Returns [B] bool: True if the gradient would make |log_ratio| [B] larger, so the policies move further apart."""
     return ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
 
 
 def divergence_mask(distance: Tensor, log_ratio: Tensor, advantages: Tensor, threshold: float) -> Tensor:
-    """[B] bool, True = kept. Drops rows at a distance >= threshold that would move further away (arXiv 2606.11025)."""
+    """Returns [B] bool: False (dropped) for rows with distance >= threshold that would move further away.
+
+    All inputs are [B]; the mask is that of Flow-DPPO (arXiv 2606.11025).
+    """
     return ~((distance >= threshold) & moves_away(log_ratio, advantages))
 
 
 def importance_weight(log_ratio_nats: Tensor, cap: float) -> Tensor:
-    """min(exp(log-ratio), cap), without gradient; the log-ratio is that of the true densities (of whole latents)."""
+    """Returns the truncated importance weight min(exp(log-ratio), cap) [B], without gradient; log-ratio [B] in nats."""
     return ratio_of(log_ratio_nats.detach()).clamp(max=cap)
 
 
 def gap_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """How far the proximal policy is from the sampler's own numbers, from `log_ratio` [B] = l_prox - l_rollout.
+    """Returns metrics [B] of x = `log_ratio`: the proximal policy's log-prob minus the one that the rollout recorded.
 
-    On the scale of means over latent elements. k2 and k3 are estimates of a KL: half the square, and exp(x) - 1 - x.
+    k2 = x² / 2 and k3 = exp(x) - 1 - x are the usual estimates of a KL divergence. All are per latent element.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
@@ -52,16 +56,19 @@ def gap_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def weight_metrics(log_ratio_nats: Tensor) -> dict[str, Tensor]:
-    """The untruncated importance weights and their squares, whose means give the effective sample size; [B]."""
+    """Returns the importance weights [B] before truncation, and their squares, for `effective_sample_size`."""
     weight = ratio_of(log_ratio_nats)
     return {"importance_weight": weight, "importance_weight_squared": weight.square()}
 
 
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Share in (0, 1]: (mean w)² / mean w², of untruncated weights. Below 0.5 they do more harm than good."""
+    """Returns (mean w)² / mean(w²) of the importance weights w before truncation, a share in (0, 1]."""
     return mean_weight * mean_weight / mean_squared_weight
 
 
 def gradient_kept(kept: float, nonzero: float) -> float:
-    """Share of the rows with nonzero advantage whose gradient survived clip and mask; 1 where there are none."""
+    """Returns the share of rows with nonzero advantage whose gradient is not cut by clip or mask; 1 without such rows.
+
+    `kept` and `nonzero` are the sums or means of the metrics of the same names.
+    """
     return kept / nonzero if nonzero > 0 else 1.0

@@ -1,4 +1,7 @@
-"""Numbers for the log that are derived from rewards and from the means of the losses' metrics."""
+"""Diagnostics of a training step: metrics per window, and warnings for the log, from rewards and the losses' metrics.
+
+The controller calls it after every training step.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,25 +15,28 @@ from async_flowrl.config.algorithm_schema import AlgorithmConfig
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
 SURVIVED_KL = 2e-3
-"""Nats per latent element and update. On glyphs (1,024 elements) runs lived on at 1 nat per image and not at 3 to 4."""
+"""Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
+with 1 nat per image were stable, and runs with 3 to 4 nats were not."""
 BETTER_THAN = {"tis": "correction=mask", "rollout_tis": "engines that agree better (behaviour_gap)"}
-"""Correction with importance weights → what to try where these leave little of the samples."""
+"""`algorithm.correction` with importance weights → the advice if the effective sample size is small."""
 
 
 @dataclass(frozen=True)
 class WindowGroup:
-    """One trained group: where its window starts, its rewards, and the means of its loss metrics."""
+    """One trained group."""
 
     start: int
+    """Index of the first trained denoising step."""
     rewards: Sequence[float]
     metrics: Mapping[str, float]
+    """Means over the group's rows of the metrics that `loss` returned."""
 
 
 def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
-    """`window/<start>/{reward_std,ratio_std,clip_fraction}`, means over the groups with that window.
+    """Returns `window/<start>/{reward_std,ratio_std,clip_fraction}`: per first trained step, means over its groups.
 
-    A reward std that grows with one start, or a ratio std far above the others', says that this window is the one that
-    is too noisy or too sharp. ratio_std is the root mean square of ratio - 1.
+    ratio_std is the root mean square of (ratio - 1). A window whose values are far above those of the others has too
+    much noise, or so little that its densities are too sharp.
     """
     by_start: dict[int, list[WindowGroup]] = defaultdict(list)
     for group in groups:
@@ -48,16 +54,16 @@ def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
 
 
 def sample_size(metrics: Mapping[str, float]) -> float | None:
-    """Effective sample size of the importance weights as a share, from their means; None where there are none."""
+    """Returns the effective sample size of the importance weights, a share in (0, 1]; None without weights."""
     if "importance_weight" not in metrics:
         return None
     return effective_sample_size(metrics["importance_weight"], metrics["importance_weight_squared"])
 
 
 def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
-    """`clip_range` on the scale of log-probs averaged over the `elements` of a latent; None where no ratio is clipped.
+    """Returns `clip_range` as a difference of log-probs per latent element; `elements` is the number of these.
 
-    (flow_dppo's is a divergence.)
+    Returns None for flow_dppo, whose clip_range bounds a divergence and not the ratio.
     """
     if config.name == "flow_dppo":
         return None
@@ -67,10 +73,10 @@ def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
 def warnings(
     metrics: Mapping[str, float], *, correction: str, kept: float, clip: float | None = None, elements: int = 0
 ) -> list[str]:
-    """Sentences about updates that do less, or other things, than they seem to.
+    """Returns one sentence per problem that the metrics of a training step show, with advice; usually none.
 
-    `kept`: share of the gradients that clip and mask leave; `clip`: see `clip_of_means`; `elements`: of a
-    latent, 0 where no KL is to be judged.
+    `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, and `elements` the
+    number of latent elements, or 0 to leave out the check of `kl_per_update`.
     """
     sentences = []
     gap = metrics.get("behaviour_gap", 0.0)

@@ -1,4 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): contrastive velocity regression on the forward process; no SDE, no log-probs."""
+"""DiffusionNFT (arXiv 2509.16117): trains the velocity on noised final images, without noisy steps and log-probs."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda a: (a > 0.0).to(a.dtype),
     "binary": torch.sign,
 }
-"""The published code's `adv_mode`, applied to the clamped advantages."""
+"""`algorithm.advantage_mode` → function of the clamped advantages [B]; `adv_mode` in the published code."""
 
 
 class DiffusionNFT(GroupAdvantages):
-    """Pulls v towards the old policy's velocity for good images and away from it for bad ones.
+    """Pulls the velocity v+ = old + beta (new - old) towards good images, and v- = old - beta (new - old) towards bad.
 
-    The old policy is the retained adapter of the version that generated the image, so stale samples need no correction.
+    Old is the velocity of the policy that made the image, so stale images need no correction.
     """
 
     name = "diffusion_nft"
@@ -34,14 +34,15 @@ class DiffusionNFT(GroupAdvantages):
     predicts = reads = ("velocity", "noised")
     needs_behaviour = True
     vanishes_at_zero = False
-    """At advantage 0 the two terms only cancel where v equals the old velocity; elsewhere they pull towards it."""
+    """With advantage 0 the gradient is zero only if the new velocity equals the old one; otherwise it pulls them
+    together."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
         self.needs_reference = config.kl_coef > 0.0
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """velocity [B, ...] float32 at x_t, and x_t itself (noised [B, ...]), whose noise comes from `batch.seeds`."""
+        """Returns `noised` = x_t, made with noise from `batch.seeds`, and `velocity` at x_t; both float32 [B, ...]."""
         _, noised = draw(batch, batch.seeds)
         return {"velocity": velocity(noised, batch.sigma), "noised": noised}
 
@@ -53,7 +54,10 @@ class DiffusionNFT(GroupAdvantages):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput:
-        """(r l(v+) + (1 - r) l(v-)) / beta · Amax + kl_coef · mean (v - v_ref)²; per row, float32 [B]."""
+        """Returns per row (r l(v+) + (1 - r) l(v-)) / beta · adv_clip_max + kl_coef · mean (v - v_ref)².
+
+        r is `optimality_probability` and l is `reconstruction_loss`. Raises ValueError without `behaviour`.
+        """
         if behaviour is None:
             raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
         new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
@@ -81,11 +85,11 @@ class DiffusionNFT(GroupAdvantages):
 
 
 def optimality_probability(advantages: Tensor, *, bound: float, mode: str = "continuous") -> Tensor:
-    """r [B] float64 in [0, 1]: how good an image is among its group's, from its advantage [B] (any float).
+    """Returns r [B] float64 in [0, 1], the probability that an image is a good one, from its advantage [B].
 
-    r = 1/2 + A / (2 bound), A the advantage clamped to ± `bound` and then changed by `mode` of ADVANTAGE_MODES:
-    section 3.2 and `adv_mode` of the published code of DiffusionNFT (arXiv 2509.16117). ValueError for an unknown mode
-    and a bound that is not above 0.
+    r = 1/2 + A / (2 bound), where A is the advantage clamped to ± `bound` and then changed by ADVANTAGE_MODES[mode]
+    (DiffusionNFT, arXiv 2509.16117, section 3.2, and `adv_mode` in its code). Raises ValueError for an unknown mode and
+    for a bound that is not above 0.
     """
     if mode not in ADVANTAGE_MODES:
         raise ValueError(unknown_name("mode", mode, ADVANTAGE_MODES))
@@ -96,7 +100,10 @@ def optimality_probability(advantages: Tensor, *, bound: float, mode: str = "con
 
 
 def reconstruction_loss(batch: MicroBatch, prediction: Prediction, velocity: Tensor) -> Tensor:
-    """[B] float64: mean_D d² / w with d = (x_t - t v) - x0 and w = max(mean_D |d|, 1e-5), w without gradient."""
+    """Returns mean(d²) / w [B] float64 with d = (x_t - t · velocity) - x0 and w = max(mean |d|, 1e-5).
+
+    Means are over the latent elements; w gets no gradient. x_t is `prediction["noised"]`.
+    """
     time = expand(batch.sigma.double(), velocity)
     error = prediction["noised"].double() - time * velocity - batch.latents.double()
     weight = mean_over_latent(error.detach().abs()).clamp(min=MIN_WEIGHT)

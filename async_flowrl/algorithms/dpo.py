@@ -1,4 +1,4 @@
-"""Online diffusion DPO (arXiv 2311.12908, on the flow-matching loss): best against worst image of each group."""
+"""Online diffusion DPO (arXiv 2311.12908, with the flow-matching loss) on the best and worst image of each group."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,11 @@ from async_flowrl.transfers import upload
 
 
 class DPO(GroupAdvantages):
-    """-log sigmoid(-beta/2 (d_win - d_lose)), d = e(v) - e(v_ref), e(u) = mean_D (u - (eps - x0))².
+    """DPO: the loss of a pair is -log sigmoid(-beta/2 (d_win - d_lose)).
 
-    Both images of a pair share noise level and noise, and must be in one micro-batch. Each of its two rows carries the
-    pair's loss, so that the mean over rows is the mean over pairs.
+    d = e(v) - e(v_ref), where e(u) = mean((u - (eps - x0))²) over latent elements is the flow-matching loss. Both
+    images of a pair get the same noise levels and the same noise eps, and must be in one micro-batch. Each of its two
+    rows has the pair's loss, so the mean over rows is the mean over pairs.
     """
 
     name = "dpo"
@@ -31,12 +32,12 @@ class DPO(GroupAdvantages):
         super().__init__(config)
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
-        """[best, worst] (the first of equals); nothing where all are equal."""
+        """Returns [best, worst], of equal images the first; [] if all advantages are equal."""
         best, worst = int(np.argmax(advantages)), int(np.argmin(advantages))
         return [] if advantages[best] == advantages[worst] else [best, worst]
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """error [B] float64, the flow-matching loss of each row; draws come from the winner's seed."""
+        """Returns `error` [B] float64, the flow-matching loss; both rows of a pair use the winner's seed."""
         winners, losers = pairs(batch)
         shared = list(batch.seeds)
         for winner, loser in zip(winners, losers, strict=True):
@@ -53,7 +54,7 @@ class DPO(GroupAdvantages):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput:
-        """The pair's loss in both of its rows, float32 [B]."""
+        """Returns the pair's loss in both of its rows [B]. Raises ValueError without `reference`."""
         if reference is None:
             raise ValueError("dpo needs the reference model's prediction, got none")
         winners, losers = pairs(batch)
@@ -77,7 +78,10 @@ class DPO(GroupAdvantages):
 
 
 def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """Rows of winners (advantage > 0) and of losers (< 0), in the order in which they are partners."""
+    """Returns the rows of the winners (advantage above 0) and of the losers; entry i of one is the partner of i.
+
+    Raises ValueError if a row has no partner with the same noise level in this micro-batch.
+    """
     positive, steps = batch.positive, batch.steps.tolist()
     winners = sorted((row for row in range(len(steps)) if positive[row]), key=lambda row: steps[row])
     losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])

@@ -1,4 +1,7 @@
-"""Moving averages of trainable weights: the EMA used for evaluation, and the old policy DiffusionNFT samples from."""
+"""Moving averages of trained weights: the EMA for evaluations, and the old policy that DiffusionNFT samples from.
+
+The trainer updates both after its optimizer steps.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -11,28 +14,33 @@ OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
     "slow": lambda step: min(0.001 * step, 0.5),
     "late": lambda step: 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999),
 }
-"""Decay of the old policy after update `step`, from 0. `half` is the bound of `slow` from the first step on; the others
-are DiffusionNFT's published schedules (arXiv 2509.16117)."""
+"""`algorithm.old_policy_decay` → decay of the old policy after training step `step`, from 0.
+
+`half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's schedules
+(arXiv 2509.16117)."""
 
 
 def ema_decay(step: int, max_decay: float) -> float:
-    """min((1 + n) / (10 + n), max_decay) after n optimizer steps; flow_grpo uses max_decay 0.9, every 8 steps."""
+    """Returns the decay of the EMA after n = `step` optimizer steps: min((1 + n) / (10 + n), max_decay).
+
+    flow_grpo's code uses it with max_decay 0.9 after every 8th step.
+    """
     return min((1.0 + step) / (10.0 + step), max_decay)
 
 
 def old_policy_decay(name: str, step: int) -> float:
-    """Share of the old policy that stays after update `step`: old <- d old + (1 - d) new."""
+    """Returns the decay d after training step `step` (from 0), for old ← d · old + (1 - d) · new."""
     return OLD_POLICY_DECAYS[name](step)
 
 
 def samples_from_average(algorithm: str, schedule: str) -> bool:
-    """Whether rollouts sample from a slowly moving copy (their own weight stream) and not from the trained weights."""
+    """Returns True if rollout workers sample from a moving average (`schedule`) instead of the trained weights."""
     return algorithm == "diffusion_nft" and schedule != "copy"
 
 
 @torch.no_grad()
 def update_average(average: Iterable[Tensor], current: Iterable[Tensor], decay: float) -> None:
-    """average <- decay average + (1 - decay) current, in place. decay 0 copies bit for bit, decay 1 changes nothing."""
+    """Sets average ← decay · average + (1 - decay) · current, in place, tensor by tensor; decay 0 copies exactly."""
     for old, new in zip(average, current, strict=True):
         if decay == 0.0:
             old.copy_(new)
@@ -41,5 +49,5 @@ def update_average(average: Iterable[Tensor], current: Iterable[Tensor], decay: 
 
 
 def rms_over_eps(grad_rms: float, eps: float) -> float:
-    """How far Adam's eps is from mattering; below about 10 eps is a hidden cut of the learning rate."""
+    """Returns grad_rms / eps (infinity for eps 0). Below about 10, Adam's eps makes the steps noticeably smaller."""
     return grad_rms / eps if eps > 0.0 else float("inf")

@@ -1,4 +1,4 @@
-"""Flow-DPPO (arXiv 2606.11025): no ratio clip; a mask on the closed-form divergence from the proximal policy."""
+"""Flow-DPPO (arXiv 2606.11025): instead of clipping the ratio, it drops rows by their KL from the proximal policy."""
 
 import torch
 
@@ -9,9 +9,10 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
 
 
 class FlowDPPO(PolicyGradient):
-    """-A rho keep, keep = not(k >= clip_range and the step would move further away); advantages are not clamped.
+    """Flow-DPPO: the loss is -A · ratio, or 0 for a row with KL >= clip_range that would move further away.
 
-    k = mean_D (mu - mu_old)² / (2 std²) per latent element (clip_unit=mean), or its sum over them (nats).
+    The KL is mean((mu - mu_proximal)²) / (2 std²) over latent elements, with clip_unit=nats the sum instead of the
+    mean. The advantages A are not clamped.
     """
 
     name = "flow_dppo"

@@ -1,4 +1,4 @@
-"""Flow-GRPO (arXiv 2505.05470): PPO's clipped surrogate on the mean log-prob of each denoising step."""
+"""Flow-GRPO (arXiv 2505.05470): PPO's clipped loss on the log-prob of each denoising step; and two variants of it."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,20 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Surrogate:
-    """max(-A rho, -A clip(rho, low, high)); all [B]. The gradient is gone where the ratio moved as A wants it to."""
+    """Returns PPO's loss max(-A · ratio, -A · clip(ratio, low, high)); all [B].
+
+    A row has no gradient if its ratio is out of bounds in the direction that its advantage A asks for.
+    """
     loss = torch.maximum(-advantages * ratio, -advantages * torch.minimum(torch.maximum(ratio, low), high))
     above, below = ratio.detach() > high, ratio.detach() < low
     return Surrogate(loss, ratio, above | below, ~((above & (advantages > 0)) | (below & (advantages < 0))))
 
 
 class FlowGRPO(PolicyGradient):
-    """rho = exp(l - l_proximal), clipped to 1 ± clip_range (mean) or to a true log-ratio of ± clip_range (nats)."""
+    """Flow-GRPO: ratio = exp(log_prob - proximal log_prob), where log-probs are means over latent elements.
+
+    clip_unit=mean clips the ratio to 1 ± clip_range; nats clips the log-ratio of whole latents to ± clip_range.
+    """
 
     name = "flow_grpo"
 
@@ -35,12 +41,12 @@ class FlowGRPO(PolicyGradient):
 
 
 class DanceGRPO(FlowGRPO):
-    """DanceGRPO (arXiv 2505.07818): the same surrogate over `dance_sde` steps, a random share of which is trained."""
+    """DanceGRPO (arXiv 2505.07818): Flow-GRPO's loss on `dance_sde` steps, of which a random share can be trained."""
 
     name = "dance_grpo"
 
 
 class MixGRPO(FlowGRPO):
-    """MixGRPO (arXiv 2507.21802): the same surrogate over a window of noisy steps that moves through the schedule."""
+    """MixGRPO (arXiv 2507.21802): Flow-GRPO's loss on a window of noisy steps, which is moved during training."""
 
     name = "mix_grpo"

@@ -1,4 +1,4 @@
-"""Draws on the forward process x_t = (1 - t) x0 + t eps, shared by algorithms that train on final images."""
+"""The forward process x_t = (1 - t) x0 + t eps, for algorithms that train on final images."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from async_flowrl.transfers import upload
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Noise [B, ...] and x_t [B, ...] at the rows' own levels t = `batch.sigma`; float32.
+    """Returns noise eps [B, ...] and x_t [B, ...] at the noise levels t = `batch.sigma` of the rows; both float32.
 
-    A function of `seeds` (one per row) and the batch alone, so that every adapter predicts at the same points.
+    They depend only on `seeds` (one per row) and the batch, so predictions under different weights use the same x_t.
     """
     device, shape = batch.latents.device, batch.latents.shape[1:]
-    # Drawn on the CPU, so that a run gives the same numbers on every kind of device.
+    # The CPU draws, because generators of other devices would give other numbers.
     sources = [generator(derive(seed, "noise")) for seed in seeds]
     noise = torch.stack([torch.randn(shape, generator=source, dtype=torch.float32) for source in sources])
     noise = upload(noise, device)

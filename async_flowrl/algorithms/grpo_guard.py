@@ -1,4 +1,4 @@
-"""GRPO-Guard (arXiv 2510.22319): a zero-mean ratio of equal spread at every step, and evened-out gradients."""
+"""GRPO-Guard (arXiv 2510.22319): ratios with zero mean and equal spread at all steps, and gradients of equal size."""
 
 import torch
 
@@ -10,10 +10,11 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
 
 
 class GRPOGuard(PolicyGradient):
-    """log rho = (l - l_old + b) std with b = mean_D (mu - mu_old)² / (2 std²); the clipped surrogate divided by h.
+    """GRPO-Guard: log ratio = (l - l_old + b) std with b = mean((mu - mu_old)²) / (2 std²) over latent elements.
 
-    Everything per sample. With x' = mu_old + std noise, log rho is mean_D [noise (mu - mu_old)]: zero-mean under the
-    old policy. Derived for `sde` steps.
+    l is the log-prob, mu and std describe the denoising step, old is the proximal policy. The log-ratio then is
+    mean(noise · (mu - mu_old)), which has mean 0 under the old policy. The loss is PPO's clipped loss divided by the
+    step size sigma - sigma_next. It is derived for `sde` steps.
     """
 
     name = "grpo_guard"

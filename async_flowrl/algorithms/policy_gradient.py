@@ -1,7 +1,8 @@
-"""Base of the policy-gradient algorithms: prediction, correction for stale samples, KL to the reference, metrics.
+"""Base class of the policy-gradient algorithms: prediction, correction for stale images, KL penalty, metrics.
 
-The surrogate of each algorithm is centred on the proximal policy (the weights at the start of the batch), never on the
-rollout engine's own numbers: at the start of an update every ratio is exactly 1, whatever engine sampled.
+The surrogate (the loss term with the probability ratio) compares the trained weights with the proximal policy, not with
+the log-probs that the rollout recorded. All ratios are therefore exactly 1 at the first optimizer step of a batch, even
+if the rollout engine computes slightly other log-probs than the trainer.
 """
 
 from abc import ABC, abstractmethod
@@ -24,29 +25,34 @@ from async_flowrl.algorithms.correction import (
 from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 ROLLOUT_TIS = "rollout_tis"
-"""Weights to the log-probs that the rollout recorded: age and engine differences together, without another pass."""
+"""Value of `algorithm.correction`: importance weights from the log-probs that the rollout recorded. They correct for
+staleness and for differences between the engines, and need no behaviour prediction."""
 MIN_GAUSSIAN_STD = 0.05
-"""cps steps with a smaller std have so sharp a density that KL, weights and masks made of it mean nothing."""
+"""Smallest std of a cps step; below it the density is so sharp that KL, weights and masks from it are useless."""
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """All [B]: loss before weights and KL, ratio, whether the bounds were left, whether the gradient survives."""
+    """The part of the loss that is special to an algorithm; all [B]."""
 
     loss: Tensor
+    """Loss before importance weights and KL penalty."""
     ratio: Tensor
+    """Probability ratio of the trained weights to the proximal policy."""
     outside: Tensor
+    """True if the ratio (flow_dppo: the divergence) is outside its bounds."""
     survives: Tensor
+    """True if the row's gradient is not cut."""
 
 
 class PolicyGradient(GroupAdvantages, ABC):
-    """Base of the algorithms that train on recorded noisy transitions; a subclass gives `surrogate`."""
+    """Base class of the algorithms that train on recorded noisy denoising steps; a subclass implements `surrogate`."""
 
     name = ""
     records = "transitions"
     predicts: Collection[str] = ("log_prob", "mean", "std")
     needs_proximal_mean = False
-    """Whether the surrogate looks at the proximal policy's mean."""
+    """True if the surrogate uses `mean` of the proximal policy's prediction."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
         super().__init__(config)
@@ -55,11 +61,11 @@ class PolicyGradient(GroupAdvantages, ABC):
         self.needs_reference = config.kl_coef > 0.0 and config.kl_form != "proximal"
         self.vanishes_at_zero = config.kl_coef == 0.0
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
-        """False only for the cps log-prob of the field, which is not a log-density."""
+        """True if `log_prob` is a log-density; False if it is the usual value for cps steps (see sde.log_prob)."""
         self.reads = self._read()
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """log_prob [B] float64 of the recorded transition, mean [B, ...] and std [B] float32 of its distribution."""
+        """Returns log_prob [B] float64 of the recorded step, and mean [B, ...] and std [B] of its Gaussian, float32."""
         step = self._transition(batch, velocity(batch.latents, batch.sigma))
         value = (
             sde.gaussian_log_prob(batch.next_latents, step)
@@ -76,7 +82,11 @@ class PolicyGradient(GroupAdvantages, ABC):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput:
-        """Per row: weight · keep · surrogate + kl_coef · KL, float32 [B]."""
+        """Returns per row [B] float32: step weight · importance weight or mask · surrogate + kl_coef · KL; and metrics.
+
+        Without `proximal`, the detached current prediction is used. Without `behaviour` there is no mask, and
+        importance weights only with correction=rollout_tis.
+        """
         anchor = detached(current) if proximal is None else proximal
         advantages = batch.advantages.double()
         surrogate = self.surrogate(batch, current, anchor)
@@ -108,7 +118,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         return LossOutput(loss.float(), metrics)
 
     def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
-        """[B] float64, nats of the whole latent; both predictions have the std of the step, which no weights change."""
+        """Returns the KL [B] float64 in nats per latent; the std of a step is the same under all weights."""
         return sde.latent_elements(batch.latents) * divergence(before["mean"], after["mean"], before["std"])
 
     def _read(self) -> Collection[str]:
@@ -121,10 +131,10 @@ class PolicyGradient(GroupAdvantages, ABC):
 
     @abstractmethod
     def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        """The algorithm's own part; `anchor` is the proximal policy's prediction, without gradient."""
+        """Returns the algorithm's surrogate; `anchor` is the proximal policy's prediction, without gradient."""
 
     def clipped_advantages(self, batch: MicroBatch) -> Tensor:
-        """[B] float64."""
+        """Returns the advantages [B] float64, clamped to ± adv_clip_max."""
         return batch.advantages.double().clamp(-self.config.adv_clip_max, self.config.adv_clip_max)
 
     def _transition(self, batch: MicroBatch, velocity: Tensor) -> sde.Transition:
@@ -139,21 +149,21 @@ class PolicyGradient(GroupAdvantages, ABC):
         )
 
     def _rollout_log_prob(self, batch: MicroBatch, current: Prediction) -> Tensor:
-        """[B] float64, the sampler's number in the form of ours (it records the field's form for cps)."""
+        """Returns the recorded log-prob [B] float64; for cps steps, converted to a log-density if `gaussian`."""
         value = batch.rollout_log_prob.double()
         if self.config.sde_type != "cps" or not self.gaussian:
             return value
         return sde.cps_to_gaussian(value, current["std"])
 
     def _nats(self, log_ratio: Tensor, batch: MicroBatch, current: Prediction) -> Tensor:
-        """The true log-ratio [B] of whole latents, from a difference of our log-probs (means over latent elements)."""
+        """Returns the log-ratio [B] in nats per latent, from a difference of two `log_prob` (per latent element)."""
         nats = log_ratio * sde.latent_elements(batch.latents)
         return nats if self.gaussian else nats / (2.0 * current["std"].double().square())
 
     def _corrected(
         self, batch: MicroBatch, current: Prediction, anchor: Prediction, behaviour: Prediction
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Factor [B] on the surrogate (1 with correction=none) and metrics of the distance to the behaviour policy."""
+        """Returns the factor [B] on the surrogate and metrics of the distance to the behaviour policy."""
         now = detached(current)
         elements = sde.latent_elements(batch.latents)
         distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
@@ -175,23 +185,24 @@ class PolicyGradient(GroupAdvantages, ABC):
     def _kl(
         self, batch: MicroBatch, current: Prediction, anchor: Prediction, reference: Prediction | None
     ) -> Tensor | None:
-        """[B] float64 per latent element. exact: Gaussian KL. code: the codebases', whose std lacks sqrt(h).
+        """Returns the KL penalty [B] float64 per latent element, by `kl_form`; None without a penalty.
 
-        proximal: (l - l_proximal)² / 2, what MixGRPO's code calls KL; 0 at the first optimizer step of a batch.
+        exact: KL of the Gaussians. code: the same times sigma - sigma_next, as the published codes compute it.
+        proximal: (l - l_proximal)² / 2 as in MixGRPO's code; it is 0 at the first optimizer step of a batch.
         """
         if self.config.kl_coef > 0.0 and self.config.kl_form == "proximal":
             return (current["log_prob"] - anchor["log_prob"]).square() / 2.0
         if reference is None:
             return None
         exact = divergence(current["mean"], reference["mean"], current["std"])
-        # The codebases' std of a cps step is the full one, so both forms agree there.
+        # For cps steps the published codes use the full std, so both forms are equal.
         if self.config.kl_form == "exact" or self.config.sde_type == "cps":
             return exact
         return exact * (batch.sigma - batch.sigma_next).double()
 
 
 def check_density(std: float) -> None:
-    """ValueError for a cps step so sharp that nothing should be made of its Gaussian density."""
+    """Raises ValueError if `std`, of a cps step, is below MIN_GAUSSIAN_STD."""
     if std < MIN_GAUSSIAN_STD:
         raise ValueError(
             f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
@@ -200,6 +211,6 @@ def check_density(std: float) -> None:
 
 
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:
-    """Whether anything needs a true log-density: KL, importance weights, a divergence mask, or a clip in nats."""
+    """Returns True if the loss needs a log-density: for a KL, importance weights, a divergence, or a clip in nats."""
     kl = config.kl_coef > 0.0 and config.kl_form != "proximal"
     return kl or correction in ("mask", "tis", ROLLOUT_TIS) or config.clip_unit == "nats" or needs_proximal_mean

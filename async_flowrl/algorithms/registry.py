@@ -1,4 +1,7 @@
-"""Registry of algorithms, and the checks between their fields: what would not do what it says is refused."""
+"""The registry of algorithms: builds the configured one and refuses settings that do not fit together.
+
+`run/prepare.py` builds the algorithm before any worker starts; each trainer rank builds it again.
+"""
 
 from typing import Any, cast
 
@@ -26,7 +29,10 @@ MEMBERS = ("name", "records", "needs_behaviour", "needs_reference", "vanishes_at
 
 
 def build_algorithm(run: Config) -> Algorithm:
-    """The algorithm of a run whose fields passed `config.check`; ValueError in one sentence where they do not fit."""
+    """Returns the configured algorithm. The single fields must have passed `config.check`.
+
+    Raises ValueError, one sentence, if settings do not fit together or an algorithm of your own is not usable.
+    """
     config, max_staleness = run.algorithm, run.max_staleness
     factory = _factory(config.name)
     own = config.name not in BUILT_IN
@@ -48,15 +54,15 @@ def build_algorithm(run: Config) -> Algorithm:
 
 
 def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
-    """`correction`, or where it is not given: none for samples at most one version old, mask above."""
+    """Returns `algorithm.correction`; if it is null, "none" for max_staleness of at most 1 and "mask" above."""
     return config.correction or ("none" if max_staleness <= 1 else "mask")
 
 
 def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int) -> None:
-    """ValueError for a schedule [T+1] that the algorithm cannot use.
+    """Raises ValueError for noise levels `sigmas` [T+1] that the algorithm cannot use.
 
-    Besides the shape of the schedule: cps steps whose std is below 0.05, where their Gaussian density is used, and a
-    trust region that would measure no step.
+    These are schedules that do not fall from 1 to 0, cps steps with std below MIN_GAUSSIAN_STD if their density is
+    used, and schedules without any step that `algorithm.max_kl_per_update` could measure.
     """
     steps = possible_steps(config, len(sigmas) - 1)
     validate_schedule(sigmas, config.sde_type if steps else "ode")
@@ -77,7 +83,7 @@ def _factory(name: str) -> Any:
 
 
 def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
-    """An algorithm of the user's own. Raises ValueError for options that it does not take, and for what it raises."""
+    """Builds an algorithm of the user's own; ValueError for options that it does not take, and if it raises."""
     check_options("algorithm.options", factory, config.options, beside=("config", "correction"))
     try:
         return factory(config, correction=correction, **config.options)
@@ -145,7 +151,7 @@ def _check_trust_region(config: AlgorithmConfig, *, final: bool) -> None:
 
 
 def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) -> None:
-    """What is made of the noise of single steps has to suit what the algorithm predicts of them."""
+    """Refuses a trust region without `moved`, and step weights where they have no effect or are applied already."""
     if config.max_kl_per_update is not None and not isinstance(algorithm, Diverges):
         raise ValueError(
             f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no moved(batch, "

@@ -1,7 +1,9 @@
-"""One denoising step x → x' and the density of the noisy ones. Pure, layout-free, float32; reductions in float64.
+"""Denoising steps: the distribution of the next latents x' given x, and log-probs. Rollout and training both call it.
 
-Conventions: x_s = (1 - s) x0 + s eps, the network predicts v = eps - x0, s > s' >= 0 and h = s - s'.
-A step is described by its mean and its *full* standard deviation, nothing else: x' ~ N(mean, std² I).
+Conventions: x_s = (1 - s) x0 + s eps at noise level s, the network predicts v = eps - x0, the step goes from s to
+s' < s, and h = s - s'. A noisy step draws x' from N(mean, std² I); std is that of the whole step (for sde and dance_sde
+it includes the factor sqrt(h)). Latents [B, ...] may have any shape. Arithmetic is float32, means over latent elements
+are float64.
 """
 
 import math
@@ -15,38 +17,41 @@ from async_flowrl.config.algorithm_schema import SDE_TYPES
 from async_flowrl.config.messages import unknown_name
 
 START = 1.0 - 1e-6
-"""At and above this noise level `sde` takes the second level of the schedule in its denominator."""
+"""At and above this noise level, `sde` divides by 1 - sigmas[1] instead of 1 - s, which would be 0."""
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """mean [B, ...] and full transition std [B, 1, ...], float32; deterministic [B] bool: where std is 0."""
+    """The Gaussian distribution of x' in a denoising step."""
 
     mean: Tensor
+    """[B, ...] float32."""
     std: Tensor
+    """[B, 1, ...] float32."""
     deterministic: Tensor
+    """[B] bool: True if std is 0."""
 
 
 def expand(values: Tensor, like: Tensor) -> Tensor:
-    """[B] → [B, 1, ...] with as many dimensions as `like`."""
+    """Returns `values` [B] as [B, 1, ...] with as many dimensions as `like`."""
     return values.reshape(-1, *([1] * (like.dim() - 1)))
 
 
 def mean_over_latent(values: Tensor) -> Tensor:
-    """[B, ...] → [B] float64, the mean over all dimensions but the first."""
+    """Returns the mean of [B, ...] over all dimensions but the first, [B] float64."""
     return values.double().flatten(1).mean(dim=1)
 
 
 def latent_elements(latents: Tensor) -> int:
-    """D, the number of latent elements of one sample of [B, ...]."""
+    """Returns the number of elements of one image's latents in [B, ...]."""
     return latents[0].numel()
 
 
 def validate_schedule(sigmas: Tensor, sde_type: str = "sde") -> None:
-    """ValueError unless sigmas [T+1] falls strictly from exactly 1 to exactly 0.
+    """Raises ValueError unless `sigmas` [T+1] falls strictly from exactly 1 to exactly 0.
 
-    For `sde` the levels between must stay below 0.999: its diffusion coefficient grows without bound towards 1.
+    For `sde`, sigmas[1] must be at most 0.999, because its noise grows without bound towards 1.
     """
     values = [float(sigma) for sigma in sigmas]
     if len(values) < 2 or values[0] != 1.0 or values[-1] != 0.0:
@@ -68,14 +73,14 @@ def transition(
     sde_type: str,
     noise_level: float | Tensor,
 ) -> Transition:
-    """The distribution of x' given x; rows may sit at different steps.
+    """Returns the distribution of x' given x; each row may be at another noise level.
 
-    x, velocity [B, ...]; sigma, sigma_next [B]; noise_level a number or [B]; sigma_after_first = sigmas[1]. Tensors
-    belong on the device of x: another one's are copied, and the host waits for that.
-    sde: Flow-GRPO (arXiv 2505.05470, eq. 9 and sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
-    same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: Euler.
-    ValueError for an unknown sde_type, and for cps where noise_level is a number outside 0 to 1, at which its angle
-    turns back. A tensor's values are not looked at: the host would wait for them.
+    x and velocity are [B, ...]; sigma (= s) and sigma_next (= s') are [B]; noise_level is a number or [B];
+    sigma_after_first is sigmas[1] of the schedule. All tensors should be on the device of x; otherwise they are copied.
+    sde: Flow-GRPO (arXiv 2505.05470, eq. 9, sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
+    same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: an Euler step.
+    Raises ValueError for an unknown sde_type, and for cps with a noise_level outside 0 to 1; a noise_level that is a
+    tensor is not checked, because the host would have to wait for the device.
     """
     x, velocity = x.float(), velocity.float()
     s, s_next = sigma.float(), sigma_next.float()
@@ -97,7 +102,7 @@ def transition(
 
 
 def step_stds(sigmas: Tensor, *, sde_type: str, noise_level: float) -> Tensor:
-    """[T - 1], what the noise of every step of a schedule [T+1] but the last would have as its std."""
+    """Returns the std [T - 1] that the steps of a schedule [T+1] would have with noise; the last step is left out."""
     nothing = torch.zeros(len(sigmas) - 2, 1)
     step = transition(
         nothing,
@@ -112,15 +117,14 @@ def step_stds(sigmas: Tensor, *, sde_type: str, noise_level: float) -> Tensor:
 
 
 def _filled(value: float | Tensor, like: Tensor) -> Tensor:
-    """Float32 in the shape and on the device of `like`. A number is written there by the device itself: as a tensor
-    of the host it would be copied, and the host would wait."""
+    """Returns `value` as float32 in the shape and on the device of `like`, without making the host wait."""
     if isinstance(value, Tensor):
         return value.to(like.device, torch.float32).expand_as(like)
     return torch.full_like(like, value)
 
 
 def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Euler-Maruyama step of dx = (v - g²/2 score) ds + g dw with score = -(x + (1 - s) v) / s; std = g sqrt(h)."""
+    """Euler-Maruyama step of dx = (v - g²/2 · score) ds + g dw with score = -(x + (1 - s) v) / s; std = g sqrt(h)."""
     dt = s_next - s
     half = g * g / (2.0 * s)
     mean = x * expand(1.0 + half * dt, x) + velocity * expand((1.0 + half * (1.0 - s)) * dt, x)
@@ -128,7 +132,7 @@ def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor
 
 
 def _cps(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-    """Swaps part of the predicted noise for fresh noise, so that the total stays s'."""
+    """Replaces part of the predicted noise by new noise; the total noise level stays s'."""
     x0_hat = x - expand(s, x) * velocity
     eps_hat = x + expand(1.0 - s, x) * velocity
     angle = level * (math.pi / 2.0)
@@ -137,31 +141,35 @@ def _cps(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, level: Tensor) 
 
 
 def cps_std(sigma_next: float, noise_level: float) -> float:
-    """Transition std of a cps step: s' sin(a pi / 2)."""
+    """Returns the std of a cps step: s' sin(noise_level · pi / 2)."""
     return sigma_next * math.sin(noise_level * math.pi / 2.0)
 
 
 def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Euler: x + v (s' - s), float32 [B, ...]."""
+    """Returns x' = x + v (s' - s) of an Euler step, float32 [B, ...]."""
     return x.float() + velocity.float() * expand((sigma_next - sigma).float(), x)
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
-    """x' [B, ...] float32 from standard normal noise [B, ...]."""
+    """Returns x' = mean + std · noise, [B, ...] float32, for standard normal `noise` [B, ...]."""
     return step.mean + step.std * noise.float()
 
 
 def gaussian_log_prob(next_latents: Tensor, step: Transition) -> Tensor:
-    """log N(x'; mean, std² I) [B] float64, mean over latent elements; 0 in deterministic rows; x' gets no gradient."""
+    """Returns log N(x'; mean, std² I) per latent element, [B] float64; 0 for deterministic rows.
+
+    The gradient goes to mean and std, not to x' = `next_latents`.
+    """
     std = _row_std(step)
     square = mean_over_latent((next_latents.detach().double() - step.mean.double()).square())
     return torch.where(step.deterministic, 0.0, -square / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI)
 
 
 def log_prob(next_latents: Tensor, step: Transition, sde_type: str) -> Tensor:
-    """[B] float64, mean over latent elements; 0 in deterministic rows; x' gets no gradient.
+    """Returns the log-prob [B] float64 per latent element that rollouts record; 0 for deterministic rows.
 
-    The Gaussian density, but for cps the field's -mean (x' - mean)², no log-density: it weighs steps by 2 std².
+    It is `gaussian_log_prob`, but for cps -mean((x' - mean)²), as in published cps code. That is no log-density: up to
+    a constant it is the Gaussian one times 2 std². x' = `next_latents` gets no gradient.
     """
     if sde_type != "cps":
         return gaussian_log_prob(next_latents, step)
@@ -170,11 +178,11 @@ def log_prob(next_latents: Tensor, step: Transition, sde_type: str) -> Tensor:
 
 
 def cps_to_gaussian(value: Tensor, std: Tensor) -> Tensor:
-    """Gaussian log-prob [B] float64 of noisy transitions with std [B] whose cps log-prob is `value` [B]."""
+    """Returns the Gaussian log-prob [B] float64 for cps log-probs `value` [B] of noisy steps with std [B]."""
     std = std.double()
     return value.double() / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI
 
 
 def _row_std(step: Transition) -> Tensor:
-    """[B] float64; 1 in deterministic rows, whose value is selected away (and whose gradient must stay finite)."""
+    """Returns std [B] float64; 1 for deterministic rows: their value is unused, but its gradient must be finite."""
     return torch.where(step.deterministic, 1.0, step.std.flatten().double())

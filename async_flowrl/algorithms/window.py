@@ -1,4 +1,8 @@
-"""Windows of noisy and of trained denoising steps: a pure function of (configuration, seed, step, group)."""
+"""The window: which denoising steps of a group add noise, and which are trained.
+
+The request builder draws the window of each group; it depends only on the configuration, seed, step and group. The
+checks of the settings are here, too.
+"""
 
 import math
 from bisect import bisect_right
@@ -10,28 +14,30 @@ from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
 FINAL_ALGORITHMS = ("diffusion_nft", "dpo")
-"""Built-in algorithms that train on final images: their rollouts are deterministic after the initial noise."""
+"""Built-in algorithms that train on final images; their denoising steps add no noise."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Ascending step indices. `train_steps` is a subset of `noise_steps`, and equal for all images of a group.
-
-    For algorithms that train on final images there is no noise, and `train_steps` are the levels of the schedule to
-    which the trainer noises them, one row each.
-    """
+    """The window of one group, the same for all its images; indices of denoising steps, ascending."""
 
     noise_steps: tuple[int, ...]
+    """Steps that add noise; empty for algorithms that train on final images."""
     train_steps: tuple[int, ...]
+    """Trained steps, a subset of `noise_steps`. For algorithms that train on final images: indices of the noise levels
+    to which the trainer noises each final image."""
 
 
 def trains_on_final_images(config: AlgorithmConfig) -> bool:
-    """Known from the configuration alone, so that nothing it names has to be imported."""
+    """Returns True if the algorithm trains on final images. It does not import an algorithm of your own."""
     return config.final_images or config.name in FINAL_ALGORITHMS
 
 
 def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int, step: int, group: int) -> Window:
-    """The window of one group; with `window_per=step` (or `global_std`, whose statistics span groups) of all groups."""
+    """Returns the window of one group.
+
+    With `window_per=step` or `global_std`, all groups of a training step get the same window.
+    """
     shared = config.window_per == "step" or config.global_std
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
     if trains_on_final_images(config):
@@ -55,10 +61,11 @@ def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int,
 
 
 def window_interval(config: AlgorithmConfig, start: int, *, low: int, last: int) -> int:
-    """Updates for which a sliding window stays at `start`: constant, or one of MixGRPO's decays (arXiv 2507.21802).
+    """Returns the number of training steps for which a sliding window starts at denoising step `start`.
 
-    linear: interval (1 - p) + interval_min p, rounded down, p = (start - low) / (last - low) with the first and last
-    step that may be noisy; exponential: interval exp(-rate max(0, start - decay_start)), rounded up.
+    It follows `window_decay`; the decays are those of MixGRPO (arXiv 2507.21802). `low` and `last` are the first and
+    last denoising step that may be noisy. none: interval. linear: interval · (1 - p) + interval_min · p, rounded down,
+    with p = (start - low) / (last - low). exponential: interval · exp(-rate · max(0, start - decay_start)), rounded up.
     """
     longest, least = config.window_interval, config.window_interval_min
     if config.window_decay == "linear":
@@ -71,24 +78,25 @@ def window_interval(config: AlgorithmConfig, start: int, *, low: int, last: int)
 
 
 def _sliding_start(config: AlgorithmConfig, places: range, step: int) -> int:
-    """After the last of its places the window starts again at the first."""
+    """Returns the first step of the sliding window at training step `step`; after its last place comes the first."""
     last = places[-1] + (config.sde_window_size or 1) - 1
     ends = list(accumulate(window_interval(config, start, low=places[0], last=last) for start in places))
     return places[bisect_right(ends, step % ends[-1])]
 
 
 def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
-    """`size` of the steps, drawn without replacement, ascending. Hash order: the same on every Python version."""
+    """Draws `size` steps without replacement, ascending. Sorting by hashes gives the same on every Python version."""
     return tuple(sorted(sorted(steps, key=lambda index: derive(source, index))[:size]))
 
 
 def step_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
-    """Half-open range of the steps that may get noise. Never the last one: its noise would stay in the image."""
+    """Returns the half-open range of steps that may add noise; the default leaves out the last one, whose noise would
+    stay in the image."""
     return config.sde_window_range or (0, num_inference_steps - 1)
 
 
 def possible_steps(config: AlgorithmConfig, num_inference_steps: int) -> list[int]:
-    """Every step that some window may train as a noisy one; none for algorithms that train on final images."""
+    """Returns all steps that a window may contain; [] for algorithms that train on final images."""
     if trains_on_final_images(config):
         return []
     if config.window == "list":
@@ -97,7 +105,7 @@ def possible_steps(config: AlgorithmConfig, num_inference_steps: int) -> list[in
 
 
 def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:
-    """How many steps of each trajectory are trained (transition algorithms)."""
+    """Returns the number of trained denoising steps per image, for algorithms that train on noisy steps."""
     low, high = step_range(config, num_inference_steps)
     if config.window == "none":
         return high - low
@@ -109,18 +117,18 @@ def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:
 
 
 def level_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
-    """Half-open range of the schedule's noise levels at which final images may be trained."""
+    """Returns the half-open range of noise levels, by index, at which final images may be trained."""
     return config.timestep_range or (0, num_inference_steps)
 
 
 def rows_per_image(config: AlgorithmConfig, num_inference_steps: int) -> int:
-    """How many noise levels each final image is trained at: `timestep_fraction` of the range, at least one."""
+    """Returns the number of noise levels at which each final image is trained: `timestep_fraction` of them, or one."""
     low, high = level_range(config, num_inference_steps)
     return max(1, int((high - low) * config.timestep_fraction))
 
 
 def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
-    """ValueError where `timestep_range` does not suit a schedule of `num_inference_steps` levels, or has no meaning."""
+    """Raises ValueError if `timestep_range` is outside the schedule, or set for an algorithm that does not use it."""
     if config.timestep_range is None:
         return
     if not trains_on_final_images(config):
@@ -137,12 +145,12 @@ def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
 
 
 def window_start(train_steps: Sequence[int]) -> int:
-    """The index by which statistics of a window are logged."""
+    """Returns the step index that names a window in the metrics `window/<start>/...`: its first trained step."""
     return train_steps[0]
 
 
 def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
-    """ValueError where a window cannot be drawn for trajectories of `num_inference_steps` steps."""
+    """Raises ValueError if the window's settings do not suit `num_inference_steps` denoising steps."""
     low, high = step_range(config, num_inference_steps)
     if not 0 <= low < high <= num_inference_steps - 1:
         raise ValueError(

@@ -132,7 +132,7 @@ def _check_trainer(config: Config) -> None:
 
 
 def _check_tune(config: Config) -> None:
-    """What trains an adapter alone, and what of tune=full there is not yet."""
+    """Raises ConfigError for settings that tune=lora or tune=full cannot have."""
     if config.tune == LORA:
         if config.full.freeze:
             raise ConfigError(

@@ -29,6 +29,7 @@ from async_flowrl.config.term_overrides import replacing_terms
 logger = logging.getLogger(__name__)
 
 DEFAULT = "one_step_off"
+"""Name of the configuration that is used if none is named."""
 VERSION_BASE = "1.3"
 """Version of Hydra whose defaults apply."""
 WORDS: dict[Any, str] = {

@@ -1,15 +1,15 @@
-"""A rollout pool that grows and shrinks: its bounds, and what the configuration alone says against them."""
+"""Bounds of an elastic rollout pool, i.e. of one whose size may change during a run, and the checks of these bounds."""
 
 from async_flowrl.config.schema import Config, RolloutConfig
 
 
 def elastic(rollout: RolloutConfig) -> bool:
-    """Whether the pool's size may change while a run goes on."""
+    """Returns True if the pool's size may change during a run."""
     return rollout.min_workers is not None or rollout.max_workers is not None
 
 
 def bounds(rollout: RolloutConfig) -> tuple[int, int]:
-    """The fewest and the most workers of the pool."""
+    """Returns the smallest and the largest number of workers of the pool."""
     fixed = rollout.num_workers
     return (
         fixed if rollout.min_workers is None else rollout.min_workers,
@@ -18,8 +18,7 @@ def bounds(rollout: RolloutConfig) -> tuple[int, int]:
 
 
 def elastic_obstacle(config: Config) -> str | None:
-    """Why rollout.min_workers and rollout.max_workers can't be what they are, a sentence; None where nothing stands
-    against them."""
+    """Returns one sentence about why min_workers or max_workers cannot have its value; None if nothing is wrong."""
     rollout = config.rollout
     if not elastic(rollout):
         return None

@@ -69,7 +69,7 @@ class Rule:
 
 
 def setting(default: Any, **rule: Any) -> Any:
-    """Returns a dataclass field with a default and a Rule; `rule` are the Rule's fields."""
+    """Returns a dataclass field with a default and a Rule. The keyword arguments `rule` are the fields of the Rule."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints as the controller sees them: when one is due, the controller's part of it, and how a run goes on."""
+"""Checkpoints on the controller's side: when one is due, the controller's part of it, and the choice of one to resume.
+
+training/checkpoint.py describes the files. AfterStep (after_step.py) uses Checkpoints; run/job.py and run/recovery.py
+use `find_resume` and the functions below it.
+"""
 
 import asyncio
 import logging
@@ -24,42 +28,55 @@ from separation.supervise import deadline
 logger = logging.getLogger(__name__)
 
 DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
+"""Names of the exceptions that mean that a file could not be written; any other exception of a writer ends the run."""
 MAX_MISSED_CHECKPOINTS = 3
-"""A checkpoint that cannot be written is a warning; so many in a row end the run."""
+"""Number of checkpoints in a row that could not be written after which the run ends; fewer are only warnings."""
 RETRY_SECONDS = 1.0
-"""Pause before a run's last checkpoint is tried again."""
+"""Pause before the writing of the run's last checkpoint is tried again."""
 
 
 class SaveFailed(RuntimeError):
-    """No checkpoint could be written for too long."""
+    """Raised if MAX_MISSED_CHECKPOINTS checkpoints in a row could not be written."""
 
 
 @dataclass
 class Checkpoints:
+    """Starts the writing of checkpoints on trainer rank 0 and keeps count of those that were written."""
+
     config: Config
     directory: RunDirectory
     trainers: TrainerGroup
     device: str
-    """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
+    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
     requests: RequestBuilder = field(kw_only=True)
     base_digest: str = field(kw_only=True)
-    """Of the base weights that all workers have loaded."""
+    """Digest of the base weights that all workers have loaded."""
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
-    """Versions whose checkpoints are kept besides the newest."""
+    """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
     misses: int = 0
+    """Number of checkpoints in a row that could not be written."""
     saved: list[int] = field(default_factory=list)
+    """Versions whose checkpoints are written."""
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self._inputs = inputs_of(self.requests)
 
     def due(self, version: int) -> bool:
+        """Returns True if `version` must have a checkpoint.
+
+        This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`),
+        it also holds for every version that is evaluated.
+        """
         every = self.config.save.every
         evaluated = best_curve(self.config) is not None and evaluation_due(self.config, version)
         return evaluated or version == self.config.total_steps or (every > 0 and version % every == 0)
 
     async def insist(self, table: TicketTable, version: int) -> None:
-        """The last checkpoint of a run: no later one replaces it. Raises SaveFailed after MAX_MISSED_CHECKPOINTS."""
+        """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
+
+        Raises SaveFailed after MAX_MISSED_CHECKPOINTS failures in a row, and the errors that `save` raises.
+        """
         await self.written()
         while version not in self.saved:
             await self.save(table, version)
@@ -68,9 +85,11 @@ class Checkpoints:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def save(self, table: TicketTable, version: int) -> None:
-        """Copies the trainer's state (the trainer waits for that); it is written beside the next updates.
+        """Starts the checkpoint of `version`, unless it is saved already; returns when the trainer's state is copied.
 
-        One is written at a time. Raises what went wrong with the one before.
+        The copy is written during the next updates. Only one checkpoint is written at a time, so this call first waits
+        for the one before. Raises the errors of `written`, and DeadlineExceeded if the copy takes longer than
+        `deadlines.update`.
         """
         await self.written()
         if version in self.saved:
@@ -89,20 +108,24 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
 
     async def written(self) -> None:
-        """Waits for the checkpoint that is being written, if one is. Raises WorkerDied, WorkerFailed, SaveFailed."""
+        """Waits for the checkpoint that is being written, if there is one.
+
+        A write that fails with one of DISK_ERRORS is logged as a warning. Raises SaveFailed for MAX_MISSED_CHECKPOINTS
+        of them in a row, WorkerFailed for other errors, WorkerDied, or DeadlineExceeded after `deadlines.update`.
+        """
         if self._writing is not None:
             await self._writing
             self._writing = None
 
     async def check(self) -> None:
-        """Raises what went wrong with a checkpoint, without waiting for one that is still being written."""
+        """Raises the error of a checkpoint whose writing has ended; does not wait for one that is being written."""
         if self._writing is not None and self._writing.done():
             await self.written()
 
     def abandon(self) -> None:
-        """Waits no longer; what the worker still writes is whole or does not count."""
+        """Stops waiting for the checkpoint that is being written; an incomplete one is ignored when a run resumes."""
         if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
-            self._writing.exception()  # Whatever it is, the attempt has ended by something else.
+            self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
     async def _write(self, version: int, controller: dict[str, Any]) -> None:
         writer = self.trainers.first
@@ -123,24 +146,27 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on: `path` is None for a fresh start."""
+    """The point from which an attempt goes on: a checkpoint, or the start of the run."""
 
     path: Path | None
+    """Folder of the checkpoint; None means the start of the run."""
     version: int
     controller: dict[str, Any]
+    """The controller's part of the checkpoint (controller.json)."""
     forced: tuple[str, ...] = ()
-    """What resume=force went over, a sentence each."""
+    """Sentences on differences for which a resume is refused unless `resume=force` is set."""
     notes: tuple[str, ...] = ()
-    """What differs and is no reason to refuse, a phrase each."""
+    """Phrases on differences that a resume only warns of."""
 
 
 START = Resume(None, 0, {})
+"""The start of a run, without a checkpoint."""
 
 
 def newest(directory: RunDirectory) -> Resume:
-    """The newest sound checkpoint of this run; its start, if it has not written any.
+    """Returns the newest undamaged checkpoint of this run, or START if the run has written none.
 
-    Raises DamagedCheckpoint if all that it has written are damaged.
+    Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
     """
     path = find_checkpoint(directory.checkpoints)
     if path is None:
@@ -151,16 +177,17 @@ def newest(directory: RunDirectory) -> Resume:
 
 
 def read_resume(path: Path) -> Resume:
-    """Raises DamagedCheckpoint."""
+    """Reads the checkpoint in the folder `path`. Raises DamagedCheckpoint if a file of it differs from its digest."""
     controller = read_controller(path)
     return Resume(path, int(controller["version"]), controller)
 
 
 def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
-    """The checkpoint that `resume` names.
+    """Returns the checkpoint that the setting `resume` names, or START.
 
-    Raises ConfigError for a damaged one, and for one of another configuration or of other training prompts, which
-    resume=force goes over with a warning.
+    Raises ConfigError if the checkpoint is damaged. Also raises ConfigError if it was made with a configuration that
+    leads to other weights or with other training prompts; with resume=force these differences are only noted in
+    `Resume.forced`.
     """
     config = requests.config
     if config.resume == "never":
@@ -187,7 +214,10 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
 
 
 def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resume:
-    """Raises ConfigError where the loaded base weights are not the checkpoint's; resume=force notes that instead."""
+    """Compares the digest of the loaded base weights with the checkpoint's; returns `resume` if they are equal.
+
+    Raises ConfigError if they differ; with resume=force the difference is added to `Resume.forced` instead.
+    """
     if resume.path is None or resume.controller["base_digest"] == base_digest:
         return resume
     sentence = (
@@ -200,9 +230,10 @@ def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resu
 
 
 def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
-    """The request builder of an attempt that goes on from `resume`, with what data.curriculum knows of earlier steps.
+    """Returns the request builder of an attempt from `resume`, with the outcomes of earlier steps for data.curriculum.
 
-    Of steps with other prompts, which resume=force has let pass, nothing is known.
+    There is one outcome per group of the steps before. All are UNKNOWN if the checkpoint has none for these steps, or
+    if it was made with other prompts and resume=force is set.
     """
     if requests.config.data.curriculum.after is None or resume.path is None:
         return replace(requests, outcomes=b"")
@@ -215,8 +246,10 @@ def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
 
 
 def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
-    """Says what is not as the checkpoint has it and was let pass: by resume=force, or because it only decides the last
-    bits of the weights (the trainer's device too), or because nobody can say what it changes.
+    """Logs each difference from the checkpoint with which the run goes on nevertheless.
+
+    These are `Resume.forced`, `Resume.notes`, and the settings, packages and device that change only the last bits of
+    the weights (`numerics` in fingerprint.py).
     """
     if resume.path is None:
         return
@@ -230,5 +263,5 @@ def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
 
 
 def device_type(device: str) -> str:
-    """`cuda` for `cuda:0`: which of several equal devices it was changes nothing."""
+    """Returns the device without its number, e.g. `cuda` for `cuda:0`, because the number does not change results."""
     return device.partition(":")[0]

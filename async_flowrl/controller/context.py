@@ -1,4 +1,7 @@
-"""The state that the controller's coroutines share: one dataclass, made by controller/build.py and passed in."""
+"""Context is the state that the controller's coroutines share during one attempt, i.e. one start or recovery of a run.
+
+controller/build.py makes it. The protocols in this file describe its parts.
+"""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
@@ -16,14 +19,17 @@ from separation.group import Worker, WorkerGroup
 
 
 class Signal:
-    """A condition variable: wakes all coroutines that wait for it, or only those of one worker."""
+    """A condition variable for coroutines; a notification is for all waiting coroutines or only for one worker's."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._own: dict[str, asyncio.Event] = {}
 
     def notify(self, who: str | None = None) -> None:
-        """Wakes `who`, or everybody: what a thousand workers wait for must not wake all of them for each."""
+        """Wakes the coroutines that wait in `wait(who)`; with None, all coroutines that wait for this signal.
+
+        Waking only one worker's coroutines keeps the cost of an acknowledgement independent of the pool's size.
+        """
         if who is not None:
             if own := self._own.pop(who, None):
                 own.set()
@@ -35,30 +41,36 @@ class Signal:
             own.set()
 
     async def wait(self, who: str | None = None) -> None:
-        """Until the next notification of everybody or of `who`."""
+        """Waits for the next notification of all; with `who`, also for the next notification of `who`."""
         await (self._event if who is None else self._own.setdefault(who, asyncio.Event())).wait()
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when `condition()` is True; it is checked at once and after every notification of all."""
         while not condition():
             await self._event.wait()
 
 
 class Observer(Protocol):
-    """Where the controller reports what happened. Nothing in a run is decided by it."""
+    """Recorder to which the controller reports events and states. No decision of a run depends on it."""
 
     def now(self) -> float:
-        """Seconds on the clock that events are stamped with."""
+        """Returns the time in seconds, on the clock that stamps the events."""
         ...
 
-    def event(self, event: str, **fields: Any) -> None: ...
+    def event(self, event: str, **fields: Any) -> None:
+        """Records an event of the kind `event` with the current time."""
+        ...
 
     def state(self, worker: str, state: str) -> None:
-        """`worker` is now busy, wait_data, wait_weights, sync or idle."""
+        """Records the state in which `worker` is from now on.
+
+        The states are busy, wait_data, wait_weights, wait_work, sync (it gets or copies weights), idle and gone.
+        """
         ...
 
 
 def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
-    """Records what a worker says it did."""
+    """Records a span that a worker has reported, as an event with the additional `fields`."""
     known = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
     observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **known)
 
@@ -66,63 +78,82 @@ def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> Non
 class Trainer(Protocol):
     """The trainer ranks as the controller sees them (controller/trainer.py)."""
 
-    async def update(self, ctx: "Context", step: int) -> dict[str, float]: ...
+    async def update(self, ctx: "Context", step: int) -> dict[str, float]:
+        """Waits for the groups of `step`, trains on them, and returns the step's metrics (name → value)."""
+        ...
 
 
 class Weights(Protocol):
     """Publishing and delivery of versions (weights.py)."""
 
     async def publish_first(self) -> None:
-        """The versions that the tickets of the first step and of the next ones name."""
+        """Publishes the versions that the first tickets of the attempt name; called once, before `publish`."""
         ...
 
     async def publish(self, version: int) -> None:
-        """Returns when the version is staged; delivery goes on beside the next update."""
+        """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
         ...
 
     async def welcome(self, worker: Worker) -> None:
-        """Proves a new worker's binding and brings it every version that live tickets name."""
+        """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
+
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails.
+        """
         ...
 
-    async def leave(self, worker: str) -> None: ...
+    async def leave(self, worker: str) -> None:
+        """Ends the deliveries to the worker of this name."""
+        ...
 
     async def retain_for_evaluation(self, version: int) -> None:
-        """Retains a published version until `deliver_for_evaluation` has brought it to the workers."""
+        """Retains a published version until `deliver_for_evaluation` has sent it to the workers."""
         ...
 
-    async def deliver_for_evaluation(self, version: int) -> None: ...
+    async def deliver_for_evaluation(self, version: int) -> None:
+        """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
+        ...
 
     async def watch(self) -> None:
-        """Runs beside the loop and raises what goes wrong in a delivery."""
+        """Runs beside the loop and raises an error of a delivery that must end the run."""
         ...
 
-    async def drain(self) -> None: ...
+    async def drain(self) -> None:
+        """Waits until all deliveries are done."""
+        ...
 
     async def close(self) -> None:
-        """Ends what is under way; the workers keep what they hold."""
+        """Cancels the deliveries; the rollout workers keep the versions that they hold."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """The `sync` section of summary.json."""
+        """Returns the `sync` section of summary.json."""
         ...
 
 
 class Steps(Protocol):
-    """What is done around training (after_step.py)."""
+    """The work between training steps: metrics, checkpoints and evaluations (after_step.py)."""
 
     trained: bool
-    """Every step is done and a checkpoint of the last is written: no later failure may cost the run its results."""
+    """True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
+    evaluation, is then only recorded and does not fail the run."""
 
-    async def before_training(self, ctx: "Context") -> None: ...
-
-    async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Metrics, images, evaluation tickets, checkpoint."""
+    async def before_training(self, ctx: "Context") -> None:
+        """Writes the attempt's first checkpoint and starts evaluations that are due."""
         ...
 
-    async def drain(self, ctx: "Context") -> None: ...
+    async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
+        """Writes the metrics of `step`, with `stats` from the trainer; starts the checkpoint and evaluation then due.
+
+        Raises the error of an earlier checkpoint or evaluation.
+        """
+        ...
+
+    async def drain(self, ctx: "Context") -> None:
+        """Writes the last checkpoint and waits for all evaluations."""
+        ...
 
     def abandon(self) -> None:
-        """Ends what is still outstanding after the loop, by success or failure."""
+        """Cancels what is still under way after the loop, which has ended or failed."""
         ...
 
 
@@ -130,39 +161,42 @@ class Servers(Protocol):
     """The reward servers that the run has started (reward_servers.py)."""
 
     async def up(self, terms: Collection[str]) -> None:
-        """Waits while one of the terms has no server that could be asked, and may have one again."""
+        """Waits until each of the reward terms has a running server, or has lost all of its servers for good."""
         ...
 
     def lost(self) -> Mapping[str, str]:
-        """Terms that will have no server any more, and why."""
+        """Returns term → reason for the terms that have lost all of their servers for good."""
         ...
 
     def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """Takes note of which servers answered a call, by term and URL."""
+        """Records which servers answered a reward worker's call: term → URL → whether it answered."""
         ...
 
 
 class NoServers:
-    """Of a run that has started none."""
+    """Stands in for Servers in a run that has started no reward server."""
 
     async def up(self, terms: Collection[str]) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     def lost(self) -> Mapping[str, str]:
         return {}
 
     def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """Nothing to take note of."""
+        """Does nothing."""
 
 
 @dataclass
 class Context:
+    """The shared state of one attempt. Its fields stay the same objects; the objects themselves change."""
+
     config: Config
     requests: RequestBuilder
     table: TicketTable
     rollout: WorkerGroup
     rewards: Mapping[str, WorkerGroup]
-    """By the pools' names; each scores every group, or those of `held_out/X` evaluations, by terms of its own."""
+    """Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms; a pool
+    `held_out/X` scores only those of evaluations."""
     trainer: Trainer
     weights: Weights
     observer: Observer
@@ -170,17 +204,17 @@ class Context:
     base_digest: str
     """Digest of the trainer's base weights; every rollout worker must hold the same."""
     score_log: ScoreLog | None = None
-    """Scores that are written down; None if the reward is deterministic."""
+    """Scores on disk, which a resume reuses; None if the run needs none (`keeps_scores` in rewards/registry.py)."""
     reward_calls: RewardCalls = field(default_factory=RewardCalls)
-    """Retries and failures by term, until their step's line of metrics is written."""
+    """Retries and failures of reward calls by step and term. The trainer removes those of a step for its metrics."""
     stop_requested: Callable[[], bool] = lambda: False
-    """Whether the run should end after this step, with a checkpoint (SIGTERM, time_limit)."""
+    """Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit)."""
     servers: Servers = field(default_factory=NoServers)
     departures: Departures = field(default_factory=Departures)
-    """Which rollout workers are to leave."""
+    """The rollout workers that must leave the pool, e.g. because their node ends."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """Which rollout workers have come and do not serve yet."""
+    """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     work: Signal = field(default_factory=Signal)
-    """Something a rollout worker may wait for has changed: tickets issued or returned, versions acknowledged."""
+    """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
     ready: Signal = field(default_factory=Signal)
-    """Something the trainer or an evaluation may wait for has changed."""
+    """Notified when a group has been scored; the trainer and evaluations wait for it."""

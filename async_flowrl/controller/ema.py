@@ -9,7 +9,12 @@ from separation.group import WorkerGroup
 
 
 class EmaWeights:
-    """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins."""
+    """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins.
+
+    `replace` is awaited with the name of a worker to which the EMA cannot be delivered, and the error. `sealed` is
+    called with the header of each retained EMA, `acknowledged` with a worker's name and its acknowledgement.
+    PublishedWeights (weights.py) uses this class.
+    """
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class EvaluationRecords:
     log: EvaluationLog
     observer: Observer
     failures: list[str]
-    """Sentences on failures outside the training, which do not end the run."""
+    """Sentences on failures outside the training. They do not end the run; summary.json lists them."""
     stop: Callable[[str], None] = lambda reason: None
     """Called with a reason to ask the run to end after the current step."""
     _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)

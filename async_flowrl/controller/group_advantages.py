@@ -16,7 +16,9 @@ FloatArray = npt.NDArray[np.float64]
 def group_advantages(
     algorithm: Algorithm, config: Config, scores: Sequence[Scores], seeds: Sequence[int]
 ) -> list[FloatArray]:
-    """Returns one float64 array [n] per group of n images. `seeds`, one per group, are for `permute_advantages`.
+    """Returns one float64 array [n] of advantages per group of n images, in the order of `scores`.
+
+    `seeds` holds one seed per group, used only if the setting `algorithm.permute_advantages` shuffles the advantages.
 
     A group that lacks an optional term gets the sum of its other terms. If each term is normalised separately
     (`algorithm.combine=per_reward`), the group does not count in the statistics of the term that it lacks.

@@ -89,6 +89,9 @@ def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def edited(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the terms in both whose sources differ; none if an old checkpoint `before` lacks `kind`."""
+    """Returns the terms that both have and whose digests differ; none if an old checkpoint `before` lacks `kind`.
+
+    `kind` is `rewards` or `held_out_rewards`, a key of `inputs_of`.
+    """
     sources: Mapping[str, str] = before.get(kind, {})
     return sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])

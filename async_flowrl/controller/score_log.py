@@ -4,7 +4,7 @@ A run writes it if a second call of a reward may give another result (`keeps_sco
 or a recovery makes the images of the steps after its checkpoint again, bit for bit, and then takes their scores from
 here. Each line is the JSON object of one group: `step`, `group`, `digest` of the weights that made the images, and
 `total` and `by_term` as in `Scores` (JSON keeps float64 exactly); both are null for a group that `reward.on_error`
-skipped. Where there are any, it also has `extras` and `failed` (optional term → reason why it has no score).
+skipped. A group with extras or failed terms also has `extras` and `failed` (optional term → why it has no score).
 """
 
 import asyncio
@@ -22,7 +22,11 @@ Key = tuple[int, int, str | None]
 
 
 class ScoreLog:
-    """Scores of training groups in memory and in the file. None marks a skipped group; evaluations are not logged."""
+    """Scores of training groups in memory and in the file. None marks a skipped group; evaluations are not logged.
+
+    `group in log` says whether the group's scores are known, and `log[group]` returns them. A group is given as the
+    list of its tickets; its key is that of the first ticket. `log[group]` raises KeyError for an unknown group.
+    """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         """Reads the groups of `first_step` and later, and cuts an unfinished last line (of a killed process) off."""

@@ -20,14 +20,18 @@ class StepStatistics:
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed
         self.rewards: list[tuple[float, ...]] = []
+        """Per group: one reward per image."""
         self.rewards_of: dict[int, tuple[float, ...]] = {}
+        """The same by the number of the group."""
         self.scores: list[Scores] = []
         self.ages: list[int] = []
+        """Staleness of each ticket, in versions."""
         self.constant = self.skipped = 0
+        """Number of groups whose advantages are all 0, and number of tickets of skipped groups."""
         self.updates: list[UpdateStats] = []
 
     def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
-        """Adds a group; `scores` is None if `reward.on_error` skipped it."""
+        """Adds a group, with one advantage per image; `scores` is None if `reward.on_error` skipped it."""
         if scores is None:
             self.skipped += len(tickets)
             return
@@ -38,13 +42,16 @@ class StepStatistics:
         self.scores.append(scores)
 
     def add_update(self, stats: UpdateStats) -> None:
+        """Adds the statistics of one optimizer step."""
         self.updates.append(stats)
 
     def metrics(self) -> dict[str, float]:
         """Returns metric name → value; docs/metrics.md describes the names.
 
-        Losses are means over the optimizer steps that were not skipped. `kept/<age>` and `kept_of/<age>` count rows by
-        their staleness. If all groups were skipped, keys of rewards and staleness are missing.
+        Losses are means over the optimizer steps that were not skipped. A row is one image at one trained denoising
+        step. `kept_of/<age>` counts the rows with staleness <age> and a nonzero advantage, `kept/<age>` those of them
+        whose gradient is not removed by clipping or masks. If all groups were skipped, keys of rewards and staleness
+        are missing.
         """
         flat = [value for group in self.rewards for value in group]
         line: dict[str, float] = {

@@ -1,6 +1,7 @@
-"""A run in which nothing happens says what it waits for, and ends by name instead of hanging.
+"""The watchdog notices a run in which no ticket makes progress: it logs what each ticket waits for, then ends the run.
 
-Every single wait has a deadline of its own; this is for what no single wait can see: tickets that nobody may run.
+The loop (async_flowrl/loop.py) runs `watch_for_stalls` beside the training. Every call of a worker has a deadline of
+its own; the watchdog is for other stalls, e.g. a ticket that no worker is allowed to run.
 """
 
 import asyncio
@@ -19,22 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class Stalled(RuntimeError):
-    """No ticket changed its state for longer than all phases together may take."""
+    """Raised if no ticket has changed its state for longer than the phases of a step may take together (`limit`)."""
 
 
 @dataclass(frozen=True)
 class StallRow:
-    """Something that waits. `age` is in seconds since it came into `state`."""
+    """A line of a StallReport: one ticket that waits."""
 
     ticket: str
     state: str
     worker: str
+    """Name of the worker that has the ticket, `-` for none."""
     age: float
+    """Seconds since the ticket came into `state`."""
     last_event: str
+    """The versions that the worker holds; if no living worker has the ticket, the version that it needs."""
 
 
 class StallReport:
-    """Who waits for what: the oldest first, because that one usually blocks the others."""
+    """Table of all waiting tickets as text, `limit` lines at most.
+
+    The ticket that has waited longest comes first, because it usually blocks the others.
+    """
 
     def __init__(self, rows: Sequence[StallRow], *, limit: int = 20) -> None:
         self.rows = sorted(rows, key=lambda row: (-row.age, row.ticket))
@@ -51,13 +58,19 @@ class StallReport:
 
 @dataclass
 class TicketAges:
-    """Since when each live ticket has been in its state, as seen at each `look`."""
+    """Remembers since when each live ticket has been in its state, as far as repeated calls of `look` can tell."""
 
     seen: dict[tuple[str, int], tuple[str, int, float]] = field(default_factory=dict)
+    """(kind, number) of a ticket → its state, its attempt, and the time of the first `look` that saw these."""
     workers: tuple[str, ...] = ()
+    """Names of the rollout and reward workers at the last `look`."""
 
     def look(self, ctx: Context, now: float) -> bool:
-        """Takes note; True if a ticket came, went or moved since the last look, or a worker was replaced."""
+        """Records the tickets and workers at time `now` (seconds of the loop's clock).
+
+        Returns True if since the last call a ticket appeared, disappeared or changed its state, or a worker was added,
+        removed or replaced.
+        """
         before, self.seen = self.seen, {}
         groups = (ctx.rollout, *ctx.rewards.values())
         known_workers, self.workers = self.workers, tuple(w.name for group in groups for w in group.workers)
@@ -80,10 +93,10 @@ class TicketAges:
 
 
 def limit(config: Config) -> float:
-    """Seconds without a change after which nothing can be under way any more.
+    """Returns the seconds without a change after which the run has stalled: the sum of all deadlines of a step.
 
-    The trainer may take `deadlines.update` for each group of a call, and be given all of a step's in one. Groups wait
-    for a reward server that is seen to hang, and is started again.
+    The trainer may take `deadlines.update` per group, and one call may contain all groups of a step. The longest time
+    in which a reward server is found to hang and started again is added, because groups wait for it.
     """
     deadlines = config.deadlines
     update = config.prompts_per_step * deadlines.update
@@ -93,7 +106,10 @@ def limit(config: Config) -> float:
 
 
 async def watch_for_stalls(ctx: Context) -> None:
-    """Logs what blocks once nothing has changed for `deadlines.stall`; raises Stalled after all deadlines together."""
+    """Checks every `deadlines.stall` seconds whether anything has changed, and logs a StallReport if nothing has.
+
+    Runs until it is cancelled. Raises Stalled if nothing has changed for longer than `limit`.
+    """
     clock, deadlines, ages = asyncio.get_running_loop().time, ctx.config.deadlines, TicketAges()
     changed = clock()
     while True:

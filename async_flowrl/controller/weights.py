@@ -1,7 +1,8 @@
-"""Publishing and delivery of versions between the trainer and the rollout workers, through `checkpoint_engine`.
+"""PublishedWeights publishes the trainer's versions and delivers them to the rollout workers (`checkpoint_engine`).
 
-Every new worker's binding is proven with a canary. The ticket table learns a version's digest when it is sealed, and
-every acknowledgement.
+The loop (async_flowrl/loop.py) uses it. It tells the ticket table the digest of every published version, and which
+workers have acknowledged it. Before a new worker gets a version, delivered test weights (the canary) must have the same
+effect in its network as in the trainer's.
 """
 
 import asyncio
@@ -37,16 +38,22 @@ T = TypeVar("T")
 
 @dataclass
 class Canary:
-    """Random weights that every new worker must compute with exactly as the trainer does, before it serves."""
+    """Random weights under version -1; a new worker must compute the same with them as the trainer before it serves."""
 
     header: Header
     payload: Any
+    """The weights' bytes, or a reference to them in the object store."""
     probe: dict[str, Any]
+    """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
 
 
 @dataclass
 class PublishedWeights:
-    """The `Weights` of context.py, for one running loop. `publish_first` makes it usable."""
+    """Implements the protocol `Weights` (context.py) for one attempt; `publish_first` must be called first.
+
+    A worker that cannot be given its weights is killed, so that the pool replaces it. Errors that must end the run
+    (WeightsMismatch, CorruptedVersion and unknown ones) are raised by `watch`.
+    """
 
     config: Config
     table: TicketTable
@@ -54,19 +61,22 @@ class PublishedWeights:
     trainers: TrainerGroup
     observer: Observer
     work: Signal
+    """Notified when a version is published or acknowledged, and when a worker is given up."""
     transport: str = OBJECT_STORE
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
     ema: EmaWeights | None = None
+    """Deliveries of the EMA for evaluations; None if `trainer.ema_decay` is null."""
     stall_seconds: float = 0.0
+    """Seconds that the trainer has waited in `publish`."""
     _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     async def publish_first(self) -> None:
-        """Proves every worker's binding, then publishes the versions that the first tickets name.
+        """Checks all present workers with the canary, then publishes the versions that the first tickets name.
 
-        A worker that comes later, as a successor or because the pool grows, is welcomed by whoever brings it in.
+        For a worker that joins later, the caller that brings it in must call `welcome`.
         """
         present = list(self.rollout.workers)
         await self._start()
@@ -77,7 +87,10 @@ class PublishedWeights:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Waits for `version` - 2 to be sealed (there are two staging slots), then until `version` is staged."""
+        """Waits until `version` - 2 is sealed, because there are two staging slots, and then until `version` is staged.
+
+        To stage a version is to copy it aside; to seal it is to fix its digest.
+        """
         clock = asyncio.get_running_loop().time
         began = clock()
         self._book("sync")
@@ -92,7 +105,7 @@ class PublishedWeights:
         self.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
 
     def _book(self, state: str) -> None:
-        """What the trainer ranks do while they stand still for a version, and after it until the next update."""
+        """Records the state of all trainer ranks: `sync` during `publish`, `idle` from then until the next update."""
         for rank in self.trainers.workers.workers:
             self.observer.state(rank.name, state)
 
@@ -102,7 +115,7 @@ class PublishedWeights:
         await self._join(worker, [version for version in self.table.published if version >= self._oldest_named()])
 
     def _oldest_named(self) -> int:
-        """The oldest version that a ticket of the current step or a later one can name."""
+        """Returns the oldest version that a ticket of the current step or a later one can name."""
         return self.table.shape.version_for(self.table.step)
 
     async def leave(self, worker: str) -> None:
@@ -111,7 +124,7 @@ class PublishedWeights:
             await delivery.leave(worker)
 
     async def retain_for_evaluation(self, version: int) -> None:
-        """The version itself, or the EMA as it is now where the run has one."""
+        """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
         if self.ema is not None:
             await self._in_time(f"the average at version {version}", self.ema.retain(version))
             return
@@ -144,7 +157,7 @@ class PublishedWeights:
         return [self.delivery] if self.ema is None else [self.delivery, self.ema.delivery]
 
     def sealed(self, header: Header) -> None:
-        """A version has its digest: tickets that name it exist from now on."""
+        """Publishes a sealed version in the ticket table, which then issues the tickets that name it."""
         if header.version == CANARY_VERSION:
             return
         self.table.publish(header.version, header.digest)
@@ -203,7 +216,7 @@ class PublishedWeights:
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
-        """A worker that dies meanwhile is killed for good: its slot in the pool notices and replaces it."""
+        """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""
         try:
             await self._prove(worker)
         except (WorkerDied, DeadlineExceeded) as lost:
@@ -218,9 +231,9 @@ class PublishedWeights:
             await self.ema.join(end)
 
     async def _prove(self, worker: Worker) -> None:
-        """Delivers the canary and compares what the live modules compute.
+        """Delivers the canary to the worker and compares the results of its network with the trainer's.
 
-        Raises WeightsMismatch naming the module, WorkerDied, or DeadlineExceeded.
+        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded.
         """
         end = RolloutEndpoint(worker, self.observer, self.transport)
         for attempt in range(self.config.checkpoint_engine.retries + 1):
@@ -251,7 +264,10 @@ class PublishedWeights:
         self.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:
-        """A worker that cannot be brought its weights is killed; its slot in the pool notices and replaces it."""
+        """Kills a worker to which weights cannot be delivered; `dispatch` notices its death and replaces it.
+
+        Raises CorruptedVersion if too many workers in a row received damaged weights.
+        """
         self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
         for worker in self.rollout.workers:
             if worker.name == name:

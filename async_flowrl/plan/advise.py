@@ -27,7 +27,7 @@ TICKETS_PER_SIMULATION = 1000
 """Approximate number of tickets per simulation; they take a few tenths of a second."""
 MAX_SPLITS = 8
 """Number of splits that are simulated: those with the best bound."""
-CLUSTER_CPU_SECONDS = 0.05
+CLUSTER_CPU_SECONDS = 0.03
 """CPU seconds per step of the driver, the reward worker and Ray's own processes on one machine (docs/benchmarks.md)."""
 NOTABLE_CLUSTER_SHARE = 0.05
 """Share of a step above which that cost is pointed out."""
@@ -84,15 +84,13 @@ def advise(work: Work, limits: Limits) -> Advice:
     candidates = splits(work, limits)
     if not candidates:
         return Advice((), (), None, colocated, (no_split(limits),))
-    tried = [_simulate(work, layout, limits) for layout in candidates]
-    best = min(tried, key=lambda prediction: prediction.step_seconds)
-    depths = search_staleness(work, best.layout, limits)
+    depths = search_staleness(work, fastest(work, candidates, limits), limits)
     chosen = choose(depths, limits)
     if chosen is None:
+        tried = [_simulate(work, layout, limits) for layout in candidates]
         return Advice(tuple(tried), tuple(depths), None, colocated, (no_memory(depths, limits),))
-    if chosen.layout.max_staleness != 1 or chosen.layout.hand_over != "stream":
-        how = chosen.layout.max_staleness, chosen.layout.hand_over
-        tried = [_simulate(work, layout.with_staleness(*how), limits) for layout in candidates]
+    how = chosen.layout.max_staleness, chosen.layout.hand_over
+    tried = [_simulate(work, layout.with_staleness(*how), limits) for layout in candidates]
     tried.sort(key=lambda prediction: prediction.layout.rollout)
     advice = Advice(tuple(tried), tuple(depths), chosen, colocated, ())
     return replace(advice, sentences=tuple(explain(work, limits, advice)))
@@ -105,6 +103,19 @@ def splits(work: Work, limits: Limits) -> list[Layout]:
     common: dict[str, Any] = {"reward": limits.reward, "slow": limits.slow, "own_rewards": limits.own_rewards}
     layouts = [Layout(rollout, trainer, **common) for rollout, trainer in pairs]
     return sorted(layouts, key=lambda layout: bounds(work, layout).overlapped)[:MAX_SPLITS]
+
+
+def fastest(work: Work, candidates: Sequence[Layout], limits: Limits) -> Layout:
+    """Returns the layout with the fewest seconds per step; `candidates` are sorted by their bounds.
+
+    No layout is faster than its bound, so the search ends at the first whose bound is not below the best until then.
+    """
+    best = _simulate(work, candidates[0], limits)
+    for layout in candidates[1:]:
+        if bounds(work, layout).overlapped >= best.step_seconds:
+            break
+        best = min(best, _simulate(work, layout, limits), key=lambda prediction: prediction.step_seconds)
+    return best.layout
 
 
 def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Prediction]:

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from async_flowrl.controller.context import Context
@@ -22,6 +23,8 @@ from async_flowrl.tickets.table import State, Ticket, TicketTable
 
 STORED_STATES = (State.SCORING, State.READY, State.HANDED)
 """States of a ticket whose images and trajectory (the recorded denoising steps) are in Ray's object store."""
+REMEMBERED = 256
+"""Number of simulations whose results are kept; a plan needs about twenty."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Prediction:
 def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> Prediction:
     """Simulates `steps` training steps; the same `seed` draws the same durations.
 
+    The result is a function of the arguments, so that a plan which asks for a layout again gets what it got before.
     Raises ValueError if there are too few steps for a warm-up and a steady state.
     """
     min_steps = WARM_UP_STEPS + layout.max_staleness + 2
@@ -65,6 +69,11 @@ def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> P
         raise ValueError(
             f"max_staleness={layout.max_staleness} needs at least {min_steps} steps to simulate, got {steps}"
         )
+    return _remembered(work, layout, steps, seed)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _remembered(work: Work, layout: Layout, steps: int, seed: int) -> Prediction:
     return run_virtual(_simulate(work, layout, steps, seed), horizon=math.inf)
 
 

@@ -33,7 +33,7 @@ class Work:
     """Duration of the end of an update, after its last group (the optimizer)."""
     score: Law = field(default_factory=lambda: Law(0.0))
     """Duration of scoring one group on one worker of the shared reward pool."""
-    own_scores: Mapping[str, Law] = field(default_factory=dict)
+    own_scores: Mapping[str, Law] = field(default_factory=dict, hash=False)
     """Pool name (`reward/X`) → duration of scoring one group, for pools that score a single reward term X."""
     stage: Law = field(default_factory=lambda: Law(0.0))
     """Time that the trainer loses between two updates: the copy for sending, and bookkeeping."""
@@ -82,7 +82,7 @@ class Layout:
     """`batch`: the trainer waits for all groups of a step; `stream`: it takes each group as soon as it is ready."""
     slow: tuple[float, ...] = ()
     """Factors on the ticket durations of the first rollout workers; all further workers have factor 1."""
-    own_rewards: Mapping[str, int] = field(default_factory=dict)
+    own_rewards: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
 
     @property

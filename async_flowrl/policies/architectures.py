@@ -1,4 +1,7 @@
-"""Architectures of the published models: a plan of them needs neither weights nor a network connection."""
+"""Architectures of published models, so that `async-flowrl plan` needs neither their weights nor the network.
+
+KNOWN maps a hub name to its architecture.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,30 +21,33 @@ _VAE_16: Mapping[str, Any] = {
     "use_post_quant_conv": False,
 }
 CLIP_L, CLIP_G, T5_XXL = 123_060_480, 694_659_840, 4_762_310_656
-"""Parameters of the text encoders: CLIP-L (with projection 123,650,304), OpenCLIP bigG, T5 v1.1 XXL's encoder."""
+"""Number of parameters of text encoders: CLIP-L without its projection, OpenCLIP bigG, the encoder of T5 v1.1 XXL."""
 CLIP_L_PROJECTION = 768 * 768
+"""Number of parameters of CLIP-L's projection."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Configurations as in the model's folders, and the parameters of all its text encoders together.
-
-    `dtype` is what the transformer's files are in.
-    """
+    """The parts of a model that decide about memory and time."""
 
     family: str
+    """Name of the model family in the registry."""
     transformer: Mapping[str, Any]
+    """transformer/config.json, without values that are the class's defaults."""
     vae: Mapping[str, Any]
+    """vae/config.json, likewise."""
     text_parameters: int
+    """Number of parameters of all text encoders together."""
     dtype: str = "bfloat16"
+    """Dtype of the transformer's files."""
 
 
 _QWEN_IMAGE = Architecture(
     "qwen_image",
-    # The class's own defaults.
+    # The defaults of diffusers' class.
     {},
     {"_class_name": "AutoencoderKLQwenImage", "temperal_downsample": [False, True, True]},
-    # Qwen2.5-VL-7B.
+    # Parameters of Qwen2.5-VL-7B.
     8_292_166_656,
 )
 _SD35: Mapping[str, Any] = {"sample_size": 128, "attention_head_dim": 64, "qk_norm": "rms_norm"}
@@ -81,7 +87,7 @@ KNOWN: Mapping[str, Architecture] = {
         CLIP_L + T5_XXL,
     ),
     "Tongyi-MAI/Z-Image-Turbo": Architecture(
-        # Qwen3-4B without its output head.
+        # The text encoder is Qwen3-4B without its output head.
         "z_image",
         {},
         {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},

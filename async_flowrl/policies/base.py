@@ -1,4 +1,7 @@
-"""The interface of a model family for the rollout engine and the trainer. One file per family implements it."""
+"""The interface of a model family, for the rollout engine and the trainer; one file per family implements it.
+
+A `PolicyFamily` loads a model, a `Policy` is the loaded model.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,62 +15,67 @@ from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Wordi
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of float32 arrays in a rollout: an image's latents at one point, and a prompt's conditioning."""
+    """Shapes of float32 arrays in a rollout, without batch dimension."""
 
     latents: tuple[int, ...]
+    """Latents of one image at one noise level."""
     conditioning: Mapping[str, tuple[int, ...]]
+    """Conditioning (the encoded prompt) of one prompt of usual length, by name."""
 
 
 class Policy(Protocol):
-    """A flow-matching network with the maths around it. Latents keep the family's own layout [n, ...]."""
+    """A flow-matching network with schedule, guidance, text encoders and VAE. Latents are [n, ...] in any layout."""
 
     @property
     def family(self) -> str:
-        """Its name in the registry."""
+        """Name of the family in the registry."""
         ...
 
     transformer: nn.Module
-    """The only module that is trained; it carries the LoRA adapter named `default`."""
+    """The only module that is trained. A LoRA is attached to it as PEFT adapter `default`."""
     lora_targets: Sequence[str]
-    """Suffixes of the linear layers that are adapted where `lora.targets` is not set."""
+    """Ends of the names of the linear layers that get a LoRA if `lora.targets` is not set."""
 
     @property
     def lora_exclude(self) -> str | None:
-        """Regular expression of modules that get no gradient (dead branches)."""
+        """Regular expression for the full names of layers that cannot change the output; None if there are none.
+
+        These layers get no LoRA.
+        """
         ...
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The units of FSDP, torch.compile and gradient checkpointing, in forward order."""
+        """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
         ...
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
-        """The modules that `encode` computes with and nothing else does; `encode` runs on the device they are on."""
+        """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""
         ...
 
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Prompt embeddings, one dict per text; only in processes that loaded the text encoder.
+        """Returns the conditioning of each text: float32 arrays without batch dimension.
 
-        `negative`: as what guidance leads away from, which some pipelines word otherwise.
-
-        Names are those of the stock pipeline's arguments, arrays have no batch dimension. `system` replaces the system
-        prompt of the family's template; ValueError where there is none, and for token ids where it takes only text.
+        Their names are those of the diffusers pipeline's arguments. `negative=True` encodes a negative prompt, for
+        which some pipelines use another template. `system` replaces the system prompt of the family's prompt template.
+        Raises ValueError for a system prompt or token ids if the family does not support them, and RuntimeError in a
+        process without text encoders.
         """
         ...
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError, one sentence, for guidance that the network cannot be asked for. Called at start-up."""
+        """Raises ValueError, one sentence, for guidance settings that the network does not support."""
         ...
 
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
-        """The schedule, float32 [T+1], from exactly 1 down to exactly 0."""
+        """Returns the noise levels of the schedule, float32 [T+1] on the CPU, from exactly 1 down to exactly 0."""
         ...
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
-        """Shape of one image's latents, without the batch dimension."""
+        """Returns the shape of one image's latents, without batch dimension."""
         ...
 
     def velocity(
@@ -78,25 +86,25 @@ class Policy(Protocol):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Guided velocity eps - x0, float32 [n, ...]. The same function in rollout and training.
+        """Returns the velocity eps - x0 with guidance, float32 [n, ...]. Rollout and training call the same function.
 
-        `sigma` is float32 [n] (it may differ per sample); `positive` and `negative` hold one prompt's conditioning
-        with no batch dimension (all n latents are of that prompt); guidance follows `sampling`.
+        `latents` is [n, ...] and `sigma` their noise levels, float32 [n], which may differ per row. `positive` and
+        `negative` hold the conditioning of one prompt, without batch dimension, for all n rows.
         """
         ...
 
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Images uint8 [n, H, W, 3] on the latents' device; only in processes that loaded the VAE."""
+        """Returns images uint8 [n, H, W, 3] of final latents, on their device; RuntimeError without a loaded VAE."""
         ...
 
 
 class PolicyFamily(Protocol):
-    """Loads models of a family, with text encoder and VAE only where images are made. Built without arguments."""
+    """A model family: loads its models and answers questions about them. It is constructed without arguments."""
 
     usual_guidance: tuple[float, float]
-    """(true_cfg_scale, guidance_scale) that its models are usually sampled with."""
+    """(true_cfg_scale, guidance_scale) with which the family's models are usually sampled."""
     usual_steps: int
-    """Denoising steps that its models are usually sampled with: the default of diffusers' pipeline."""
+    """Number of denoising steps with which the family's models are usually sampled."""
 
     def load(
         self,
@@ -108,35 +116,36 @@ class PolicyFamily(Protocol):
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> Policy:
-        """`parts` is "all", "offload" or "cached" (rollout), "text" (for "cached", while prompts are encoded),
-        "transformer" (a lone trainer) or "structure" (a rank among others).
+        """Loads the model at `path` (a local folder, or a hub name at `revision`) in `dtype` on `device`.
 
-        "offload" is "all" with the text encoders in host memory, so that `device` need not have room for them; "cached"
-        is "all" without text encoders, "text" is the text encoders for `encode` alone, the transformer without weights;
-        "structure" is the transformer with its parameters on the meta device; they are filled shard by shard.
+        `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host
+        memory), "cached" (all but the text encoders), "text" (only text encoders; the transformer has no weights),
+        "transformer", or "structure" (the transformer on the meta device, whose weights the FSDP ranks fill in later).
+        Rollout workers use the first four, the trainer the last two. `max_sequence_length` is the longest prompt in
+        tokens; None means the default of the diffusers pipeline.
         """
         ...
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:
-        """The policy of a diffusers pipeline that is loaded already, for tools that sample with the stock pipeline."""
+        """Returns the policy of a loaded diffusers pipeline, for tools that also sample with that pipeline."""
         ...
 
     def shapes(
         self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
-        """Shapes from the model's configuration files alone: asked at start-up, in a process without models.
+        """Returns shapes from the model's configuration files; the controller asks at start-up and loads no model.
 
-        The prompt is one of usual length. Raises ValueError for a resolution that the model has no latents for.
+        Raises ValueError for a resolution that the model does not support.
         """
         ...
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError, one sentence, for a system prompt or token ids that the model cannot encode.
 
-        Called at start-up where a prompt has either; no weights are loaded for it.
+        It is called at start-up with the prompts that have one of them, and loads no weights.
         """
         ...
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
-        """The stock pipeline's arguments for the guidance of `sampling`."""
+        """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
         ...

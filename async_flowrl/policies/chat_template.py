@@ -1,7 +1,8 @@
-"""The chat template around a prompt: its system prompt, and prompts that come as token ids of the whole template.
+"""The chat template around a prompt: replaces its system prompt, and encodes prompts that are given as token ids.
 
-Written for pipelines like QwenImagePipeline, which encode their template with the prompt in it and drop the embeddings
-of its first `prompt_template_encode_start_idx` tokens.
+It is for pipelines like QwenImagePipeline: they put the prompt into a template, encode the whole, and drop the
+embeddings of the first `prompt_template_encode_start_idx` tokens. Token ids are those of the whole template with the
+prompt in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,9 @@ from async_flowrl.types import Prompt, TokenIds
 
 @contextmanager
 def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
-    """Inside, the pipeline's prompt template carries `system` in place of its own system prompt; None leaves it.
+    """Context manager: replaces the system prompt in the pipeline's template by `system`; None changes nothing.
 
-    The pipeline drops as many tokens of the encoded text as the template has before the user's words.
+    It also sets the number of tokens before the prompt, whose embeddings the pipeline drops.
     """
     kept = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
     if system is not None:
@@ -34,7 +35,10 @@ def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
 
 
 def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
-    """Embeddings [L, D], bit for bit those that the pipeline's own encoding gives of the text with these ids."""
+    """Returns embeddings [L, D] of token ids, equal bit for bit to the pipeline's encoding of the same text.
+
+    Ids beyond the pipeline's longest prompt are cut off.
+    """
     encoder, start = pipeline.text_encoder, pipeline.prompt_template_encode_start_idx
     tokens = torch.tensor([ids[: pipeline.tokenizer_max_length + start]], device=encoder.device)
     output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
@@ -42,9 +46,10 @@ def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
 
 
 def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None:
-    """Raises ValueError, one sentence, for ids that are no prompt of the pipeline (of which its tokenizer is used).
+    """Raises ValueError, one sentence, for token ids that are not a prompt in the pipeline's template.
 
-    They must lie below `vocabulary`, begin as the template with the prompt's system prompt does, and go on after that.
+    Each id must be below `vocabulary`. The ids must begin with those of the template (with the prompt's system prompt)
+    and have more after them. Of the pipeline only the tokenizer and the template are used.
     """
     for prompt in prompts:
         given = (
@@ -58,7 +63,7 @@ def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None
             if max(ids) >= vocabulary:
                 raise ValueError(f"{where}: {max(ids)} is not in the text encoder's vocabulary of {vocabulary}")
             start = _template_start(pipeline, system)
-            # The last one may be another where the text goes on with blanks: they share a token.
+            # The last id may differ, because a prompt that begins with blanks shares a token with the template.
             if list(ids[: len(start) - 1]) != start[:-1] or len(ids) <= len(start):
                 raise ValueError(
                     f"{where} must be those of the model's whole prompt template, which begins with {start}, "
@@ -67,7 +72,7 @@ def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None
 
 
 def _template_start(pipeline: Any, system: str | None) -> list[int]:
-    """Token ids of the template before the user's words."""
+    """Returns the token ids of the template before the prompt."""
     with system_prompt(pipeline, system):
         before = pipeline.prompt_template_encode.format("\0").split("\0")[0]
     return cast("list[int]", pipeline.tokenizer(before).input_ids)

@@ -1,6 +1,7 @@
-"""Stamps of families that were compared with their stock pipeline: one per source, diffusers version and pipeline.
+"""Stamp files: each says that a model family of your own was compared with its diffusers pipeline and found equal.
 
-A family that changes, or meets another diffusers or another pipeline, has to be compared again.
+`async-flowrl check-model` compares and writes them; a run warns if one is missing. A stamp is valid for one source
+code of the family, one version of diffusers and one pipeline class.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ from async_flowrl.types import Resolution
 
 
 def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolution) -> str | None:
-    """A sentence for a family of one's own that was never compared with the pipeline of the model at `path`.
+    """Returns a warning if family `name` is not shipped with this package and has no stamp; else None.
 
-    It names the command that compares them, at `resolution` pixels.
+    The sentence names the command that compares the family with the pipeline of the model at `path`.
     """
     if is_shipped(name):
         return None
@@ -33,25 +34,25 @@ def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolut
 
 
 def in_diffusers(pipeline: str) -> bool:
-    """Whether there is a stock pipeline of that class."""
+    """Returns True if diffusers has a pipeline class of this name."""
     import diffusers
 
     return hasattr(diffusers, pipeline)
 
 
 def is_shipped(name: str) -> bool:
-    """Whether it is one of the package's own families, by its name or by its path."""
+    """Returns True for a family of this package, given by its name or as `pkg.module:attr`."""
     return name in FAMILIES or name in FAMILIES.values()
 
 
 def stamp_of(name: str, pipeline: str) -> Path:
-    """The file that is there once the family `name` was found equal to the diffusers pipeline of class `pipeline`."""
+    """Returns the path of the stamp for family `name` and the diffusers pipeline class `pipeline`; it may not exist."""
     text = json.dumps([name, source_digest(name), version("diffusers"), pipeline])
     return cache_dir() / "checked" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def write_stamp(name: str, pipeline: str, said: str) -> Path:
-    """Writes the stamp, with a sentence for whoever opens it."""
+    """Writes the stamp and returns its path; `said` is the result of the comparison in words, for people."""
     stamp = stamp_of(name, pipeline)
     stamp.parent.mkdir(parents=True, exist_ok=True)
     described = {"family": name, "pipeline": pipeline, "diffusers": version("diffusers"), "compared": said}
@@ -60,7 +61,7 @@ def write_stamp(name: str, pipeline: str, said: str) -> Path:
 
 
 def source_digest(name: str) -> str:
-    """SHA-256 of the files that the family and its policy are written in, those of their base classes included."""
+    """Returns the hexadecimal SHA-256 of the source files of a family, its policy class and all their base classes."""
     family = type(load_family(name))
     kinds = [*family.__mro__, *getattr(getattr(family, "policy", None), "__mro__", ())]
     files = {file for kind in kinds if (file := _source(kind)) is not None}
@@ -69,14 +70,14 @@ def source_digest(name: str) -> str:
 
 
 def pipeline_class(path: str, revision: str | None) -> str:
-    """`_class_name` in the model_index.json of a local folder or of a hub model."""
+    """Returns the pipeline's class name from model_index.json of a local folder or of a hub model."""
     folder = Path(path)
     index = folder / "model_index.json" if folder.is_dir() else hub_file(path, "model_index.json", revision)
     return str(json.loads(index.read_text()).get("_class_name"))
 
 
 def _source(kind: type) -> Path | None:
-    """None for classes of the interpreter itself, and for what was never in a file."""
+    """Returns the class's source file; None for classes of Python itself and for classes without a file."""
     try:
         file = inspect.getsourcefile(kind)
     except (TypeError, OSError):

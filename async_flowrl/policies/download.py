@@ -1,4 +1,4 @@
-"""A hub model's files, on this machine: which ones a part of the model needs, and the folder where they are."""
+"""Downloads of Hugging Face hub models: only the files that a process needs, into the hub's cache on this machine."""
 
 import json
 import socket
@@ -9,16 +9,15 @@ from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 5.0
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pb", "*.gguf", "*.py")
-"""Weights that are no safetensors, and code."""
+"""Files that are never downloaded: weights in other formats than safetensors, and code."""
 _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_model", "model", "pytorch_model"))
-"""Weights in another precision beside the usual ones, e.g. model.fp16.safetensors."""
+"""Second copies of weights in another precision, e.g. model.fp16.safetensors; not downloaded either."""
 
 
 def download(path: str, revision: str, parts: str) -> Path:
-    """The folder of the hub model `path` at the commit `revision`, with all that `parts` needs; see `load_policy`.
+    """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
 
-    What is not in the hub's cache on this machine is downloaded, by one process at a time; where nothing is missing,
-    huggingface_hub 2 does not ask the hub at all. Raises what huggingface_hub raises, with the reason.
+    `path` is a hub name and `revision` a commit. Errors of huggingface_hub are passed on.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -29,9 +28,10 @@ def download(path: str, revision: str, parts: str) -> Path:
 
 
 def hub_file(path: str, name: str, revision: str | None) -> Path:
-    """One file of a hub model; from the cache on this machine at once where nothing answers at the hub's address.
+    """Returns the local path of one file of a hub model, downloading it if necessary.
 
-    huggingface_hub alone would try for half a minute before it says so. Raises what huggingface_hub raises.
+    If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
+    Errors of huggingface_hub are passed on.
     """
     from huggingface_hub import hf_hub_download
 
@@ -39,7 +39,7 @@ def hub_file(path: str, name: str, revision: str | None) -> Path:
 
 
 def hub_answers() -> bool:
-    """Whether the hub, or the proxy on the way to it, takes a connection within CONNECT_SECONDS."""
+    """Returns True if the hub, or the configured proxy to it, accepts a connection within CONNECT_SECONDS."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -59,12 +59,12 @@ def hub_answers() -> bool:
 
 
 def components(index: dict[str, object]) -> list[str]:
-    """The folders of a diffusers model that model_index.json names: scheduler, tokenizer, transformer, ..."""
+    """Returns the folders that the content of model_index.json names: scheduler, tokenizer, transformer, ..."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
 def patterns(folders: Sequence[str], parts: str) -> list[str]:
-    """Files of each of `PARTS`; what one of them needs, the ones before it in PARTS need as well."""
+    """Returns glob patterns of the files that are needed for `parts`, one of registry.PARTS."""
     structure = ["model_index.json", "scheduler/*", *(f"{folder}/*.json" for folder in folders)]
     if parts == "structure":
         return structure

@@ -1,4 +1,7 @@
-"""Meaning of `model.dtype=auto`: the dtype that most bytes of the transformer's files are in, from their headers."""
+"""`model.dtype=auto`: finds the dtype in which most bytes of the transformer's files are stored.
+
+It reads only the headers of the safetensors files, in a hub model's case also over the network.
+"""
 
 import json
 import math
@@ -14,16 +17,16 @@ from async_flowrl.policies.download import hub_answers, hub_file
 from async_flowrl.policies.stored import FILE, FOLDER
 
 _STORED = {"F32": "float32", "BF16": "bfloat16"}
-"""Names in safetensors headers of the dtypes that a network can compute in here."""
+"""Name of a dtype in safetensors headers → `model.dtype`, for the two dtypes that are supported."""
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "F4": 4}
-"""Bits per element in safetensors files; 8 for every other."""
+"""Bits per element, by the name of the dtype in safetensors headers; 8 for all others."""
 
 
 def dtype_of_files(path: str, revision: str | None) -> str:
-    """`float32` or `bfloat16`: what the transformer of a local folder, or of a hub name at `revision`, is stored in.
+    """Returns `float32` or `bfloat16`, the dtype of the transformer's files of a local folder or of a hub model.
 
-    Of a hub name the headers alone are read, from the local cache or over the network. Raises ValueError, one sentence,
-    for files of another dtype and where no header can be read.
+    `revision` is None for a local folder. Raises ValueError, one sentence, if most bytes have another dtype, and if no
+    header can be read.
     """
     try:
         sizes = _local(Path(path) / FOLDER) if revision is None else _hub(path, revision)
@@ -55,7 +58,7 @@ def _local(folder: Path) -> Counter[str]:
 
 
 def _header(file: Path) -> Counter[str]:
-    """Bits by dtype."""
+    """Returns the number of bits in a file by dtype."""
     bits: Counter[str] = Counter()
     with safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118
@@ -65,7 +68,7 @@ def _header(file: Path) -> Counter[str]:
 
 
 def _hub(path: str, revision: str) -> Counter[str]:
-    """Of all files of the transformer; those that are not in the cache are asked for their first kilobytes."""
+    """Counts bits by dtype over all files of a hub transformer; only headers of files outside the cache are loaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -82,13 +85,13 @@ def _hub(path: str, revision: str) -> Counter[str]:
 
 
 def _remote(path: str, name: str, revision: str) -> Counter[str]:
-    """Raises OSError where the hub does not give the header."""
+    """Counts bits by dtype from a file's header on the hub. Raises OSError if it cannot be loaded."""
     from huggingface_hub import parse_safetensors_file_metadata
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, SafetensorsParsingError
 
     if not hub_answers():
         raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
-    # Among its bases is the HTTP library's own error, which the hub's client lets through where nobody answers.
+    # Its base classes include the HTTP library's error, which comes unwrapped if the hub does not answer.
     known = (*HfHubHTTPError.__bases__, EntryNotFoundError, SafetensorsParsingError)
     try:
         header = parse_safetensors_file_metadata(path, name, revision=revision)

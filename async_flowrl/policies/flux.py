@@ -1,4 +1,4 @@
-"""FLUX.1: packed latents [tokens, 64], guidance as an input of the network, positions given as ids."""
+"""The model family FLUX.1: latents are [tokens, 64], and FLUX.1-dev takes the guidance scale as a network input."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class FluxPolicy(PipelinePolicy):
-    """Policy of FLUX.1-dev (embedded guidance) and -schnell (none); true CFG works on top of either."""
+    """Policy of FLUX.1-dev (guidance scale as network input) and FLUX.1-schnell; both also allow true CFG."""
 
     family = "flux"
     title = "FLUX.1"
-    # Those of flow_grpo's FLUX scripts; `attn.to_q`, `to_k` and `to_v` are in the single-stream blocks too.
+    # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (
         *JOINT_ATTENTION,
         "ff.net.0.proj",
@@ -33,8 +33,10 @@ class FluxPolicy(PipelinePolicy):
 
     @property
     def lora_exclude(self) -> str | None:
-        """The single-stream blocks share their layers between text and image, so the last of them is alive. Without
-        them, the last double-stream block's text output is dropped."""
+        """The text layers of the last double-stream block, if there are no single-stream blocks after it.
+
+        Only then does the network drop that block's text output.
+        """
         if self._config.num_single_layers:
             return None
         last = self._config.num_layers - 1
@@ -45,7 +47,7 @@ class FluxPolicy(PipelinePolicy):
         return bool(self._config.guidance_embeds)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """{"prompt_embeds": [L, D] of T5, padding attended to, "pooled_prompt_embeds": [P] of CLIP}."""
+        """Returns {"prompt_embeds": [L, D] from T5, padded without a mask, "pooled_prompt_embeds": [P] from CLIP}."""
         pipeline = self._whole("encode prompts")
         embeds, pooled, _ = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
         return {
@@ -60,7 +62,7 @@ class FluxPolicy(PipelinePolicy):
         }
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
-        """[tokens, 64]."""
+        """Returns (tokens, 64)."""
         return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _network(
@@ -92,7 +94,7 @@ class FluxPolicy(PipelinePolicy):
 
 
 def _positions(grid: tuple[int, int], like: Tensor) -> Tensor:
-    """[rows * columns, 3]: 0, row, column of each image token."""
+    """Returns (0, row, column) of each image token, [rows · columns, 3]."""
     sides = (torch.arange(side, device=like.device, dtype=like.dtype) for side in grid)
     row, column = torch.meshgrid(*sides, indexing="ij")
     return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3)

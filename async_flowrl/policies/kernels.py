@@ -1,4 +1,4 @@
-"""Kernels of a network: those that repeat their bits, diffusers' attention backends, torch.compile block by block."""
+"""Choice of a network's kernels: deterministic ones, diffusers' attention backends, and torch.compile per block."""
 
 import os
 from typing import Any, cast
@@ -11,26 +11,26 @@ from async_flowrl.policies.base import Policy
 
 
 def repeatable_kernels() -> None:
-    """Makes CUDA give the same bits for the same work, in this process; CPUs do that anyway and are left as they are.
+    """Makes this process use only CUDA kernels that give the same bits for the same input. On a CPU it does nothing.
 
-    Call it before the first matrix product. Afterwards torch raises RuntimeError, naming the operation, instead of
-    running one that has no such kernel.
+    Call it before the first matrix product. Afterwards torch raises RuntimeError for an operation without such a
+    kernel, and names it.
     """
     if not torch.cuda.is_available():
         return
-    # Read when cuBLAS makes its first workspace.
+    # cuBLAS reads it when it creates its first workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # Only there to expose reads of uninitialised memory, at the price of filling every new tensor.
+    # It only helps to find reads of uninitialised memory, and costs time for every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_attention(transformer: nn.Module, name: str) -> None:
-    """Attention through one of diffusers' backends, in this process.
+    """Makes the transformer use diffusers' attention backend `name`.
 
-    Raises ValueError for a name diffusers does not know, a backend whose package is missing or does not run here, and a
-    network that does not let its attention be chosen.
+    Raises ValueError for a name that diffusers does not know, for a backend whose package is missing or does not run
+    here, and for a network whose attention diffusers cannot switch.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName
 
@@ -48,9 +48,10 @@ def use_attention(transformer: nn.Module, name: str) -> None:
 
 
 def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
-    """Compiles each block where it is, so that names stay; after checkpointing, before sharding.
+    """Compiles each block in place with torch.compile, so names of parameters stay.
 
-    Blocks of one kind share the compiled code, so a deep network takes no longer to compile than a shallow one.
+    Call it after gradient checkpointing is set up and before FSDP shards the network. Blocks of one kind share the
+    compiled code, so the time to compile does not depend on the number of blocks.
     """
     for block in policy.blocks:
         block.compile(backend=backend)

@@ -1,7 +1,8 @@
-"""FLUX.1's LoRA in the names of kohya's sd-scripts, whose network has one projection where diffusers' has several.
+"""Converts a FLUX.1 LoRA to the format of kohya's sd-scripts.
 
-The adapters of several projections become one of their ranks together: A stacked, B block-diagonal. A projection
-without an adapter gets zeros. Its alpha grows as its rank does, so that alpha / rank stays.
+That network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one LoRA with the
+sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection without LoRA. Alpha is
+multiplied by the same factor as the rank, so alpha / rank stays.
 """
 
 import re
@@ -12,7 +13,7 @@ from torch import Tensor
 from async_flowrl.policies.lora_file import LoraFile, modules_of
 
 WIDTH = 3072
-"""FLUX.1's own, of which diffusers cuts the single blocks' projection: 3072 for q, k and v, 12288 for the MLP."""
+"""Width of FLUX.1. diffusers splits `linear1` of a single block into 3072 each for q, k, v, and 12288 for the MLP."""
 _MLP_WIDTH = 4 * WIDTH
 _DOUBLE, _SINGLE = re.compile(r"transformer_blocks\.(\d+)\.(.+)"), re.compile(r"single_transformer_blocks\.(\d+)\.(.+)")
 _FUSED = {
@@ -43,9 +44,9 @@ _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
 
 
 def convert(source: LoraFile) -> dict[str, Tensor]:
-    """`lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`.
+    """Returns tensors named `lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
-    Raises ValueError for a layer without a name there, and for single blocks of another width than FLUX.1's.
+    Raises ValueError for a layer that has no name in this format, and for single blocks of another width than FLUX.1's.
     """
     tensors: dict[str, Tensor] = {}
     fused: dict[str, dict[int, str]] = {}
@@ -65,7 +66,7 @@ def convert(source: LoraFile) -> dict[str, Tensor]:
 
 
 def _found(module: str) -> tuple[str, str, int | None]:
-    """Block, layer, and the place in a projection that kohya's network has for several."""
+    """Returns block, layer, and the position in a fused projection; None for a layer that is not fused."""
     single, double = _SINGLE.fullmatch(module), _DOUBLE.fullmatch(module)
     match, names, groups, kind = (
         (single, _NAMES_SINGLE, _FUSED_SINGLE, "single") if single else (double, _NAMES, _FUSED, "double")
@@ -86,7 +87,7 @@ def _width(source: LoraFile, modules: dict[int, str]) -> int:
 
 
 def _joined(source: LoraFile, modules: dict[int, str], widths: list[int]) -> tuple[Tensor, Tensor]:
-    """(A [parts · rank, in], B [sum of widths, parts · rank])."""
+    """Returns (A [parts · rank, in], B [sum of widths, parts · rank]) of a fused projection."""
     first, rank = _matrices(source, next(iter(modules.values())))[0], source.rank
     a = torch.zeros(len(widths) * rank, first.shape[1])
     b = torch.zeros(sum(widths), len(widths) * rank)

@@ -1,4 +1,4 @@
-"""Loading of weights, alike for every model family."""
+"""Loading of diffusers pipelines and networks, common to all model families."""
 
 import inspect
 import threading
@@ -11,14 +11,14 @@ from packaging.version import Version
 from torch import nn
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-"""A pipeline's names of them."""
+"""Names of text encoders among a pipeline's components."""
 ONE_AT_A_TIME = threading.Lock()
-"""diffusers, transformers and peft switch process-wide defaults while they build a model: threads of one process must
-take turns, and one that computes meanwhile must name the dtype of every tensor that it makes of numbers."""
+"""Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
+computes at the same time must give the dtype of each tensor that it creates from numbers."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
-    """Keyword arguments of every `from_pretrained`: safetensors only, never code from a model repository."""
+    """Returns keyword arguments for every `from_pretrained`: dtype, revision, and safetensors only."""
     import diffusers
 
     name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
@@ -27,7 +27,7 @@ def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of diffusers and transformers inside: a dozen processes load at once."""
+    """Context manager: hides the progress bars of diffusers and transformers, because many processes load at once."""
     import diffusers
     import transformers
 
@@ -43,21 +43,26 @@ def quiet() -> Iterator[None]:
 
 
 def load_without_text(stock: Any, path: str, device: torch.device, **options: Any) -> Any:
-    """The same pipeline without text encoders, which then are neither on the device nor in host memory."""
+    """Loads the pipeline of class `stock` without its text encoders."""
     names = [name for name in TEXT_ENCODERS if name in inspect.signature(stock).parameters]
     return load_whole(stock, path, device, text_on_host=False, **dict.fromkeys(names), **options)
 
 
 def load_text(stock: Any, path: str, device: torch.device, transformer: nn.Module, **options: Any) -> Any:
-    """The pipeline with tokenizers and text encoders alone, and with `transformer`, which some of them ask."""
+    """Loads the pipeline's tokenizers and text encoders only, and puts `transformer` into it.
+
+    Some pipelines read the transformer's configuration when they encode.
+    """
     pipeline = load_whole(stock, path, device, text_on_host=False, vae=None, transformer=None, **options)
     pipeline.register_modules(transformer=transformer)
     return pipeline
 
 
 def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool, **options: Any) -> Any:
-    """The pipeline of class `stock`, settled: its weights go straight to `device`, or stay in host memory if
-    `text_on_host` and they are a text encoder's."""
+    """Loads the pipeline of class `stock` to `device`, with all networks settled (see `settle`).
+
+    `text_on_host=True` keeps the text encoders in host memory.
+    """
     given: dict[str, Any] = {}
     if text_on_host:
         others = options | {"transformer": None, "vae": None}
@@ -70,17 +75,17 @@ def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: boo
 
 
 def settle_pipeline(pipeline: Any, device: torch.device, *, except_for: Container[str] = ()) -> None:
-    """Settles the networks among its components, but for those named."""
+    """Settles all networks of a pipeline (see `settle`), except for the components named in `except_for`."""
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in except_for:
             settle(component, device)
 
 
 def settle(module: nn.Module, device: torch.device) -> None:
-    """Frozen, in eval mode, on `device`, in memory of torch's own.
+    """Freezes a network, sets eval mode, moves it to `device`, and copies its tensors into memory that torch allocates.
 
-    Memory-mapped safetensors weights are not 64-byte aligned and matrix products on them round differently, so a copy
-    makes results equal bit for bit between processes however the weights came in.
+    Memory-mapped safetensors weights are not aligned to 64 bytes, and matrix products on them round differently. After
+    the copy, results are equal bit for bit in all processes.
     """
     module.eval().requires_grad_(False).to(device)
     for tensor in [*module.parameters(), *module.buffers()]:

@@ -1,6 +1,7 @@
-"""The LoRA adapter on a policy's transformer: attaching, naming, switching off, warm start.
+"""The LoRA on a policy's transformer: attach it, list its tensors, switch it off, load a saved one.
 
-Layout names are those of the exported file without its prefix: `transformer_blocks.0.attn.to_q.lora_A.weight`.
+A layout name is the name of a tensor in the exported LoRA file without its prefix, for example
+`transformer_blocks.0.attn.to_q.lora_A.weight`.
 """
 
 import re
@@ -24,10 +25,10 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_
 
 
 def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:
-    """Attaches the adapter `default` with float32 weights: A ~ N(0, 1/rank²) from `seed` and the tensor's name, B = 0.
+    """Attaches a LoRA as PEFT adapter `default`, float32, with initial values (see `initialise`).
 
-    Everything else is frozen. Call it before compiling or sharding. Raises ValueError on a target that names no module,
-    a rank below 1 or an alpha that is not positive.
+    All other parameters are frozen. Call it before torch.compile and FSDP. Raises ValueError for a target that names no
+    linear layer, a rank below 1, or an alpha that is not positive.
     """
     attach_lora(transformer, config, policy)
     for layer in lora_modules(transformer).values():
@@ -38,7 +39,7 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
 
 
 def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
-    """The adapter with values that still mean nothing, also on the meta device; raises as `add_lora` does."""
+    """Attaches the LoRA without initial values, also to a transformer on the meta device; raises as `add_lora`."""
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
     adapter = peft_config(config.rank, config.alpha, targeted_modules(transformer, config, policy))
@@ -50,7 +51,11 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
 
 
 def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
-    """Full names of the linear layers that get an adapter, sorted: targets by suffix, without the dead branches."""
+    """Returns the sorted full names of the linear layers that get a LoRA.
+
+    These are the layers whose name ends in one of `lora.targets` (else of the family's list), without those that
+    cannot change the output (`policy.lora_exclude`). Raises ValueError for a target without layers, and if none remain.
+    """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     targets = policy.lora_targets if config.targets is None else config.targets
     if not targets:
@@ -71,7 +76,7 @@ def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy)
 
 
 def initialise(transformer: nn.Module, seed: int) -> None:
-    """A ~ N(0, 1/rank²), B = 0. Each tensor's values depend on its name and `seed` alone."""
+    """Sets A ~ N(0, 1/rank²) and B = 0 in place; each tensor's values depend only on `seed` and its name."""
     with torch.no_grad():
         for name, parameter in lora_parameters(transformer).items():
             if name.endswith(".lora_A.weight"):
@@ -82,18 +87,18 @@ def initialise(transformer: nn.Module, seed: int) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A module's or parameter's name without what torch.compile, checkpointing and FSDP put into it."""
+    """Returns a module's or parameter's name without the parts that torch.compile, checkpointing and FSDP insert."""
     return _WRAPPERS.sub("", name)
 
 
 def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
-    """LoRA layers by module name, sorted; the same names behind torch.compile and FSDP."""
+    """Returns the LoRA layers by module name, sorted; torch.compile and FSDP do not change the names."""
     layers = {plain_name(name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     return dict(sorted(layers.items()))
 
 
 def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable tensors by layout name, sorted."""
+    """Returns the LoRA's parameters by layout name, sorted."""
     parameters = {}
     for name, layer in lora_modules(transformer).items():
         parameters[f"{name}.lora_A.weight"] = cast("Any", layer).lora_A[ADAPTER].weight
@@ -102,18 +107,18 @@ def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def lora_layers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """`compute_copies` of each of `lora_modules`, for the binding proof."""
+    """Returns `compute_copies` of each layer, for the binding proof (the check that the network uses these weights)."""
     return {name: compute_copies(module) for name, module in modules.items()}
 
 
 def compute_dtypes(transformer: nn.Module) -> dict[str, torch.dtype]:
-    """By layout name, the dtype in which the networks compute with each tensor and in which versions travel."""
+    """Returns by layout name the dtype in which the network computes with a tensor; versions are sent in it, too."""
     layers = {name: compute_dtype(layer) for name, layer in lora_modules(transformer).items()}
     return {f"{name}.lora_{side}.weight": dtype for name, dtype in sorted(layers.items()) for side in "AB"}
 
 
 def keep_compute_copies(transformer: nn.Module) -> None:
-    """Casts the adapter's tensors to the dtypes they are computed in, where no optimizer needs float32 masters."""
+    """Casts the LoRA's tensors to `compute_dtypes`, in processes whose optimizer needs no float32 weights."""
     dtypes = compute_dtypes(transformer)
     for name, parameter in lora_parameters(transformer).items():
         parameter.data = parameter.data.to(dtypes[name])
@@ -121,9 +126,9 @@ def keep_compute_copies(transformer: nn.Module) -> None:
 
 @contextmanager
 def reference_mode(transformer: nn.Module) -> Iterator[None]:
-    """Inside, the adapter is off and the network is the base model exactly. Also behind torch.compile and FSDP.
+    """Context manager: switches the LoRA off, so the network is exactly the base model; works with compile and FSDP.
 
-    PEFT's own switch also changes `requires_grad` of the adapter, which neither FSDP nor an open graph may see.
+    PEFT's own switch also changes `requires_grad` of the LoRA, which breaks FSDP and graphs that await a backward pass.
     """
     layers = [cast("Any", module) for module in transformer.modules() if isinstance(module, LoraLayer)]
     before = [layer._disable_adapters for layer in layers]
@@ -137,10 +142,10 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
-    """Copies the LoRA of `config.path` (a diffusers file or folder, or a PEFT folder) into the attached adapter.
+    """Copies the LoRA of `lora.path` (a diffusers file or folder, or a PEFT folder) into the attached one.
 
-    Tensors of dead branches in the file are left out: they change no output. Raises ValueError where rank, alpha or the
-    set of adapted layers differ from the run's.
+    Layers of the file that match `policy.lora_exclude` are ignored, as they cannot change the output. Raises ValueError
+    if rank, alpha or the set of adapted layers differ from the run's.
     """
     source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude) if policy.lora_exclude is not None else None
@@ -153,7 +158,10 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
 
 
 def load_tensors(transformer: nn.Module, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Copies tensors by layout name into the adapter, in place; ValueError if names or shapes are not its own."""
+    """Copies tensors by layout name into the attached LoRA, in place.
+
+    Raises ValueError, which begins with `where`, if names or shapes differ.
+    """
     own = lora_parameters(transformer)
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:

@@ -1,6 +1,6 @@
-"""A LoRA of any format put on diffusers' pipeline: kohya's and ComfyUI's by diffusers' own loader, PEFT's translated.
+"""Loads a LoRA file of any supported format (diffusers, PEFT, kohya, ComfyUI) into a diffusers pipeline.
 
-diffusers leaves out what it does not recognise and says so in a log at most; here that is an error.
+diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error.
 """
 
 import logging
@@ -17,9 +17,10 @@ _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lor
 
 
 def apply_lora(pipeline: Any, path: Path) -> None:
-    """`pipe.load_lora_weights` of a file or folder; a PEFT folder, of which that loads nothing, is translated first.
+    """Loads the LoRA at `path`, a file or folder, into the pipeline with `load_lora_weights`.
 
-    Raises ValueError, one sentence, where the file cannot be read, and where not every layer it adapts is in the model.
+    A PEFT folder is converted first, because diffusers would load nothing from it. Raises ValueError, one sentence, if
+    the file cannot be read, and if the model lacks a layer that the LoRA adapts.
     """
     file = weights_file(path)
     if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():
@@ -31,7 +32,7 @@ def apply_lora(pipeline: Any, path: Path) -> None:
 
 
 def weights_file(path: Path) -> Path:
-    """The file that a LoRA's path means. Raises ValueError where there is none, several, or only a pickled one."""
+    """Returns the .safetensors file of a LoRA's path. Raises ValueError for no file, several, or a pickled one."""
     if not path.exists():
         raise ValueError(f"LoRA {path} does not exist")
     if path.is_file():
@@ -55,7 +56,7 @@ def _load(pipeline: Any, file: Path, where: Path) -> None:
     options = {"weight_name": file.name, "use_safetensors": True}
     title = type(pipeline).__name__
     try:
-        # What diffusers logs of names that it does not know is looked for below.
+        # The checks below replace diffusers' log lines about unknown names.
         with quiet(), quieter("diffusers.loaders", logging.CRITICAL):
             converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
             pipeline.load_lora_weights(str(file.parent), **options)
@@ -73,6 +74,6 @@ def _load(pipeline: Any, file: Path, where: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, in one line; torch puts the first mismatch into its second."""
+    """Returns an error's message in one line; torch names the first mismatch only in the second line."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)

@@ -1,8 +1,8 @@
-"""LoRA files: written so that diffusers' `pipe.load_lora_weights(folder)` and PEFT's
-`PeftModel.from_pretrained(transformer, folder)` reproduce the trained model; read from either.
+"""Reads and writes LoRA files in the formats of diffusers (`pipe.load_lora_weights(folder)`) and of PEFT
+(`PeftModel.from_pretrained(transformer, folder)`).
 
-Without adapter metadata diffusers takes alpha = rank, silently scaling the adapter wrongly; so it is always written.
-Both formats may lie in one folder: of several safetensors files diffusers takes `pytorch_lora_weights.safetensors`.
+The diffusers file always contains alpha as metadata, because diffusers otherwise assumes alpha = rank. One folder can
+hold both formats: of several safetensors files diffusers loads `pytorch_lora_weights.safetensors`.
 """
 
 import json
@@ -25,7 +25,7 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX, PEFT_PREFIX = "transformer.", "base_model.model."
 BASE_MODEL = "base_model"
-"""Key of a file's header under which the base model's hub name stands, where it has one."""
+"""Metadata key for the hub name of the base model; it is missing if the base model is not from the hub."""
 _METADATA = "lora_adapter_metadata"
 _BASE_KEYS = (BASE_MODEL, "base_model_name_or_path", "ss_sd_model_name")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -44,22 +44,23 @@ _PLAIN_LORA: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""`adapter_config.json` of an adapter without any of LoRA's variants, in the names of PEFT's `LoraConfig`, which has
-defaults for what is missing. Written without PEFT, whose import costs a process three seconds."""
+"""Constant entries of `adapter_config.json` for a plain LoRA; PEFT's `LoraConfig` has defaults for the others. They are
+written without PEFT, whose import takes three seconds."""
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save")
 
 
 @dataclass(frozen=True)
 class LoraFile:
-    """`tensors` by layout name, e.g. transformer_blocks.0.attn.to_q.lora_A.weight; scaling is alpha / rank."""
+    """A LoRA that was read, for y = Wx + (alpha / rank) · B(Ax)."""
 
     tensors: dict[str, Tensor]
+    """Float32 tensors by layout name, e.g. transformer_blocks.0.attn.to_q.lora_A.weight."""
     rank: int
     alpha: float
 
 
 def module_name(tensor_name: str) -> str:
-    """The adapted layer a layout name belongs to."""
+    """Returns the adapted layer's name in a layout name. Raises ValueError if the name is not that of a LoRA tensor."""
     match = _TENSOR.fullmatch(tensor_name)
     if match is None:
         raise ValueError(f"{tensor_name!r} is not the name of a LoRA tensor (<module>.lora_A.weight or .lora_B.weight)")
@@ -67,16 +68,16 @@ def module_name(tensor_name: str) -> str:
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Both formats in one folder, and the path of diffusers' file: it is the one that `load_lora_weights` takes."""
+    """Writes both formats into `folder` and returns the path of the diffusers file."""
     write_peft(folder, tensors, alpha=alpha, base=base)
     return write(folder, tensors, alpha=alpha, base=base)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Writes `pytorch_lora_weights.safetensors` with its metadata, float32, all or nothing; returns the file.
+    """Writes the diffusers file `pytorch_lora_weights.safetensors` in float32 and returns its path.
 
-    The rank is that of the tensors. `base` is what the model was loaded from; it is recorded where it is a hub name.
-    The same arguments give the same bytes.
+    `tensors` are by layout name. `base` is the configured `model.path`; it is recorded only if it is a hub name. Equal
+    arguments give equal bytes. Raises ValueError if the tensors have no common rank.
     """
     rank = rank_of(tensors, str(folder))
     metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": alpha, f"{PREFIX}target_modules": modules_of(tensors)}
@@ -86,9 +87,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: st
 
 
 def write_peft(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Writes `adapter_model.safetensors`, float32, and `adapter_config.json`; returns the configuration's file.
+    """Writes the PEFT files `adapter_model.safetensors` (float32) and `adapter_config.json`; returns the second path.
 
-    `PeftModel.from_pretrained(transformer, folder)` loads them. The same arguments give the same bytes.
+    Arguments are as for `write`; equal arguments give equal bytes.
     """
     described = _PLAIN_LORA | {
         "r": rank_of(tensors, str(folder)),
@@ -101,18 +102,18 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, bas
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The adapted layers, sorted."""
+    """Returns the sorted names of the adapted layers."""
     return sorted({module_name(name) for name in tensors})
 
 
 def hub_name(base: str | None) -> str | None:
-    """`base` where it names a model of the hub; a folder of this machine means nothing elsewhere."""
+    """Returns `base` if it is a hub name, and None for a local folder, which is useless on other machines."""
     known = base is not None and _HUB_NAME.fullmatch(base) and not Path(base).expanduser().exists()
     return base if known else None
 
 
 def base_of(path: Path) -> str | None:
-    """The hub name of the model that a LoRA file or folder says it was made for; None where it does not say."""
+    """Returns the hub name of the base model that a LoRA file or folder records; None if there is none."""
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / FILE_NAME, *sorted(folder.glob("*.safetensors"))]
     described = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
@@ -123,7 +124,7 @@ def base_of(path: Path) -> str | None:
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file. Raises ValueError where it is none."""
+    """Returns the metadata of a safetensors file. Raises ValueError for any other file."""
     try:
         with safe_open(file, framework="pt") as opened:
             return dict(opened.metadata() or {})
@@ -132,14 +133,14 @@ def header_of(file: Path) -> dict[str, str]:
 
 
 def encoded(tensors: Mapping[str, Tensor], header: Mapping[str, str], base: str | None) -> bytes:
-    """A safetensors file of float32 tensors, sorted by name."""
+    """Returns the bytes of a safetensors file with the tensors as float32; `header` and the hub name are metadata."""
     named = {BASE_MODEL: name} if (name := hub_name(base)) else {}
     payload = {name: tensors[name].detach().to("cpu", torch.float32).contiguous().clone() for name in sorted(tensors)}
     return _ordered(save_tensors(payload, {"format": "pt", **named, **header}))
 
 
 def put(file: Path, content: bytes) -> Path:
-    """Writes a file, all or nothing, and makes its folder where there is none."""
+    """Writes a file under a temporary name and renames it, so it is never incomplete; creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
@@ -155,7 +156,7 @@ def put(file: Path, content: bytes) -> Path:
 
 
 def _ordered(content: bytes) -> bytes:
-    """The same safetensors file with its header in one order: the library writes the metadata in any."""
+    """Sorts the metadata in a safetensors file, which the library writes in varying order."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -165,7 +166,7 @@ def _ordered(content: bytes) -> bytes:
 
 
 def read(path: Path) -> LoraFile:
-    """A diffusers LoRA file or folder, or a PEFT folder. Raises ValueError in one sentence on anything else."""
+    """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else."""
     if not path.exists():
         raise ValueError(f"lora.path {path} does not exist")
     if path.is_dir():
@@ -182,7 +183,7 @@ def read(path: Path) -> LoraFile:
 
 
 def read_for(config: LoraConfig) -> LoraFile:
-    """The LoRA a run starts from (`lora.path`). Raises ValueError where its rank or alpha is not the run's."""
+    """Reads the LoRA from which a run starts (`lora.path`). Raises ValueError if its rank or alpha is not the run's."""
     if config.path is None:
         raise ValueError("lora.path is not set")
     source = read(Path(config.path).expanduser())
@@ -235,7 +236,10 @@ def _check(config: Mapping[str, Any], where: str) -> None:
 
 
 def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:
-    """The one rank of all tensors; every layer must have both its A [rank, in] and its B [out, rank]."""
+    """Returns the rank of the tensors; each layer must have A [rank, in] and B [out, rank].
+
+    Raises ValueError, which begins with `where`, for a missing tensor, no tensors, or several ranks.
+    """
     if not tensors:
         raise ValueError(f"{where}: no LoRA tensors")
     ranks = set()

@@ -1,9 +1,8 @@
-"""LoRA files of other programs: the key names of ComfyUI and of kohya's trainers, written and checked.
+"""Writes LoRA files for ComfyUI and for kohya's trainers, and checks them; `async-flowrl export --format` calls it.
 
-ComfyUI (comfy/lora.py) knows Qwen-Image's and Z-Image's layers as `diffusion_model.<diffusers' name>`, FLUX.1's and
-Stable Diffusion 3's as `transformer.<diffusers' name>`, and takes alpha from a tensor beside them; without one it
-scales by 1.
-kohya's names are those of sd-scripts (FLUX.1, whose projections are fused) and musubi-tuner (Qwen-Image, Z-Image).
+ComfyUI (comfy/lora.py) names the layers of Qwen-Image and Z-Image `diffusion_model.<diffusers' name>`, those of FLUX.1
+and Stable Diffusion 3 `transformer.<diffusers' name>`. It reads alpha from a tensor; without one it scales by 1.
+The names of kohya's format are those of sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +19,14 @@ from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
 _TOLERANCE = 1e-5
-"""Largest relative difference that rounding of alpha / rank in float32 may make."""
+"""Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 
 
 def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | None = None) -> Path:
-    """Writes `path` with the key names of `form`, and reads it back with diffusers' own loader of the family.
+    """Writes a LoRA to `path` in the format `form` (a key of FORMS) and reads it back with diffusers to check it.
 
-    Raises ValueError, one sentence, and leaves no file, for a family or layers that the form has no names for, and
-    where what diffusers reads is not the same adapter.
+    `base` is the configured model path (see lora_file.write). Returns `path`. Raises ValueError, one sentence, and
+    leaves no file, if the format has no names for the family or a layer, or if diffusers reads another LoRA.
     """
     header = {
         "ss_network_module": "networks.lora",
@@ -45,7 +44,7 @@ def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | N
 
 
 def converter(form: str, family: str) -> Convert:
-    """What renames tensors. Raises ValueError where the form has none for the family."""
+    """Returns the function that converts a LoRA of `family` to `form`. Raises ValueError if there is none."""
     if form not in FORMS:
         raise ValueError(unknown_name("--format", form, FORMS))
     if family not in FORMS[form]:
@@ -58,7 +57,11 @@ def converter(form: str, family: str) -> Convert:
 
 
 def read_back(path: Path, family: str) -> LoraFile:
-    """The adapter as diffusers' loader of the family understands a file. Raises ValueError, one sentence."""
+    """Returns the LoRA that diffusers' loader of the family reads from a file.
+
+    Raises ValueError, one sentence, if diffusers cannot read it, or reads more than a LoRA of the transformer with one
+    rank and one alpha.
+    """
     import diffusers
 
     kind: Any = getattr(diffusers, next(name for name, of in PIPELINES.items() if of == family))
@@ -85,9 +88,9 @@ def read_back(path: Path, family: str) -> LoraFile:
 
 
 def compare(wanted: LoraFile, found: LoraFile, where: Path) -> None:
-    """Raises ValueError where two adapters differ: alpha / rank · B(Ax) of a drawn x, layer by layer.
+    """Raises ValueError, which begins with `where`, if two LoRAs differ.
 
-    A layer that one of them lacks must be zero in the other.
+    It compares alpha / rank · B(Ax) for one random x per layer; a layer that one of them lacks must give zero.
     """
     modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(found.tensors)})
     for module in modules:
@@ -122,13 +125,13 @@ def _prefixed(prefix: str) -> Convert:
 
 
 def _scaled(source: LoraFile) -> dict[str, Tensor]:
-    """diffusers' names without alpha, which its loader of Stable Diffusion 3 refuses: B times alpha / rank instead."""
+    """Returns diffusers' names, and B times alpha / rank, because its Stable Diffusion 3 loader refuses alpha."""
     scale = source.alpha / source.rank
     return {PREFIX + name: t * scale if name.endswith("lora_B.weight") else t for name, t in source.tensors.items()}
 
 
 def _flattened(source: LoraFile) -> dict[str, Tensor]:
-    """`lora_unet_<name with underscores>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
+    """Returns tensors named `lora_unet_<name with underscores>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
     tensors: dict[str, Tensor] = {}
     for module in lora_file.modules_of(source.tensors):
         name = "lora_unet_" + module.replace(".", "_")
@@ -147,4 +150,4 @@ FORMS: Mapping[str, Mapping[str, Convert]] = {
     },
     "kohya": {"qwen_image": _flattened, "z_image": _flattened, "flux": kohya_flux.convert},
 }
-"""Form → family → what renames the tensors."""
+"""Format → family → function that converts a LoRA to tensors with the format's names."""

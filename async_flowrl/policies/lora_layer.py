@@ -1,8 +1,8 @@
-"""The LoRA layer that rollout and trainer both compute with: PEFT's modules and names, one formula of our own.
+"""The LoRA layer of rollout and trainer: PEFT's modules and names, with a faster forward pass.
 
-LoRA (arXiv 2106.09685, section 4.1): y = Wx + (alpha / rank) · B(Ax). PEFT's layer casts x to the adapter's float32 and
-computes, scales, adds and casts back in four more passes over the activations. This one computes in the base layer's
-dtype, with A and B cast to it (their masters stay float32), and adds B(Ax) to Wx inside one matrix product.
+LoRA (arXiv 2106.09685, section 4.1) computes y = Wx + (alpha / rank) · B(Ax). PEFT's layer casts x to float32 and needs
+four more passes over the activations. This layer computes in the dtype of W, with A and B cast to it (the trainer keeps
+them in float32), and adds B(Ax) to Wx inside one matrix product.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ ADAPTER = "default"
 
 
 class LoraLinear(Linear):  # type: ignore[misc]
-    """A linear layer with the adapter `default`; other adapters of the same layer are never computed."""
+    """A linear layer with the PEFT adapter `default`; other adapters of the layer have no effect."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] → [..., out], in the base layer's dtype."""
+        """Returns y [..., out] for x [..., in], in the base layer's dtype."""
         base: Tensor = self.base_layer(x)
         if self.disable_adapters:
             return base
@@ -30,26 +30,26 @@ class LoraLinear(Linear):  # type: ignore[misc]
 
 
 def compute_copies(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
-    """(A [rank, in], B [out, rank], scaling) as a layer computes with them: in the dtype of its base weights.
+    """Returns (A [rank, in], B [out, rank], alpha / rank) with A and B in the dtype of the layer's base weights.
 
-    They are the parameters themselves where these have that dtype already.
+    If the parameters already have that dtype, they are returned themselves, without a copy.
     """
     live: Any = layer
     dtype = compute_dtype(layer)
-    # Looked up in the modules' own dictionaries: `nn.Module`'s attributes cost a small layer as much as its product.
+    # `nn.Module`'s attribute lookup takes as long as the matrix product of a small layer.
     a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
     return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])
 
 
 def compute_dtype(layer: nn.Module) -> torch.dtype:
-    """The dtype of a layer's base weights."""
+    """Returns the dtype of a layer's base weights."""
     live: Any = layer
     dtype: torch.dtype = live.get_base_layer().weight.dtype
     return dtype
 
 
 def peft_config(rank: int, alpha: float, targets: list[str]) -> peft.LoraConfig:
-    """PEFT's configuration of an adapter made of `LoraLinear`."""
+    """Returns a PEFT configuration that makes `LoraLinear` of the linear layers named in `targets`."""
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     config._register_custom_module({nn.Linear: LoraLinear})  # documented under PEFT's "custom models"
     return config

@@ -1,4 +1,4 @@
-"""Resolves `model.path` without torch: the tiny model, a folder of this machine, or a model of the hub."""
+"""Interprets `model.path` as the tiny model, a local folder, or a hub name, without importing torch."""
 
 import re
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def local_index(path: str) -> Path | None:
-    """model_index.json of a local folder; None for the tiny model and for what may be on the hub.
+    """Returns model_index.json of a local folder; None for the tiny model and for a possible hub name.
 
-    Raises ValueError, one sentence, for a folder that holds no pipeline and for what can be neither.
+    Raises ValueError, one sentence, for a folder without model_index.json, and for a path that is neither a folder nor
+    a possible hub name.
     """
     if path == TINY:
         return None
@@ -31,6 +32,6 @@ def local_index(path: str) -> Path | None:
 
 
 def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
-    """The sentence for a model that is not there, with the nearest that is known."""
+    """Returns the error message for a model that was not found, with the most similar known name."""
     known = [TINY, *KNOWN, *neighbours]
     return f"model.path {path!r} was not found: {reason}{'' if path in known else did_you_mean(path, known)}"

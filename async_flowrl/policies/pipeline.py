@@ -1,6 +1,6 @@
-"""The common part of policies on a diffusers pipeline: schedule, token grid, guidance, decoding.
+"""Base class of policies that wrap a diffusers pipeline: schedule, image size, guidance, decoding.
 
-A family's file adds what is its own: the latent layout, the network's arguments, how prompts are encoded.
+The file of a model family adds the shape of latents, the network's arguments, and the encoding of prompts.
 """
 
 import math
@@ -28,22 +28,22 @@ JOINT_ATTENTION = (
     "attn.add_v_proj",
     "attn.to_add_out",
 )
-"""Projections of an attention over image and text, as diffusers names them: the image's, then the text's."""
+"""diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text."""
 
 
 class PipelinePolicy(ABC):
-    """A policy on a diffusers pipeline; `pipeline` is None in trainer processes: no text encoder, no VAE."""
+    """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""
 
     family: ClassVar[str]
     title: ClassVar[str]
-    """The model's name in messages."""
+    """Name of the model in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
     size_step: ClassVar[int] = 1
-    """Pixels that the stock pipeline wants sides to be a multiple of, beside whole image tokens."""
+    """Image sides must be a multiple of this many pixels, and of the size of an image token."""
     has_system_prompt: ClassVar[bool] = False
     stock_guidance: ClassVar[str] = "true_cfg_scale"
-    """The stock pipeline's name of the scale of classifier-free guidance."""
+    """Argument of the diffusers pipeline for the scale of classifier-free guidance."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class PipelinePolicy(ABC):
         pipeline: Any | None = None,
         max_sequence_length: int | None = None,
     ) -> None:
-        """`side`: pixels per image token and side (VAE factor times patch size).
+        """`side` is the side of an image token in pixels, `dtype` that of the network's inputs.
 
-        `max_sequence_length`: text tokens, as the pipeline's argument of that name; None = the pipeline's default.
+        `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default.
         """
         self.transformer = transformer
         self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
@@ -75,12 +75,12 @@ class PipelinePolicy(ABC):
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the network takes `guidance_scale` as an input (a guidance-distilled model)."""
+        """True if the network takes `guidance_scale` as an input (a guidance-distilled model)."""
         return False
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
-        """The pipeline's, in the order of their numbers; empty where it was not loaded."""
+        """The pipeline's text encoders in the order of their numbers; empty without them."""
         found = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
         return [encoder for encoder in found if encoder is not None]
 
@@ -88,10 +88,9 @@ class PipelinePolicy(ABC):
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Float32 arrays without batch dimension, by the names of the pipeline's own arguments, one dict per text.
+        """Returns the conditioning of each text; see `Policy.encode`.
 
-        One text at a time: padding to a batch neighbour's length would change the last bits. Raises ValueError for a
-        system prompt where the family's template has none, and for token ids where it takes only text.
+        It encodes one text at a time, because padding to the length of another text would change the last bits.
         """
         self._whole("encode prompts")
         if system is not None and not self.has_system_prompt:
@@ -103,7 +102,7 @@ class PipelinePolicy(ABC):
     def _encode_one(self, text: str) -> Conditioning: ...
 
     def _encode_negative(self, text: str) -> Conditioning:
-        """Of a prompt that guidance leads away from, where the pipeline words it otherwise."""
+        """Encodes a negative prompt; some pipelines use another template for it."""
         return self._encode_one(text)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
@@ -111,16 +110,16 @@ class PipelinePolicy(ABC):
 
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `encode` gives for a prompt of usual length; for plans, nothing is computed from it."""
+        """Returns the shapes that `encode` gives for a prompt of usual length; used only to estimate sizes."""
 
     def _text_tokens(self, usual: int) -> int:
-        """The longest text the encoder is asked for where it pads, otherwise `usual`."""
+        """Returns `max_sequence_length` if it is set, else `usual`."""
         return int(self._text_options.get("max_sequence_length", usual))
 
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
-        """The pipeline's own schedule, float32 [T+1], exactly 1 first and exactly 0 last.
+        """Returns the pipeline's own noise levels, float32 [T+1] on the CPU, from exactly 1 to exactly 0.
 
-        Raises ValueError for fewer steps than the schedule is defined for.
+        Raises ValueError for fewer than `least_steps` steps and for a scheduler that gives other levels.
         """
         if num_inference_steps < self.least_steps:
             least = f"num_inference_steps must be at least {self.least_steps} for {self.title}'s schedule"
@@ -135,7 +134,7 @@ class PipelinePolicy(ABC):
         return self._schedules[key].clone()
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """As most pipelines do: evenly spaced, then shifted by the number of image tokens."""
+        """Sets evenly spaced levels, shifted by the number of image tokens, as most pipelines do."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
 
         sigmas = np.linspace(1.0, 1 / steps, steps)
@@ -156,7 +155,7 @@ class PipelinePolicy(ABC):
         )
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
-        """Rows and columns of image tokens. Raises ValueError, with the nearest size, where they are not whole."""
+        """Returns rows and columns of image tokens. Raises ValueError, with the nearest size, if they are not whole."""
         (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
         if height % step or width % step:
             wanted = "a multiple" if isinstance(resolution, int) else "multiples"
@@ -168,10 +167,10 @@ class PipelinePolicy(ABC):
 
     @abstractmethod
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
-        """Shape of one image's latents, without the batch dimension."""
+        """Returns the shape of one image's latents, without batch dimension."""
 
     def shapes(self, resolution: Resolution) -> Shapes:
-        """Of an image's latents and of a prompt of usual length."""
+        """Returns the shapes of an image's latents and of the conditioning of a prompt of usual length."""
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
     def velocity(
@@ -182,9 +181,9 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Guided velocity [n, ...] float32 of `latents` [n, ...] at noise level `sigma` [n] float32.
+        """Returns the velocity with guidance; see `Policy.velocity`. ValueError for latents of another image size.
 
-        True CFG has two branches, with gradients through both: in one batch, or in two where `_apart`.
+        With true CFG, prompt and negative prompt both get gradients; they are one batch, or two if `_apart`.
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -202,8 +201,8 @@ class PipelinePolicy(ABC):
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError where embedded guidance is asked for and the network takes none, or the other way round,
-        and for a true_cfg_scale that would weaken the prompt."""
+        """Raises ValueError for a guidance_scale above 0 if the network takes none, for 0 if it takes one, and for a
+        true_cfg_scale between 0 and 1, which would weaken the prompt."""
         if 0 < sampling.true_cfg_scale < 1:
             raise ValueError(
                 f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {sampling.true_cfg_scale}"
@@ -225,29 +224,29 @@ class PipelinePolicy(ABC):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        """The network's velocity, float32, for rows that belong in equal parts to `branches`, in their order.
+        """Returns the network's velocity, float32. The rows belong in equal parts to `branches`, in their order.
 
-        Only the network's input is cast to its dtype.
+        Only the network's inputs are cast to its dtype.
         """
 
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
-        """One conditioning tensor repeated for `rows` rows in all, in the network's dtype [rows, ...]."""
+        """Returns one conditioning tensor [rows, ...] in the network's dtype, repeated for the rows of each branch."""
         each = rows // len(branches)
         tensors = [branch[name].to(self._dtype) for branch in branches]
         return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Images uint8 [n, H, W, 3] of final latents, on their device, rounded as diffusers' image processor does."""
+        """Returns images uint8 [n, H, W, 3] on the latents' device, rounded as by diffusers' image processor."""
         pipeline = self._whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
-        """Lets the VAE decode one image at a time, and images by overlapping tiles, whose blended seams other pixels
-        have. Which images are large enough for tiles is the VAE's to say.
+        """`images`: the VAE decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose
+        blending changes some pixels; the VAE decides which images are large.
 
-        Raises ValueError where the VAE cannot.
+        Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
         for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):
@@ -258,13 +257,13 @@ class PipelinePolicy(ABC):
             getattr(vae, name)()
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Images [n, 3, H, W] as the VAE gives them."""
+        """Returns the VAE's output [n, 3, H, W]."""
         vae = pipeline.vae
         scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
         return cast("Tensor", vae.decode(scaled + vae.config.shift_factor, return_dict=False)[0])
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Latents as the VAE takes them, [n, C, h, w]."""
+        """Returns latents in the VAE's layout [n, C, h, w]."""
         return latents
 
     def _whole(self, purpose: str) -> Any:
@@ -274,16 +273,16 @@ class PipelinePolicy(ABC):
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        """Side of an image token, from the configurations of the VAE and the transformer.
+        """Returns the side of an image token in pixels, from the configurations of VAE and transformer.
 
-        By default two by two latents of an `AutoencoderKL`, each stage of which but the last halves the image's side.
+        The default is for tokens of 2 × 2 latents of an `AutoencoderKL`; all its stages but the last halve the side.
         """
         stages = len(vae["block_out_channels"])
         return int(2**stages)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """The stock pipeline's arguments for the guidance of `sampling`."""
+        """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
         return {
             cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
@@ -291,9 +290,9 @@ class PipelinePolicy(ABC):
 
 
 def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Whether the branches of guidance go through the network one after the other: on CUDA, for texts of other lengths.
+    """Returns True if the two branches of guidance need two forward passes: on CUDA, for texts of different lengths.
 
-    In one batch the shorter text is padded and masked, and with a mask there is no flash attention; text positions do
-    not depend on padding, so the mathematics is the same. A CPU has no such kernel to win.
+    In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
+    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
     """
     return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)

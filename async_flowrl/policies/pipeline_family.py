@@ -1,4 +1,4 @@
-"""Loading of a pipeline policy from its files, and its construction without weights for plans."""
+"""Base class of model families on a diffusers pipeline: loads them, or builds them without weights for plans."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -14,15 +14,16 @@ from async_flowrl.types import Prompt, Resolution, Sampling
 
 
 class PipelineFamily:
-    """Loads a pipeline policy from a diffusers folder or a hub name.
+    """Loads a `PipelinePolicy` from a diffusers folder or a hub name; a subclass names the classes.
 
-    The controller asks families about shapes and prompts, so diffusers is imported where something is loaded.
+    diffusers is imported only when something is loaded, because the controller uses families without loading.
     """
 
     policy: ClassVar[type[PipelinePolicy]]
     pipeline: ClassVar[str]
-    """diffusers' class names, of the pipeline and of its transformer."""
+    """diffusers' class name of the pipeline."""
     transformer: ClassVar[str]
+    """diffusers' class name of the transformer."""
     usual_guidance: tuple[float, float]
     usual_steps: int
 
@@ -36,10 +37,7 @@ class PipelineFamily:
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
-        """`parts` is "all" (weights go straight to `device`), "offload" (the same, but the text encoders' stay in host
-        memory), "cached" (the same without text encoders), "text" (text encoders; the transformer on the meta device),
-        "transformer" (no text encoder, no VAE weights) or "structure" (the transformer with its parameters on the meta
-        device)."""
+        """Loads the model; see `PolicyFamily.load`, also for `parts`."""
         import diffusers
 
         from async_flowrl.policies.loading import (
@@ -82,7 +80,7 @@ class PipelineFamily:
         )
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
-        """The policy of a pipeline that is loaded already."""
+        """Returns the policy of a loaded diffusers pipeline."""
         return self.policy(
             pipeline.transformer,
             pipeline.scheduler,
@@ -100,9 +98,9 @@ class PipelineFamily:
         dtype: torch.dtype,
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
-        """The policy with its VAE on the meta device, from their configurations: shapes and dtypes, no memory.
+        """Returns a policy on the meta device, from the configurations of transformer and VAE; it needs no memory.
 
-        Such a policy predicts and decodes shapes; it has no schedule and encodes nothing.
+        Its network and VAE compute only shapes and dtypes. It has no schedule and no text encoders.
         """
         import diffusers
 
@@ -126,7 +124,7 @@ class PipelineFamily:
 
     @staticmethod
     def scale_factor(vae: Mapping[str, Any]) -> int:
-        """Pixels per latent and side, from the configuration of the VAE."""
+        """Returns the side of one latent in pixels, from the configuration of the VAE."""
         if "temperal_downsample" in vae:
             return int(2 ** len(vae["temperal_downsample"]))
         return int(2 ** (len(vae["block_out_channels"]) - 1))
@@ -134,7 +132,7 @@ class PipelineFamily:
     def shapes(
         self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
-        """From the configurations of transformer and VAE."""
+        """Returns shapes from the configurations of transformer and VAE; see `PolicyFamily.shapes`."""
         described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
         bare: Any = SimpleNamespace(config=SimpleNamespace(**described))
         policy = self.policy(
@@ -147,7 +145,7 @@ class PipelineFamily:
         return policy.shapes(resolution)
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
-        """Raises ValueError for what the family has no place for, and for token ids that are no prompt of the model."""
+        """Raises ValueError for system prompts and token ids that the model cannot encode."""
         title = self.policy.title
         for prompt in prompts:
             if prompt.system is not None and not self.policy.has_system_prompt:
@@ -156,9 +154,10 @@ class PipelineFamily:
             self.check_token_ids(with_ids, path, revision=revision)
 
     def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
-        """Raises ValueError, naming the prompt, for ids that its text encoder would not read as a prompt.
+        """Raises ValueError, naming the prompt, for token ids that are not a prompt of the model.
 
-        Here for any ids: where several text encoders read a prompt, each has a vocabulary of its own.
+        This default refuses all token ids; it is right for families with several text encoders, whose vocabularies
+        differ.
         """
         raise ValueError(f"{self.policy.title} takes prompts as text, prompt {prompts[0].index} brings token ids")
 
@@ -167,7 +166,10 @@ class PipelineFamily:
 
 
 def structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The network as `from_pretrained` makes it before it reads weights: parameters on meta, tables computed."""
+    """Returns a network of class `kind` as `from_pretrained` builds it before it reads weights.
+
+    Parameters are on the meta device; buffers that the class computes have their values.
+    """
     from accelerate import init_empty_weights
 
     before = torch.get_default_dtype()

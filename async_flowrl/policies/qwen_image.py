@@ -1,4 +1,4 @@
-"""Qwen-Image (and its tiny twin): packed latents [tokens, 64], true classifier-free guidance with norm rescale."""
+"""The model family Qwen-Image: latents are [tokens, 64], and guidance rescales each token to its norm without it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class QwenImagePolicy(PipelinePolicy):
     family = "qwen_image"
     title = "Qwen-Image"
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
-    # One step would divide by zero where the schedule is stretched to its terminal value.
+    # With one step, stretching the schedule to its terminal value would divide by zero.
     least_steps = 2
     has_system_prompt = True
 
@@ -36,17 +36,17 @@ class QwenImagePolicy(PipelinePolicy):
 
     @property
     def lora_exclude(self) -> str:
-        """The last block's text output is dropped by the network, so these get no gradient at all; its text query
-        feeds only that output, so its gradient is always zero."""
+        """The text layers of the last block, because the network drops that block's text output."""
         return rf"transformer_blocks\.{self._config.num_layers - 1}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
 
     @torch.no_grad()
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """{"prompt_embeds": [L, D] float32} per text, L its true length; `system` replaces the template's own.
+        """Returns {"prompt_embeds": [L, D] float32} per text of L tokens, without padding; see `Policy.encode`.
 
-        Token ids are those of the whole template. With a system prompt in them, `system` must say the same one.
+        Token ids are those of the whole prompt template. If they contain another system prompt than the usual one, it
+        must also be given as `system`.
         """
         with system_prompt(self._whole("encode prompts"), system):
             return super().encode(texts, negative=negative)
@@ -64,15 +64,15 @@ class QwenImagePolicy(PipelinePolicy):
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A prompt of 128 tokens; nothing is padded."""
+        """Returns the shape for a prompt of 128 tokens; prompts are not padded."""
         return {"prompt_embeds": (128, self._config.joint_attention_dim)}
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
-        """[tokens, 64]."""
+        """Returns (tokens, 64)."""
         return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """As in QwenImagePipeline: v = u + w (c - u), then each token's norm is set back to that of c."""
+        """Returns v = u + w (c - u), each token scaled to the norm that it has in c, as in QwenImagePipeline."""
         return with_norm_of(conditional, super()._guide(conditional, unconditional, scale))
 
     def _network(
@@ -93,12 +93,12 @@ class QwenImagePolicy(PipelinePolicy):
         vae = pipeline.vae
         unpacked = pipeline._unpack_latents(latents, *height_width(resolution), pipeline.vae_scale_factor).to(vae.dtype)
         mean, std = self._statistics(vae.config, unpacked)
-        # Divided by the reciprocal, as the pipeline does: the same bits as its images.
+        # The pipeline divides by the reciprocal, too; a product would give other bits.
         decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0]
         return cast("Tensor", decoded[:, :, 0])
 
     def _statistics(self, config: Any, like: Tensor) -> list[Tensor]:
-        """Mean and standard deviation of the VAE's latents, [1, C, 1, 1, 1] each; copied to the device once."""
+        """Returns mean and standard deviation of the VAE's latents, [1, C, 1, 1, 1] each, cached per device."""
         kind = like.device, like.dtype
         if kind not in self._known_statistics:
             self._known_statistics[kind] = [
@@ -113,7 +113,10 @@ class QwenImagePolicy(PipelinePolicy):
 
 
 def _text(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Embeddings [len(branches) * n, L, D] and their mask [.., L], None where no branch needs padding."""
+    """Returns padded embeddings [len(branches) · n, L, D] and their mask [len(branches) · n, L].
+
+    The mask is None if no branch needs padding.
+    """
     embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
     lengths = [len(e) for e in embeds]
     longest = max(lengths)

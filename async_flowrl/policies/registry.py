@@ -1,4 +1,4 @@
-"""The registry of model families, and the way from `model.path` to a policy with its weights."""
+"""The registry of model families: resolves `model.path` (`resolve_model`) and loads the model (`load_policy`)."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -35,33 +35,37 @@ PIPELINES = {
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
 }
-"""`_class_name` of model_index.json to family."""
+"""Class name of a diffusers pipeline (`_class_name` of model_index.json) → family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("all", "offload", "cached", "text", "transformer", "structure")
+"""Values of `parts` in `load_policy`."""
 PROMPTS_AT_A_TIME = 32_768
-"""Prompts that a family checks in one call: it reads its tokenizer for each."""
+"""Number of prompts that a family checks per call; each call loads the tokenizer."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """`path`: a local diffusers folder or a hub name; `revision`: the hub commit, None for a local folder.
-
-    `family` is a registered name or `pkg.module:attr`; `dtype` is what `model.dtype` says, or what its `auto` means.
-    """
+    """The settings `model.*` after all defaults are replaced by values."""
 
     path: str
+    """Local diffusers folder or hub name."""
     family: str
+    """Registered name, or `pkg.module:attr` of your own."""
     revision: str | None
+    """Commit on the hub; None for a local folder."""
     dtype: str
+    """`float32` or `bfloat16`."""
     max_sequence_length: int | None = None
+    """Longest prompt in tokens; None means the default of the diffusers pipeline."""
     attention_backend: str | None = None
+    """Attention backend of diffusers; None means its default."""
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
-    """Builds the tiny model, checks a local folder, or looks a hub name up. Loads no weights.
+    """Resolves `model.*`: builds the tiny model, checks a local folder, or looks up a hub name. It loads no weights.
 
-    Raises ValueError in one sentence on a field out of bounds, on a path that is neither, on a folder without
-    model_index.json, on a pipeline or family that is not known, and where `model.dtype=auto` cannot be told.
+    Raises ValueError, one sentence, for a field out of bounds, a path that is none of these, a folder without
+    model_index.json, an unknown pipeline or family, and if `model.dtype=auto` cannot be determined.
     """
     check_fields(config, "model.")
     if config.family not in ("auto", *FAMILIES):
@@ -80,7 +84,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
 
 
 def _found(config: ModelConfig) -> tuple[str, str, str | None]:
-    """Path, family and revision."""
+    """Returns path, family and revision."""
     if config.path == TINY:
         from async_flowrl.policies.tiny.build import build_tiny
 
@@ -93,11 +97,12 @@ def _found(config: ModelConfig) -> tuple[str, str, str | None]:
 
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
-    """The policy with its weights in torch's own aligned memory; all processes get equal bits.
+    """Loads the policy; the same arguments give equal bits in all processes.
 
-    `parts` is "all" (rollout: with text encoder and VAE), "offload" (the same, the text encoder in host memory),
-    "cached" (the same, no text encoder), "text" (text encoder and no weights else), "transformer" (trainer) or
-    "structure" (the transformer without weights).
+    `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host memory),
+    "cached" (all but the text encoders), "text" (only text encoders), "transformer", or "structure" (the transformer
+    without weights). A hub model is downloaded if necessary. Raises ValueError for an unknown `parts` or a wrong
+    `model.attention_backend`.
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
@@ -116,33 +121,33 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:
-    """The folder with the files of `parts`: the model's own, or where the hub's are on this machine."""
+    """Returns the local folder with the files for `parts`; a hub model is downloaded if necessary."""
     if resolved.revision is None:
         return Path(resolved.path)
     return download(resolved.path, resolved.revision, parts)
 
 
 def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:
-    """Of the model's latents and conditioning, from its configuration files. Raises ValueError, one sentence."""
+    """Returns the shapes of latents and conditioning, from the model's configuration files.
+
+    Raises ValueError, one sentence, for a resolution that the model does not support or a missing file.
+    """
     return load_family(model.family).shapes(
         model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length
     )
 
 
 def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
-    """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode.
-
-    They are read and checked some at a time: a file may hold millions.
-    """
+    """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode."""
     special = (p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids)
     while some := list(islice(special, PROMPTS_AT_A_TIME)):
         load_family(model.family).check_prompts(some, model.path, revision=model.revision)
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:
-    """Raises ValueError where a hub model is not at the revision that `where` recorded under `model`.
+    """Raises ValueError if the hub revision in `recorded["model"]`, read from `where`, is not that of `model`.
 
-    A local folder has none; the digest of its weights is compared instead.
+    A local folder has no revision; other code compares the digest of its weights.
     """
     before = recorded.get("model", {}).get("revision")
     if before is not None and before != model.revision:
@@ -153,11 +158,11 @@ def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str
 
 
 def load_family(name: str) -> PolicyFamily:
-    """The family of a registered name or of `pkg.module:attr`. Raises ValueError, one sentence, if it cannot be had."""
+    """Returns the family for a registered name or `pkg.module:attr`. Raises ValueError if it cannot be imported."""
     path = FAMILIES.get(name, name)
     try:
         family = resolve_name(path)
-    except Exception as error:  # whatever the module does when it is read
+    except Exception as error:  # importing a module can raise anything
         raise ValueError(f"model.family {path} cannot be imported: {in_one_line(error)}") from error
     try:
         return cast("PolicyFamily", family())
@@ -166,7 +171,10 @@ def load_family(name: str) -> PolicyFamily:
 
 
 def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
-    """The family of a loaded diffusers pipeline, by `model.family` as configured or by its class."""
+    """Returns the family of a loaded diffusers pipeline: the one named `wanted`, or with "auto" that of its class.
+
+    Raises ValueError for a pipeline class without a family.
+    """
     name = type(pipeline).__name__
     if wanted == "auto" and name not in PIPELINES:
         raise ValueError(unknown_name("the pipeline", name, PIPELINES))
@@ -174,7 +182,7 @@ def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
 
 
 def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.device) -> Any:
-    """The diffusers pipeline itself, for tools that look at the model as its users do."""
+    """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do."""
     from diffusers import DiffusionPipeline
 
     from async_flowrl.policies.loading import quiet, settle_pipeline, weight_options
@@ -196,7 +204,7 @@ def _family(wanted: str, index: Path, path: str) -> str:
 
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:
-    """model_index.json of a hub model and the commit it belongs to, from the network or the local hub cache."""
+    """Returns model_index.json of a hub model and its commit, from the hub or from the local cache."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:

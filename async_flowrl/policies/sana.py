@@ -1,4 +1,4 @@
-"""SANA: latents [32, h, w] of an autoencoder that halves five times, text behind an instruction."""
+"""The model family SANA: latents are [32, h, w] with 32 pixels per side of a latent."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class SanaPolicy(PipelinePolicy):
-    """Policy of SANA and SANA-1.5; plain classifier-free guidance through `true_cfg_scale`."""
+    """Policy of SANA and SANA-1.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
     family, title, size_step, stock_guidance = "sana", "SANA", 32, "guidance_scale"
-    # Both attentions of a block; its feed-forward part is convolutions.
+    # The layers of both attentions of a block; its feed-forward part has only convolutions.
     lora_targets: Sequence[str] = tuple(
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
     )
 
     def __init__(self, transformer: Any, scheduler: Any, **options: Any) -> None:
-        """Published models come with a multistep solver; the sampler of a policy is Euler's, over the same shift."""
+        """Replaces the multistep solver of published models by an Euler scheduler with the same shift."""
         if scheduler is not None and (shift := scheduler.config.get("flow_shift")) is not None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -29,8 +29,8 @@ class SanaPolicy(PipelinePolicy):
         super().__init__(transformer, scheduler, **options)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """{"prompt_embeds": [L, D], "prompt_attention_mask": [L]}: behind the instruction that is the default of the
-        stock pipeline's `__call__`, which the encoder reads and the network does not."""
+        """Returns {"prompt_embeds": [L, D], "prompt_attention_mask": [L]}. The text encoder reads the prompt after the
+        instruction that is the default of the diffusers pipeline; the pipeline cuts the instruction off again."""
         call = inspect.signature(type(self._whole("encode prompts")).__call__)
         return self._read(text, call.parameters["complex_human_instruction"].default)
 
@@ -49,11 +49,11 @@ class SanaPolicy(PipelinePolicy):
         return {"prompt_embeds": (length, self._config.caption_channels), "prompt_attention_mask": (length,)}
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """The scheduler's own, whatever the size of the image."""
+        """Sets the scheduler's own levels, which do not depend on the image size."""
         self._scheduler.set_timesteps(steps)
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """[channels, h, w]."""
+        """Returns (channels, h, w)."""
         patch = int(self._config.patch_size)
         rows, columns = self._grid(resolution)
         return int(self._config.in_channels), patch * rows, patch * columns

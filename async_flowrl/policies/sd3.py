@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: latents [16, h, w], joint attention over image and text, three text encoders."""
+"""The model family Stable Diffusion 3 and 3.5: latents are [16, h, w]; there are three text encoders."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -11,21 +11,21 @@ from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
 class SD3Policy(PipelinePolicy):
-    """Policy of SD3.5: plain classifier-free guidance through `true_cfg_scale`, no norm rescale."""
+    """Policy of SD3 and SD3.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
     family = "sd3"
     title = "Stable Diffusion 3"
     stock_guidance = "guidance_scale"
-    # Those of flow_grpo's SD3 scripts; the second attention of SD3.5-M stays as it is.
+    # As in flow_grpo's SD3 scripts; the second attention of SD3.5-M gets no LoRA.
     lora_targets: Sequence[str] = JOINT_ATTENTION
 
     @property
     def lora_exclude(self) -> str:
-        """The last block has no text output (`context_pre_only`), which is all that its text query feeds."""
+        """The text query of the last block: only the text output would use it, and that block has none."""
         return rf"transformer_blocks\.{self._config.num_layers - 1}\.attn\.add_q_proj"
 
     def _encode_one(self, text: str) -> Conditioning:
-        """{"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: CLIP's tokens, then T5's, with padding."""
+        """Returns {"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: tokens of CLIP, then of T5, padded."""
         pipeline = self._whole("encode prompts")
         embeds, _, pooled, _ = pipeline.encode_prompt(
             text,
@@ -41,7 +41,7 @@ class SD3Policy(PipelinePolicy):
         }
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """The scheduler's own spacing; shifted by image tokens only where the model asks for that."""
+        """Sets the scheduler's own levels; they depend on the image size only if the model's scheduler says so."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
 
         dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
@@ -54,7 +54,7 @@ class SD3Policy(PipelinePolicy):
         }
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """[channels, h, w]."""
+        """Returns (channels, h, w)."""
         patch = int(self._config.patch_size)
         rows, columns = self._grid(resolution)
         return int(self._config.in_channels), patch * rows, patch * columns

@@ -1,4 +1,4 @@
-"""A model's files: its parts' configurations, and a transformer's weights, one tensor at a time."""
+"""Reads a model's files without building it: configurations of its parts, and single tensors of the transformer."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ FILE = "diffusion_pytorch_model.safetensors"
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """Tensors by their names in the network, cast to `dtype` where they are floating point; none of them is kept.
+    """The tensors of safetensors files, by their name in the network; each access reads the tensor from the file.
 
-    `path` is a local diffusers folder, or a hub name whose files are downloaded at `revision`. Only safetensors are
-    read. Raises ValueError where there are none.
+    Floating-point tensors are cast to `dtype`. `path` is a local diffusers folder, or a hub name that is downloaded at
+    `revision`; `folder` is the folder in it. Raises ValueError if it has no safetensors files.
     """
 
     def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None, folder: str = FOLDER) -> None:
@@ -49,9 +49,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:
-    """config.json of a part of the model ("transformer", "vae", ...), of a local folder or of the hub at `revision`.
+    """Returns config.json of one part of the model, e.g. "transformer" or "vae".
 
-    Raises ValueError where it cannot be had.
+    `path` is a local folder, or a hub name with its `revision`. Raises ValueError if the file cannot be read.
     """
     name = f"{part}/config.json"
     try:

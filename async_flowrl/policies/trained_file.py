@@ -1,4 +1,7 @@
-"""Trained weights as files, of either kind: a run's lora/ or transformer/, and what else generate and evaluate take."""
+"""Files of trained weights, either a LoRA or a whole transformer: saves a run's weights, loads them into a pipeline.
+
+A run saves to lora/ or transformer/; `generate` and `evaluate` also load weights from elsewhere.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,20 +16,23 @@ from async_flowrl.policies.registry import ResolvedModel
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: ResolvedModel) -> Path:
-    """A LoRA for diffusers and PEFT, or with tune=full the whole transformer for diffusers; returns what to load."""
+    """Saves a LoRA for diffusers and PEFT or, with tune=full, the whole transformer for diffusers.
+
+    `tensors` are by layout name (see policies/lora.py). Returns the path from which diffusers loads.
+    """
     if config.tune == FULL:
         return whole_file.save(folder, tensors, model)
     return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=config.model.path)
 
 
 def check(path: Path) -> None:
-    """Raises ValueError for a path that is neither a transformer's folder nor a LoRA."""
+    """Raises ValueError if `path` is neither the folder of a whole transformer nor a LoRA."""
     if not whole_file.is_whole(path):
         weights_file(path)
 
 
 def apply(pipeline: Any, path: Path) -> None:
-    """Puts what was trained on diffusers' pipeline. Raises ValueError, one sentence, where it does not fit."""
+    """Loads the trained weights at `path` into a diffusers pipeline. Raises ValueError if they do not fit."""
     if whole_file.is_whole(path):
         whole_file.put_on(pipeline, path)
     else:

@@ -1,7 +1,7 @@
-"""The trained part of a transformer, by `tune`: a LoRA attached to it, or its own parameters.
+"""The trained part of a transformer: with `tune=lora` a LoRA, with `tune=full` its own parameters.
 
-Trainer, rollout, plan and export ask here for names, dtypes and the binding probe of what is trained; nothing else in
-them knows which of the two it is.
+`tuning_of` returns an object that hides the difference. Trainer and rollout workers ask it for the names and dtypes of
+the trained tensors and for the binding probe.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,48 +19,52 @@ from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
 class Tuning(Protocol):
-    """One of the two; without state of its own."""
+    """What is trained; an object holds only settings, never tensors."""
 
     alpha: float | None
-    """Scale of a LoRA, which travels with every version; None where there is none."""
+    """Alpha of the LoRA, which is sent with every version; None without a LoRA."""
     rank: int | None
+    """Rank of the LoRA; None without a LoRA."""
 
     def attach(self, policy: Policy, seed: int) -> None:
-        """Makes the trained tensors ask for gradients and freezes all others. Before compiling and sharding."""
+        """Makes the trained tensors require gradients and freezes all others; a LoRA is attached.
+
+        Call it before torch.compile and FSDP. Raises ValueError as `check`.
+        """
         ...
 
     def check(self, policy: Policy) -> None:
-        """Raises ValueError for names in the configuration that the network does not have."""
+        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have."""
         ...
 
     def warm_start(self, policy: Policy) -> None:
-        """Loads what the run starts from, where that is not the base model."""
+        """Loads the LoRA of `lora.path`, if it is set; otherwise does nothing."""
         ...
 
     def parameters(self, transformer: nn.Module) -> dict[str, nn.Parameter]:
-        """The trained tensors by layout name, sorted; the same names behind torch.compile."""
+        """Returns the trained tensors by layout name, sorted; torch.compile does not change the names."""
         ...
 
     def dtypes(self, transformer: nn.Module) -> dict[str, torch.dtype]:
-        """By layout name, the dtype that the network computes with each in, and in which versions travel."""
+        """Returns by layout name the dtype in which the network uses a tensor; versions are sent in it, too."""
         ...
 
     def keep_compute_copies(self, transformer: nn.Module) -> None:
-        """Casts the trained tensors to these dtypes, where no optimizer needs float32 masters."""
+        """Casts the trained tensors to `dtypes`; for rollout workers, whose tensors no optimizer updates."""
         ...
 
     def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
-        """What the network's live tensors are, for the binding proof of `checkpoint_engine`."""
+        """Returns the probe of the network's present tensors, with which `checkpoint_engine` proves their version."""
         ...
 
 
 def tuning_of(config: Config) -> Tuning:
-    """As `tune` says."""
+    """Returns the object for `config.tune`."""
     return FullTuning(config.full.freeze) if config.tune == FULL else LoraTuning(config.lora)
 
 
 class LoraTuning:
-    """A LoRA is attached and trained; the base model is frozen."""
+    """Trains a LoRA; the base model is frozen. Methods are as in `Tuning`."""
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
@@ -92,7 +96,7 @@ class LoraTuning:
 
 
 class FullTuning:
-    """All parameters of the transformer are trained, but for those whose names `freeze` matches."""
+    """Trains all parameters of the transformer, except those whose names match `freeze`. Methods are as in `Tuning`."""
 
     def __init__(self, freeze: Sequence[str]) -> None:
         self._freeze = tuple(freeze)
@@ -100,7 +104,7 @@ class FullTuning:
         self.rank: int | None = None
 
     def attach(self, policy: Policy, seed: int) -> None:
-        """Raises ValueError for a pattern that matches nothing, and for patterns that leave nothing to train."""
+        """Makes the trained parameters require gradients; ValueError as for `trained_names`."""
         policy.transformer.requires_grad_(False)
         for parameter in self.parameters(policy.transformer).values():
             parameter.requires_grad_(True)
@@ -109,7 +113,7 @@ class FullTuning:
         self.parameters(policy.transformer)
 
     def warm_start(self, policy: Policy) -> None:
-        """Nothing: the run starts at the weights of `model.path`."""
+        """Does nothing: the run starts with the weights of `model.path`."""
 
     def parameters(self, transformer: nn.Module) -> dict[str, nn.Parameter]:
         named = {lora.plain_name(name): parameter for name, parameter in transformer.named_parameters()}
@@ -119,17 +123,17 @@ class FullTuning:
         return {name: parameter.dtype for name, parameter in self.parameters(transformer).items()}
 
     def keep_compute_copies(self, transformer: nn.Module) -> None:
-        """Nothing: a loaded network's parameters have the dtypes it computes in."""
+        """Does nothing: the loaded parameters already have the dtype in which the network computes."""
 
     def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
         return tensor_probe(self.parameters(transformer))
 
 
 def trained_names(names: Mapping[str, object], freeze: Sequence[str]) -> list[str]:
-    """Names that no pattern of `full.freeze` matches, sorted.
+    """Returns the sorted names that match no pattern of `freeze`.
 
-    Patterns are the shell's: * stands for anything, dots included. Raises ValueError, one sentence, for one that
-    matches nothing, and where nothing is left.
+    Patterns are as in a shell; * also matches dots. Raises ValueError, one sentence, for a pattern without matches, and
+    if no name is left.
     """
     frozen: set[str] = set()
     for pattern in freeze:

@@ -1,6 +1,6 @@
-"""Whole transformers in diffusers' own form: written from trained weights, and put on diffusers' pipeline.
+"""Saves and loads whole transformers in diffusers' format, for runs with `tune=full`.
 
-What was not trained (frozen parameters, saved tables) is the base model's.
+A saved transformer has the trained tensors, and the base model's for all others (frozen parameters, saved buffers).
 """
 
 import inspect
@@ -20,14 +20,15 @@ from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 
 CONFIG = "config.json"
 SHARD = "5GB"
-"""Of one safetensors file, at most."""
+"""Largest size of one safetensors file."""
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
-    """Writes `folder` with config.json and safetensors in the dtype that is computed in, whole or not at all.
+    """Writes a transformer in the dtype of `model` to `folder` (config.json, safetensors) and returns `folder`.
 
-    diffusers' `AutoModel.from_pretrained(folder)` loads it. What was there before gives way. Raises ValueError, naming
-    a tensor, where they are not the model's.
+    diffusers' `AutoModel.from_pretrained(folder)` loads it. The files are written to another folder, which is then
+    renamed, so `folder` is never incomplete; an older one is replaced. Raises ValueError for a tensor that is not in
+    the model or has another shape.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -41,10 +42,10 @@ def save(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> P
     work.mkdir(parents=True)
     shutil.copyfile(base_folder(model) / CONFIG, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
-    with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # so is its logger named
+    with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # the logger is named after the file
         save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
     for file in work.iterdir():
-        file.chmod(0o644)  # safetensors are written for their owner alone
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
     if folder.exists():
         folder.rename(old)
     work.rename(folder)
@@ -53,19 +54,20 @@ def save(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> P
 
 
 def base_folder(model: ResolvedModel, parts: str = "transformer") -> Path:
-    """The folder with the base's transformer; of a hub model, what is downloaded of it are its `parts`."""
+    """Returns the base model's transformer folder; of a hub model the files for `parts` are downloaded."""
     path = Path(model.path) if model.revision is None else download(model.path, model.revision, parts)
     return path / FOLDER
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a path means a transformer's folder, and not a LoRA."""
+    """Returns True if `path` is the folder of a whole transformer."""
     return (path / CONFIG).is_file() and any(path.glob(f"{FILE.removesuffix('.safetensors')}*"))
 
 
 @torch.no_grad()
 def put_on(pipeline: Any, folder: Path) -> None:
-    """Overwrites the weights of the pipeline's transformer. Raises ValueError, one sentence, where they do not fit."""
+    """Overwrites the transformer's weights in a diffusers pipeline. Raises ValueError, one sentence, if names or
+    shapes differ."""
     state = pipeline.transformer.state_dict()
     dtype = next(pipeline.transformer.parameters()).dtype
     stored = StoredWeights(str(folder.parent), dtype=dtype, folder=folder.name)

@@ -1,4 +1,4 @@
-"""Z-Image: latents [16, h, w], one stream of image and text tokens, text of its true length."""
+"""The model family Z-Image: latents are [16, h, w]; image and text tokens form one sequence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -16,7 +16,7 @@ class ZImagePolicy(PipelinePolicy):
 
     family = "z_image"
     title = "Z-Image"
-    # All linear layers of a block; image and text share them, so none is dead.
+    # All linear layers of a block. Image and text share them, so each of them changes the output.
     lora_targets: Sequence[str] = (
         "attention.to_q",
         "attention.to_k",
@@ -29,12 +29,12 @@ class ZImagePolicy(PipelinePolicy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """Image refiner, text refiner, then the main layers."""
+        """The blocks of the image refiner, of the text refiner, and the main layers."""
         stages = (self.transformer.noise_refiner, self.transformer.context_refiner, self.transformer.layers)
         return [block for stage in stages for block in cast("nn.ModuleList", stage)]
 
     def _encode_one(self, text: str) -> Conditioning:
-        """{"prompt_embeds": [L, D]}, L the prompt's true length."""
+        """Returns {"prompt_embeds": [L, D]} for a prompt of L tokens, without padding."""
         pipeline = self._whole("encode prompts")
         (embeds,), _ = pipeline.encode_prompt(
             text, device=pipeline.text_encoder.device, do_classifier_free_guidance=False, **self._text_options
@@ -42,18 +42,18 @@ class ZImagePolicy(PipelinePolicy):
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A prompt of 128 tokens; nothing is padded."""
+        """Returns the shape for a prompt of 128 tokens; prompts are not padded."""
         return {"prompt_embeds": (128, self._config.cap_feat_dim)}
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """[channels, h, w]."""
+        """Returns (channels, h, w)."""
         rows, columns = self._grid(resolution)
         return int(self._config.in_channels), 2 * rows, 2 * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        """The network counts time from noise to image and predicts x0 - eps; it takes one list entry per row."""
+        # The network's time runs from noise to image and it predicts x0 - eps; it takes lists, one entry per row.
         each = len(latents) // len(branches)
         texts = [branch["prompt_embeds"].to(self._dtype) for branch in branches]
         out = self.transformer(
@@ -66,7 +66,7 @@ class ZImagePolicy(PipelinePolicy):
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """The stock pipeline writes c + g (c - u), so g = w - 1, and guides for any g above 0."""
+        """Returns the diffusers pipeline's arguments. It computes c + g (c - u), so its guidance_scale g is w - 1."""
         return {"guidance_scale": max(0.0, sampling.true_cfg_scale - 1), "negative_prompt": sampling.negative_prompt}
 
 
@@ -75,6 +75,6 @@ class ZImageFamily(PipelineFamily):
 
     policy = ZImagePolicy
     pipeline, transformer = "ZImagePipeline", "ZImageTransformer2DModel"
-    # Of Z-Image-Turbo, as in the example of ZImagePipeline.__call__, diffusers 0.40.
+    # For Z-Image-Turbo, from the example of ZImagePipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 0.0
     usual_steps = 8

@@ -1,4 +1,4 @@
-"""The interface of a rollout engine, a plain object that turns requests into images and trajectories."""
+"""The interface of a rollout engine, which makes images and trajectories from requests; it does not know Ray."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,41 +10,46 @@ from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Tr
 from checkpoint_engine import Activation, Header
 
 Export = Callable[[], tuple[Header, ByteArray]]
-"""Header and bytes of a version that the worker's receiver holds."""
+"""Function that returns the header and the bytes of a version from the worker's receiver of weights."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """images uint8 [n, H, W, 3]; no trajectory for evaluation requests."""
+    """The result of one request."""
 
     images: ByteArray
+    """uint8 [n, H, W, 3]."""
     trajectory: Trajectory | None
+    """None for evaluation requests."""
     spans: tuple[Span, ...]
+    """Parts of the time that it took, for reports."""
 
 
 class RolloutEngine(Protocol):
-    """Runs without Ray. Its caller receives the weights, verifies them and says which version is to be used."""
+    """Makes images. The rollout worker receives the weights, verifies them, and tells the engine what to use."""
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        """Embeddings of negative prompts, for the trainer, once per run."""
+        """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
         ...
 
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Denoises the request's images in fixed chunks and decodes them."""
+        """Returns the images and, for a training request, the trajectory of one request.
+
+        The worker has activated the right version before.
+        """
         ...
 
     def live_tensors(self) -> Mapping[str, Tensor]:
-        """The trained tensors by layout name, for the receiver to turn into views of its flat buffer."""
+        """Returns the trained tensors by layout name; the receiver makes them views of its own flat buffer."""
         ...
 
     def adopt(self, active: Activation, export: Export) -> None:
-        """The receiver has just put `active` into `live_tensors`; from here on the network must compute with it.
+        """Makes the network use the version `active`, which the receiver has just written to `live_tensors`.
 
-        An engine whose network doesn't compute with those tensors themselves takes the bytes from `export`.
+        An engine whose network uses these tensors themselves does nothing; any other takes the bytes from `export`.
         """
         ...
 
     def probe(self) -> Mapping[str, Tensor]:
-        """What the network computes with since the version adopted last, by the network's own names: see
-        `checkpoint_engine.binding_proof`."""
+        """Returns a probe of the tensors that the network uses now (see `checkpoint_engine.binding_proof`)."""
         ...

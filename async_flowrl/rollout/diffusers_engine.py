@@ -1,7 +1,7 @@
-"""The reference rollout engine: a diffusers model denoised by our own loop, in float32 outside the network."""
+"""The reference rollout engine: runs a diffusers network in its own denoising loop, in float32 outside the network."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,45 +23,53 @@ from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajec
 from checkpoint_engine import Activation
 
 ADAPTER = LoraTuning(LoraConfig())
-"""Names and probes are the same whatever the adapter's rank."""
+"""Default of `tuning`: names and probes of a LoRA do not depend on its rank."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Images start .. start + n of a request: final latents [n, ...], recorded points [n, P, ...], log-probs [n, W].
-
-    `finite` is a boolean without dimensions: whether all final latents are. All four are on the device.
-    """
+    """The denoised images of one chunk (n images of a request); all tensors are on the device."""
 
     final: Tensor
+    """[n, ...] Final latents."""
     recorded: Tensor
+    """[n, P, ...] Latents at the recorded noise levels."""
     log_probs: Tensor
+    """[n, W] Log-probs of the trained steps."""
     finite: Tensor
+    """[] bool: True if all final latents are finite."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all chunks of a request share; `points` are the schedule positions whose latents are recorded.
-
-    `sigmas` [T+1] and `encoded` are on the host; `levels`, the same noise levels, and both branches on the device.
-    """
+    """The data that all chunks of a request share."""
 
     request: RolloutRequest
     sigmas: Tensor
+    """[T+1] Noise levels, on the host."""
     levels: Tensor
+    """[T+1] The same noise levels on the device."""
     encoded: Conditioning
+    """The encoded prompt, on the host."""
     positive: Mapping[str, Tensor]
+    """The encoded prompt on the device."""
     negative: Mapping[str, Tensor] | None
+    """The encoded negative prompt on the device; None without guidance."""
     noisy: frozenset[int]
+    """Denoising steps that add noise."""
     points: tuple[int, ...]
+    """Indices of the noise levels whose latents are recorded."""
+
+    def shape(self, images: int) -> Hashable:
+        """The key of one denoising step of so many images: steps with equal keys take equally many FLOPs."""
+        return self.request.sampling, images, _shapes(self.positive), _shapes(self.negative or {})
 
 
 class DiffusersEngine:
-    """Denoises tickets in fixed chunks. The same request on the same weights gives the same bits.
+    """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal requests give equal bits.
 
-    `batch_size` images go through the network at once (None: the whole ticket). An image's noise depends on its seeds
-    alone; its chunk neighbours touch only the last float bits. On CUDA the host waits twice per ticket whose prompts
-    are cached, for the trajectory and for the images, and never between two denoising steps.
+    The noise of an image depends only on its seeds; the other images of its chunk change at most its last bits. On CUDA
+    the host waits for the device twice per ticket, for the trajectory and for the images, if its prompts are in memory.
     """
 
     def __init__(
@@ -74,10 +82,10 @@ class DiffusersEngine:
         tuning: Tuning = ADAPTER,
         encoder: Encoder | None = None,
     ) -> None:
-        """`text_encoder` is `rollout.text_encoder`, of the policy's own; ValueError for offload where it has none.
+        """`text_encoder` is `rollout.text_encoder`: "offload" keeps the text encoders in host memory between prompts.
 
-        `tuning` says which of the network's tensors are trained: by default the adapter that it carries. `encoder`
-        takes the place of the policy's text encoders.
+        `tuning` says which tensors of the network are trained; the default is an attached LoRA. `encoder` is used
+        instead of the policy's text encoders, if it is given. Raises ValueError for "offload" without text encoders.
         """
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
@@ -95,33 +103,38 @@ class DiffusersEngine:
         return self._tuning.parameters(self.policy.transformer)
 
     def adopt(self, active: Activation, export: Export) -> None:
-        """Nothing to do: the receiver's live tensors are the network's own."""
+        """Does nothing, because the receiver writes to the network's own tensors."""
 
     def probe(self) -> Mapping[str, Tensor]:
         return self._tuning.probe(self.policy.transformer)
 
-    # no_grad, not inference_mode: the trainer replays with the same kernels, and views of the adapter stay ordinary.
+    # not inference_mode: the trainer replays with the same kernels, and the LoRA's tensor views must stay ordinary.
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Images and, for training requests, the trajectory; a request without `train_steps` records the final latents.
+        """Returns the images and, for a training request, the trajectory.
 
-        Raises ValueError on a request that contradicts itself and FloatingPointError on latents that are not finite.
+        Without noisy steps the trajectory has only the final latents. Raises ValueError for a request that contradicts
+        itself, and FloatingPointError if final latents are not finite.
         """
         begun = time.time()
         plan = self._plan(request)
         size = self.batch_size or len(request.images)
         parts = [range(start, min(start + size, len(request.images))) for start in range(0, len(request.images), size)]
-        shape = request.sampling, len(request.images), _shapes(plan.positive), _shapes(plan.negative or {})
-        with self._meter.measure(shape):
-            chunks = [self._denoise(plan, images) for images in parts]
-            trajectory = self._finish(plan, chunks)
+        chunks = [self._denoise(plan, images) for images in parts]
+        trajectory = self._finish(plan, chunks)
         denoised = time.time()
         decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
         images = download([torch.cat(decoded)], self.device)[0].numpy()
-        generated = Span("generate", begun, denoised, self._meter.flops(shape))
+        generated = Span("generate", begun, denoised, self._flops(plan, parts))
         made = None if trajectory is None else images.nbytes + trajectory.nbytes
         spans = (generated, Span("decode", denoised, time.time(), bytes=made))
         return Rollout(images, trajectory, spans)
+
+    def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
+        """FLOPs of all denoising steps; one step per shape was measured, and the others take as many."""
+        each = [self._meter.flops(plan.shape(len(images))) for images in parts]
+        known = [flops for flops in each if flops is not None]
+        return plan.request.sampling.num_inference_steps * sum(known) if len(known) == len(each) else None
 
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
@@ -129,7 +142,7 @@ class DiffusersEngine:
         encoded = self._prompts.embeddings(asked_of(request.prompt, sampling))
         branches = [self._uploaded(branch) for branch in encoded]
         sigmas = self.policy.sigmas(sampling.num_inference_steps, sampling.resolution)
-        # Without noise there are no transitions to train on: the rows of train_steps are made from the final latents.
+        # Without noisy steps, the trainer needs only the final latents.
         recorded = {point for step in request.train_steps if request.noise_steps for point in (step, step + 1)}
         return _Plan(
             request,
@@ -169,10 +182,11 @@ class DiffusersEngine:
     def _step(
         self, plan: _Plan, step: int, latents: Tensor, sources: Sequence[torch.Generator]
     ) -> tuple[Tensor, Tensor | None]:
-        """The next latents, and their log-prob [n] float32 where the step is noisy."""
+        """Returns the next latents [n, ...] and, if the step is noisy, their log-prob [n] float32."""
         sampling, n = plan.request.sampling, len(latents)
         sigma, sigma_next = (plan.levels[i].expand(n) for i in (step, step + 1))
-        velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
+        with self._meter.measure(plan.shape(n)):
+            velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
         if step not in plan.noisy:
             return sde.ode_step(latents, velocity, sigma, sigma_next), None
         transition = sde.transition(
@@ -188,14 +202,17 @@ class DiffusersEngine:
         return following, sde.log_prob(following, transition, sampling.sde_type).float()
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
-        """Standard normal [n, ...] float32 on the device, row i from generator i of the host."""
+        """Returns standard normal noise [n, ...] float32 on the device, row i drawn by generator i on the CPU."""
         drawn = torch.empty(len(sources), *shape, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         for row, source in zip(drawn, sources, strict=True):
             torch.randn(shape, generator=source, out=row)
         return upload(drawn, self.device)
 
     def _finish(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory | None:
-        """Waits for the denoising. The trajectory of a training request; FloatingPointError on latents not finite."""
+        """Waits for the device and returns the trajectory, None for an evaluation.
+
+        Raises FloatingPointError if final latents are not finite.
+        """
         request = plan.request
         found = [torch.stack([chunk.finite for chunk in chunks])]
         if request.kind == TRAIN:

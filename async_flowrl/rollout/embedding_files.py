@@ -1,4 +1,7 @@
-"""Embeddings on disk: a file per prompt, named by all that its bits depend on, and checked whenever it is read."""
+"""Files of prompt embeddings for `rollout.text_encoder=cached`: one file per prompt, checked on every read.
+
+Its path contains digests of everything that its bits depend on: prompt, text encoder, library versions and device.
+"""
 
 import hashlib
 import json
@@ -21,21 +24,22 @@ from async_flowrl.types import Asked, Conditioning
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""To be raised when the files change, or when a family encodes otherwise by code that is not in its own module."""
+"""Increase it when the format of the files changes, or when code outside a family's own module changes embeddings."""
 DIGEST_BYTES = 32
 ENCODER_FOLDERS = ("text_encoder", "tokenizer")
-"""Beginnings of the names of a diffusers model's folders that embeddings depend on."""
+"""Prefixes of the names of the model's folders that embeddings depend on."""
 PACKAGES = ("torch", "diffusers", "transformers")
 
 
 class EmbeddingFiles:
-    """Files of one encoder in one setting. Several processes may share the folder: a file appears whole or not at all.
+    """Reads and writes the embeddings of one text encoder. Several processes may share the folder.
 
-    A file is the SHA-256 of what follows, and that is a safetensors file whose metadata says what it was made of.
+    A file is the SHA-256 (32 bytes) of the rest, followed by a safetensors file, whose metadata has the digest of the
+    prompt and the encoder. It is written under a temporary name and renamed, so it is never incomplete.
     """
 
     def __init__(self, folder: Path, encoder: str) -> None:
-        """`encoder` is `encoder_digest`'s."""
+        """`encoder` is the result of `encoder_digest`. Raises ValueError if the folder cannot be created."""
         self.folder, self._encoder = folder / encoder[:32], encoder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,10 +50,11 @@ class EmbeddingFiles:
             ) from error
 
     def path(self, asked: Asked) -> Path:
+        """Returns the path of the file for `asked`, whether it exists or not."""
         return self.folder / f"{self._key(asked)}.safetensors"
 
     def read(self, asked: Asked) -> Conditioning | None:
-        """None where there is no such file, or one that is not what was written for just this prompt."""
+        """Returns the embeddings of `asked`; None if there is no file, or if it is damaged (this is logged)."""
         path = self.path(asked)
         try:
             data = path.read_bytes()
@@ -63,8 +68,8 @@ class EmbeddingFiles:
         return None
 
     def write(self, asked: Asked, conditioning: Conditioning) -> None:
-        """Raises OSError, naming the file, where there is no room for it. A folder that was deleted is made again."""
-        # `save` writes memory as it lies there: an array in another order than C's would come back permuted.
+        """Writes the embeddings of `asked`. Raises OSError, which names the file, if they cannot be written."""
+        # `save` copies memory as it is, so an array that is not in C order would be read back permuted.
         arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
         body, path = save(arrays, metadata={"made_of": self._key(asked)}), self.path(asked)
         work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
@@ -86,11 +91,10 @@ class EmbeddingFiles:
 
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
-    """Hexadecimal SHA-256 of all that an embedding's bits depend on besides its prompt.
+    """Returns the hexadecimal SHA-256 of everything, except the prompt, that the bits of an embedding depend on.
 
-    That is the bytes of every file of text encoders and tokenizers in the model's folder (a second or so per GB), dtype
-    and longest prompt, the source of the model family and the packages that compute, and the device with the kernels
-    that it takes.
+    These are the files of text encoders and tokenizers in the model's folder (reading takes about a second per GB), the
+    dtype, the longest prompt, the source code of the model family, the versions of PACKAGES, and the device.
     """
     cuda = device.type == "cuda"
     where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
@@ -121,7 +125,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _made_of(body: bytes) -> str:
-    """What an undamaged safetensors file says it was made of; its header is JSON behind its length."""
+    """Returns the metadata `made_of` of a safetensors file, whose first 8 bytes are the length of its JSON header."""
     length = int.from_bytes(body[:8], "little")
     return str(json.loads(body[8 : 8 + length])["__metadata__"]["made_of"])
 

@@ -1,4 +1,4 @@
-"""Prompts' embeddings by what they were made of: each is encoded once, and kept in host memory."""
+"""A cache of prompt embeddings in host memory, so that an engine encodes each prompt once."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from async_flowrl.rollout.text_encoder import Residence
 from async_flowrl.types import Asked, Conditioning, Wording
 
 CACHED_PROMPTS = 1024
-"""Least recently used out first; a negative prompt is used all the time and so stays."""
+"""Largest number of embeddings in the cache; the least recently used one is removed first."""
 
 
 class Encoder(Protocol):
-    """Makes embeddings, or finds those that were made before."""
+    """Returns embeddings: it computes them, or reads them from files."""
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
-        """Float32 arrays of each, as the policy's `encode` gives them for that one alone."""
+        """Returns the conditioning of each, with the same bits as if the policy had encoded it alone."""
         ...
 
 
 class PolicyEncoder:
-    """The policy's own text encoders, wherever they reside; all that is asked at once is encoded in one visit."""
+    """Computes embeddings with the policy's text encoders, which `residence` brings to the device once per call."""
 
     def __init__(self, policy: Policy, residence: Residence) -> None:
         self._policy, self._residence = policy, residence
@@ -32,21 +32,21 @@ class PolicyEncoder:
 
 
 def encode_one(policy: Policy, asked: Asked) -> Conditioning:
-    """Alone: batch neighbours would change the last bits."""
+    """Returns the conditioning of one prompt, encoded alone because others in its batch would change the last bits."""
     text, system, negative = asked
     (encoded,) = policy.encode([text], system=system, negative=negative)
     return encoded
 
 
 class Prompts:
-    """Asks an encoder for what is not in memory, all that one ticket lacks at once."""
+    """The cache. It asks its encoder for all missing embeddings of a ticket in one call."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._known: OrderedDict[Asked, Conditioning] = OrderedDict()
 
     def embeddings(self, asked: Sequence[Asked]) -> list[Conditioning]:
-        """Float32 arrays per prompt, as the policy encodes them; they are the cache's own: nobody may write to them."""
+        """Returns the conditioning of each; the arrays belong to the cache and must not be changed."""
         missing = [key for key in dict.fromkeys(asked) if key not in self._known]
         if missing:
             self._known |= zip(missing, self._encoder.encode(missing), strict=True)
@@ -58,5 +58,5 @@ class Prompts:
         return found
 
     def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
-        """Of negative prompts, for the trainer, which asks once; they are not kept in memory."""
+        """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""
         return self._encoder.encode([(text, None, True) for text in texts])

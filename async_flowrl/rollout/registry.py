@@ -1,4 +1,4 @@
-"""Loading of the engine that `rollout.engine` names."""
+"""Loads the rollout engine that `rollout.engine` names; each rollout worker calls it once."""
 
 from collections.abc import Sequence
 
@@ -21,15 +21,16 @@ from async_flowrl.types import Asked
 from checkpoint_engine import base_digest
 
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
-"""`rollout.text_encoder` to the parts of the model that are loaded."""
+"""`rollout.text_encoder` → `parts` of `load_policy`."""
 
 
 def open_embeddings(
     config: Config, model: ResolvedModel, device: str, upcoming: Sequence[Asked], worker: int = 0
 ) -> StoredEmbeddings | None:
-    """The encoder of `rollout.text_encoder=cached`, None for its other values. Reads the text encoders' files once.
+    """Returns the encoder for `rollout.text_encoder=cached`, which keeps embeddings in files; None for other values.
 
-    Raises ValueError where the folder of embeddings cannot be made.
+    `upcoming` are the prompts that the run will need, in order. It reads the text encoders' files for their digest.
+    Raises ValueError if the folder of embeddings cannot be created.
     """
     if config.rollout.text_encoder != "cached":
         return None
@@ -53,11 +54,10 @@ def open_embeddings(
 def load_engine(
     config: Config, model: ResolvedModel, device: str, embeddings: StoredEmbeddings | None = None
 ) -> tuple[RolloutEngine, str]:
-    """The engine, ready for versions of what is trained, and the base's digest, to be compared with the trainer's.
+    """Returns the engine and the digest of its base weights, which is compared with the trainer's.
 
-    `embeddings` is what `open_embeddings` gave.
-
-    Raises ValueError for an engine that is not installed.
+    The engine has no trained weights yet. `embeddings` is the result of `open_embeddings`. Raises ValueError for an
+    engine that is not installed.
     """
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
@@ -82,7 +82,7 @@ def load_engine(
 
 
 def decode_by_parts(policy: Policy, config: Config) -> None:
-    """As `rollout.vae_slicing` and `rollout.vae_tiling` say. Raises ValueError where the model family cannot."""
+    """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them."""
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
     if not (images or tiles):
         return

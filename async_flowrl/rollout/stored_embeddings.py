@@ -1,4 +1,7 @@
-"""Embeddings that are found on disk; text encoders are loaded only for those that are not, and leave memory again."""
+"""The encoder for `rollout.text_encoder=cached`: reads embeddings from files.
+
+For prompts without a file it loads the text encoders, writes the embeddings, and frees the text encoders again.
+"""
 
 import gc
 import logging
@@ -17,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class StoredEmbeddings:
-    """An encoder for `rollout.text_encoder=cached`.
+    """Finds or computes embeddings. All workers and runs share the files.
 
-    When the text encoders are loaded for a prompt that nobody has encoded yet, they also encode the next `ahead` of
-    `upcoming`, so that they come once for many. Workers share what their runs and others have put into the folder.
+    Whenever the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`
+    (the prompts that the run needs, in order), so that they are loaded rarely.
     """
 
     def __init__(
@@ -33,16 +36,16 @@ class StoredEmbeddings:
         worker: int = 0,
         workers: int = 1,
     ) -> None:
-        """`load` gives a policy that encodes; it is dropped after each visit."""
+        """`load` returns a policy with text encoders; it is freed after use. This is worker `worker` of `workers`."""
         self._files, self._load = files, load
         self._upcoming, self._ahead = upcoming, ahead
         self._places = {asked: place for place, asked in enumerate(upcoming)}
         self._worker, self._workers = worker, workers
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes room on the device for a visit."""
+        """Context manager around each use of the text encoders, which frees memory on the device for them."""
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
-        """As the policy's own encoder, bit for bit. Raises OSError where the folder cannot be written."""
+        """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""
         found = {each: self._files.read(each) for each in asked}
         missing = [each for each, conditioning in found.items() if conditioning is None]
         if missing:
@@ -50,13 +53,13 @@ class StoredEmbeddings:
         return [conditioning for each in asked if (conditioning := found[each]) is not None]
 
     def begin(self) -> None:
-        """Encodes this worker's share of the first `ahead` that come, before there is anything else on the device."""
+        """Encodes this worker's share of the first `ahead` prompts; call it before the model is on the device."""
         share = self._upcoming[: self._ahead][self._worker :: self._workers]
         if missing := [each for each in share if self._files.read(each) is None]:
             self._visit(missing, ())
 
     def _next(self, missing: Sequence[Asked]) -> Sequence[Asked]:
-        """What comes after the last missing prompt; workers that lack the same one begin at different places."""
+        """Returns the next prompts after the missing ones; each worker starts at another place, to share the work."""
         places = [self._places[each] for each in missing if each in self._places]
         if not places:
             return ()
@@ -65,7 +68,7 @@ class StoredEmbeddings:
         return (*following[start:], *following[:start])
 
     def _visit(self, wanted: Sequence[Asked], more: Sequence[Asked]) -> dict[Asked, Conditioning]:
-        """Embeddings of `wanted`; those of `more` that nobody has written meanwhile are only written."""
+        """Returns the embeddings of `wanted`, and writes these and those of `more` that have no file yet."""
         with self.aside(), self._loaded() as policy:
             made = {}
             for each in wanted:
@@ -90,16 +93,16 @@ class StoredEmbeddings:
 
 
 def _free() -> None:
-    """Gives what a visit took back to the device: other processes may share it."""
+    """Returns cached memory to the device, because other processes may share it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class Parked:
-    """Frozen weights of a network that can leave the device for a visit; the adapter stays where it is.
+    """Moves a network's frozen weights to host memory while other models need the device; `staying` are not moved.
 
-    On a CPU nothing is gained, and nothing moves.
+    On a CPU it does nothing.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
@@ -110,7 +113,7 @@ class Parked:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the network is in host memory and must not be asked for anything."""
+        """Context manager: inside, the weights are in host memory and the network must not be used."""
         if self._device.type == "cpu":
             yield
             return
@@ -125,5 +128,5 @@ class Parked:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same bits there. Not through pinned memory, of which torch would keep as much for good."""
+    """Copies a tensor to `device`, not through pinned memory, because torch would never free that memory."""
     return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Residence of a rollout worker's text encoders: on the device for good, or only while they encode."""
+"""Places of a rollout worker's text encoders: always on the device, or only while they encode."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,34 +10,34 @@ from torch import Tensor, nn
 from async_flowrl.transfers import upload
 
 SLAB_BYTES = 2**30
-"""torch rounds each piece of pinned memory up to a power of two, so weights share pieces of about this size."""
+"""Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two."""
 ALIGNMENT_BYTES = 512
-"""Of every tensor within its piece, as the allocators of host and device align whole tensors at least to 64."""
+"""Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes."""
 
 
 class Residence(Protocol):
-    """What the engine asks before it encodes."""
+    """A place of the text encoders."""
 
     def visit(self) -> AbstractContextManager[None]:
-        """Inside, the text encoders compute on the device."""
+        """Returns a context manager; inside, the text encoders are on the device."""
         ...
 
 
 class Resident:
-    """The text encoders stay where they were loaded."""
+    """The text encoders stay on the device."""
 
     def visit(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class Offloaded:
-    """The weights stay in host memory (pinned if `device` is CUDA) and are copied to the device for a visit.
+    """The text encoders are in host memory (pinned if `device` is CUDA) and are copied to the device for each visit.
 
-    Nothing is copied back: the weights are frozen. On a CPU both places are one, and nothing moves.
+    Nothing is copied back, because the weights do not change. If `device` is a CPU, nothing is copied.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        """Takes the modules off the device. Raises ValueError where there is none: nothing would be saved."""
+        """Moves the modules' weights to host memory. Raises ValueError if there are no modules."""
         if not modules:
             raise ValueError("rollout.text_encoder=offload: this model's policy names no text encoder to offload")
         self._device = device
@@ -50,7 +50,7 @@ class Offloaded:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """The device's copies are freed when the visit ends, also by an exception."""
+        """Context manager: copies the weights to the device and frees these copies at the end."""
         self._point_to([upload(tensor, self._device) for tensor in self._hosted])
         try:
             yield
@@ -63,7 +63,7 @@ class Offloaded:
 
 
 def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in pinned memory, packed into slabs; each keeps its shape and dtype and becomes contiguous."""
+    """Returns contiguous copies in pinned memory, packed into slabs; shapes and dtypes stay."""
     places: list[tuple[int, int]] = []
     sizes: list[int] = []
     for tensor in tensors:

@@ -1,8 +1,8 @@
-"""Several tickets through the network at once: each runs the reference engine's own loop, their velocities are shared.
+"""An engine for `rollout.tickets_per_batch` above 1: several tickets go through the network in one batch.
 
-Every ticket has a thread with its own loop, noise and schedule. Whenever all of them wait for a velocity, one forward
-pass computes it for all, in the order of the tickets; so what is computed depends on the tickets alone, and not on the
-clock. An image's noise is the same as alone; its batch neighbours touch only the last float bits.
+Each ticket has a thread that runs the reference engine's denoising loop. Whenever all of them wait for a velocity, one
+forward pass computes it for all, in the order of the tickets, so timing does not change results. The noise of an image
+is the same as in a ticket that runs alone; the other images of the batch change at most its last bits.
 """
 
 import queue
@@ -27,7 +27,7 @@ Branch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class _Asked:
-    """A ticket's wait for the velocity of `latents` [n, ...] at noise levels `sigma` [n]."""
+    """The call of ticket number `index` for the velocity of `latents` [n, ...] at noise levels `sigma` [n]."""
 
     index: int
     latents: Tensor
@@ -39,7 +39,7 @@ class _Asked:
 
 
 class _Shared:
-    """A policy for the threads of several tickets: they wait for velocities, and take turns at everything else."""
+    """A policy for the threads of several tickets: `velocity` waits for the common pass, other calls take turns."""
 
     def __init__(self, policy: PipelinePolicy, waiting: "queue.SimpleQueue[_Asked | int]") -> None:
         self._policy, self._waiting = policy, waiting
@@ -49,7 +49,7 @@ class _Shared:
         return getattr(self._policy, name)
 
     def enter(self, index: int) -> None:
-        """The calling thread is that of ticket `index`."""
+        """Registers the calling thread as that of ticket `index`."""
         self._thread.index = index
 
     def velocity(
@@ -69,7 +69,7 @@ class _Shared:
 
 
 class _Member(DiffusersEngine):
-    """The loop of one ticket among several; prompts are encoded by one thread at a time."""
+    """The engine of one ticket among several; only one thread at a time encodes prompts."""
 
     turn: threading.Lock
 
@@ -79,38 +79,36 @@ class _Member(DiffusersEngine):
 
 
 class BatchEngine(Protocol):
-    """A rollout engine that takes several tickets at once."""
+    """A rollout engine that can make several tickets at once."""
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Images and trajectory of each, in order, by batches of all of them."""
+        """Returns the result of each request, in order."""
         ...
 
 
 class TogetherEngine(DiffusersEngine):
-    """The reference engine, which can also denoise several tickets in one batch.
-
-    The same tickets on the same weights give the same bits.
-    """
+    """The reference engine, which can also denoise several tickets in one batch; equal batches give equal bits."""
 
     def __init__(self, policy: Policy, **options: Any) -> None:
-        """As `DiffusersEngine`. Raises ValueError for a policy whose network is not called for several prompts."""
+        """Takes the options of `DiffusersEngine`. Raises ValueError for a policy that is not a `PipelinePolicy`."""
         super().__init__(policy, **options)
         self._together = _Together(check_shareable(policy), self)
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Each ticket's images and trajectory, in order. Raises what a ticket raises, when all of them have ended.
+        """Returns the images and trajectories of the requests, in order.
 
-        Raises ValueError for tickets that differ in version, sampling, kind or number of images.
+        Raises ValueError for requests that differ in version, sampling, kind or number of images, and the error of the
+        first failed ticket after all have ended.
         """
         check_alike(requests)
         return self._together.generate(requests)
 
 
 class _Together:
-    """Runs the loops of several tickets and answers what they ask for."""
+    """Runs the threads of several tickets and computes their velocities."""
 
     def __init__(self, policy: PipelinePolicy, alone: DiffusersEngine) -> None:
-        """`alone` denoises single tickets with the same policy; their prompts are kept in one place."""
+        """`alone` is the engine for single tickets with the same policy; both share the cache of prompts."""
         self._policy, self._meter, self._device = policy, Meter(policy.transformer), alone.device
         self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
         self._shared: Any = _Shared(policy, self._waiting)
@@ -128,7 +126,7 @@ class _Together:
         return [_with_flops(each.result(), flops) for each in made]
 
     def _run(self, index: int, request: RolloutRequest, made: "Future[Rollout]", threads: int) -> None:
-        """`threads` of torch, which counts them per thread; another number could round otherwise."""
+        """Runs one ticket. `threads` is torch's number of threads, a setting per thread that can change rounding."""
         try:
             torch.set_num_threads(threads)
             if self._device.type == "cuda":
@@ -141,7 +139,10 @@ class _Together:
             self._waiting.put(index)
 
     def _serve(self, tickets: int) -> float | None:
-        """One forward pass for all that wait, until every ticket has ended; FLOPs of all passes, per ticket."""
+        """Answers the tickets until all have ended. Returns the FLOPs of all passes divided by the number of tickets.
+
+        Returns None if they were not counted.
+        """
         asked: list[_Asked] = []
         total: float | None = 0.0
         left = tickets
@@ -173,7 +174,7 @@ class _Together:
 
 
 def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
-    """`policy.velocity` of each, by one pass of the network: under guidance, all prompts and then all negative ones."""
+    """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts."""
     sampling = asked[0].sampling
     policy.check(sampling)
     latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
@@ -187,7 +188,7 @@ def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
 
 
 def check_shareable(policy: Policy) -> PipelinePolicy:
-    """The policy, if its network can be called for several prompts at once; ValueError otherwise."""
+    """Returns the policy if its network takes several prompts at once; otherwise raises ValueError."""
     if not isinstance(policy, PipelinePolicy):
         raise ValueError(
             f"rollout.tickets_per_batch above 1 needs a model family built on PipelinePolicy, {policy.family} is not"
@@ -196,7 +197,7 @@ def check_shareable(policy: Policy) -> PipelinePolicy:
 
 
 def merged_spans(spans: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
-    """One span per name around those of all tickets, with their operations and bytes added up."""
+    """Returns one span per name, from the first start to the last end of all tickets, with sums of flops and bytes."""
     named: dict[str, list[Span]] = {}
     for span in (span for each in spans for span in each):
         named.setdefault(span.name, []).append(span)
@@ -213,7 +214,7 @@ def merged_spans(spans: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def check_alike(requests: Sequence[RolloutRequest]) -> None:
-    """Raises ValueError for tickets that cannot share a batch."""
+    """Raises ValueError for requests that cannot share a batch (see `generate_together`)."""
     first = requests[0]
     for other in requests[1:]:
         same = (other.sampling, other.kind, other.version) == (first.sampling, first.kind, first.version)
@@ -225,7 +226,7 @@ def check_alike(requests: Sequence[RolloutRequest]) -> None:
 
 
 def _with_flops(rollout: Rollout, flops: float | None) -> Rollout:
-    """With the ticket's share of the network's operations in the span that names them."""
+    """Returns the rollout with `flops` in its span `generate`."""
     spans = (replace(span, flops=flops) if span.name == "generate" else span for span in rollout.spans)
     named: tuple[Span, ...] = tuple(spans)
     return replace(rollout, spans=named)

@@ -1,4 +1,4 @@
-"""Copies from device to host that the host does not wait for, and the one wait that ends them."""
+"""Copies of tensors from device to host, queued together and followed by a single wait."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def download(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of `device` in host memory (pinned where that is CUDA), with one wait for all of them."""
+    """Returns copies of tensors of `device` in host memory, after one wait for all of them; for a CPU, the tensors."""
     if device.type != "cuda":
         return list(tensors)
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -16,5 +16,5 @@ def download(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def wait(device: torch.device) -> None:
-    """Returns when all that this thread has queued on its stream of a CUDA device is done."""
+    """Waits until all work is done that this thread has queued on its current stream of a CUDA device."""
     torch.cuda.current_stream(device).synchronize()

@@ -1,8 +1,8 @@
-"""One rollout worker: an engine and the receiving end of the weights. A plain class; a Ray actor hosts it.
+"""The rollout worker: an engine with a receiver of weights. A plain class, which runs in a Ray actor or a thread.
 
-`generate` runs on the main lane; deliveries call `receiver` and `collective` on the "sync" lane beside it. A delivery
-never touches the live weights: `generate` activates the version its request names, between two tickets, and reports the
-version and digest it began with.
+The controller calls `load`, `prove` and `generate` one after another; deliveries of weights call `receiver` and
+`collective` at the same time in another thread (the "sync" lane). A delivery does not change the weights in use:
+`generate` activates the version of its request before it starts, and reports the version's digest.
 """
 
 import logging
@@ -46,12 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Holds max_staleness + 1 versions and one for evaluation; serves only versions it has verified."""
+    """Makes images with one of the versions that it holds: the last max_staleness + 1 and one for evaluation.
+
+    It uses only versions whose digest it has verified. `load` must be called first.
+    """
 
     def __init__(
         self, config: Config, model: ResolvedModel, index: int, name: str, upcoming: Sequence[Asked] = ()
     ) -> None:
-        """`upcoming`: what will be encoded, in the order of its need; with rollout.text_encoder=cached alone."""
+        """`upcoming` are the prompts that the run will need, in order; only for rollout.text_encoder=cached."""
         self.config, self.model, self.index, self.name = config, model, index, name
         self._upcoming = upcoming
         self._profiler = StepProfiler(config, name)
@@ -60,7 +63,7 @@ class RolloutWorker:
         self.collective: ReceivingEnd
 
     def load(self) -> dict[str, str]:
-        """Builds the model. Returns the digest of the base weights, to be compared with the trainer's."""
+        """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
         if self.config.deterministic:
             repeatable_kernels()
         embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index)
@@ -86,12 +89,15 @@ class RolloutWorker:
         return {"base_digest": digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:
-        """Activates `version` and returns what the live modules compute: the binding proof."""
+        """Activates `version` and returns the engine's probe, which proves that the network uses its weights."""
         self._adopt(POLICY, version)
         return dict(self.engine.probe())
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
-        """One ticket. Raises what the receiver raises if the version it names is not held here."""
+        """Makes the images of one ticket and returns the report, the images, and for training the trajectory.
+
+        Raises the receiver's error if this worker does not hold the request's version.
+        """
         began = time.time()
         digest = self._activate(request)
         activated = time.time()
@@ -102,9 +108,9 @@ class RolloutWorker:
         return report, rollout.images, rollout.trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        """Tickets of one version in one batch: their reports, then each one's images and trajectory.
+        """Makes several tickets of one version in one batch; returns (reports, images, trajectory, images, ...).
 
-        The first report has the spans of them all. Raises as `generate` does.
+        The first report has the spans of all tickets. Raises as `generate`.
         """
         began = time.time()
         first, digest = requests[0], self._activate(requests[0])
@@ -121,7 +127,8 @@ class RolloutWorker:
         return reports, *payloads
 
     def _activate(self, request: RolloutRequest) -> str:
-        """Puts the version the request names into the live modules; evaluation has a slot, or the EMA, of its own."""
+        """Activates the request's version and returns its digest. Evaluations use the EMA, if there is one, or the
+        version in the evaluation slot."""
         if request.kind != EVALUATION:
             return self._adopt(POLICY, request.version)
         if self.config.trainer.ema_decay is not None:
@@ -140,9 +147,9 @@ class RolloutWorker:
         return self._profiler.around(request.step, f"-ticket-{request.ordinal:06d}")
 
     def _delay(self, request: RolloutRequest, took: float) -> tuple[Span, ...]:
-        """debug.delays: seeded by ticket and worker, so that completion orders differ between runs that must agree.
+        """Waits as `debug.delays` says, for tests: with other delays, tickets end in another order.
 
-        What makes a slow worker slow counts as work of its own.
+        Returns a span `slow` for the time that a slow worker adds to its work.
         """
         delays, began = self.config.debug.delays, time.time()
         slow = self.index == 0 and delays.slow_worker > 1
@@ -154,5 +161,5 @@ class RolloutWorker:
 
 
 def device() -> str:
-    """The device this process was given: Ray shows a worker only its own GPU."""
+    """Returns the device of this process, "cuda" or "cpu"; Ray shows a worker only its own GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,10 +17,8 @@ def export_best(
 ) -> Path | None:
     """Writes the weights with which the best version was evaluated to lora_best/ or transformer_best/.
 
-    Returns the folder, or None if no version is best.
-
-    With `trainer.ema_decay` that LoRA is the moving average. Raises DamagedCheckpoint or OSError if the checkpoint of
-    the version cannot be read.
+    Returns the folder, or None if no evaluations can be compared. With `trainer.ema_decay` these weights are the moving
+    average. Raises DamagedCheckpoint or OSError if the checkpoint of the version cannot be read.
     """
     row = best_row(config, history)
     if row is None:

@@ -1,4 +1,4 @@
-"""The memory of the devices that the pools have found, and its comparison with a plan before models are loaded."""
+"""`compare_devices` compares the devices' memory with the planned memory before models are loaded (run/job.py)."""
 
 import asyncio
 import logging
@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], check: CheckDevices) -> dict[str, int]:
-    """Warns of devices that are tight; returns their memory as `device_memory` does. Raises ConfigError for those that
-    are too small."""
+    """Returns what `device_memory` returns, after `check` has compared it with the plan.
+
+    Each sentence of `check` about a device that is nearly too small is logged as a warning. Raises ConfigError if a
+    device is too small.
+    """
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
     if memory:
@@ -26,9 +29,10 @@ async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], che
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:
-    """Bytes of the smallest device of each pool that has any.
+    """Returns pool → bytes of memory of its smallest device, for the pools that have devices.
 
-    Rollout workers of vllm_omni are left out: they start CUDA in processes of their own, and plan their memory.
+    Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
+    themselves.
     """
     asked = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
     asked |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}

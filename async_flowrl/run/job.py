@@ -1,4 +1,7 @@
-"""Configuration → live objects → run → results. The only file that knows every part."""
+"""`run` executes one training run: it prepares the configuration, starts the pools, trains, and writes the results.
+
+async_flowrl/main.py calls it. This is the only file that uses every part of the project.
+"""
 
 import asyncio
 import logging
@@ -61,9 +64,11 @@ def run(
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     tools: Tools = Tools(),  # noqa: B008  frozen
 ) -> int:
-    """Runs a configuration; returns the exit code. Every failure is one named line, its traceback in logs/.
+    """Runs a configuration and returns the exit code (config/exit_codes.py).
 
-    `hydra_record` holds the files of `.hydra/` by name.
+    A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
+    logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
+    of the planner, the doctor and the report.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
@@ -78,8 +83,8 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
         check_machine(prepared)
         seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
-            log_to(directory.logs / "controller.log")  # a checkpoint that is passed over is a warning
-        # Before the run directory is written to: a run that is refused leaves it as it was.
+            log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
+        # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
         resume = find_resume(prepared.requests, directory)
         if config.dry_run:
             directory.claim()
@@ -121,7 +126,10 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
 
 
 async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
-    """A whole run, from its start or its checkpoint to its end; returns the exit code."""
+    """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
+
+    Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
+    """
     stop, directory = ending.stop, ending.directory
     try:
         summary = await train_until(ending, resume, display, tools)
@@ -140,7 +148,11 @@ async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) 
 
 
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
-    """Step of the checkpoint to go on from, for a run that lost workers or servers to whoever asked it to stop."""
+    """Returns the step of the newest undamaged checkpoint if the run can end as stopped in spite of `error`, else None.
+
+    It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
+    often ends the workers as well.
+    """
     if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
         return None
     path = find_checkpoint(directory.checkpoints)
@@ -148,7 +160,7 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
 
 
 async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
-    """Trains until all is done or `ending.stop` is asked; returns the summary."""
+    """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     config = prepared.config
     display.phase("starting the pools")
@@ -168,7 +180,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
                 await send_negatives(trainers, negatives)
                 await restore(trainers, directory, resume)
                 peak = await peak_of(config, trainers.first)
-            await learnt  # from files that the ledgers are about to go on with
+            await learnt  # it reads files that `open_ledgers` changes
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.watch(ledgers.pools, ledgers.events, peak)
             try:
@@ -193,7 +205,10 @@ def open_ledgers(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ledgers:
-    """Event log, metrics and monitor; a resumed run first takes back what its checkpoint does not contain."""
+    """Opens the event log, metrics, evaluations and monitor of a run.
+
+    A resumed run first removes the metrics and evaluations that are newer than its checkpoint.
+    """
     config = prepared.config
     offset = time.time() - clock()
     pools = PoolLedger(clock)
@@ -213,14 +228,17 @@ def open_ledgers(
 
 
 def refused(error: BaseException) -> str | None:
-    """What a worker had against its configuration when it loaded (an adapter for layers that do not exist, say)."""
+    """Returns the message of a ValueError that a worker raised while loading, which means a wrong configuration.
+
+    An example is a LoRA for layers that do not exist. Returns None for other errors.
+    """
     cause = innermost(error)
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
     return cause.message if isinstance(cause, WorkerFailed) and loading else None
 
 
 def first_cause(error: BaseException) -> str:
-    """The first real failure inside nested exception groups, with its type."""
+    """Returns type and message of the first failure inside nested exception groups."""
     cause = innermost(error)
     return f"{type(cause).__name__}: {cause}"
 
@@ -232,7 +250,7 @@ def innermost(error: BaseException) -> BaseException:
 
 
 def log_to(path: Path) -> None:
-    """Warnings on the terminal, everything in the controller's log."""
+    """Writes all log records to the file `path`, and warnings without a traceback to the terminal."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = logging.StreamHandler()
@@ -243,7 +261,7 @@ def log_to(path: Path) -> None:
 
 
 def end_log(folder: Path) -> None:
-    """Closes the log files in a folder: a process may run something else afterwards, or move the run's directory."""
+    """Closes the log files in a folder, because the process may go on with something else or move the folder."""
     root, place = logging.getLogger(), os.path.abspath(folder)
     for handler in list(root.handlers):
         if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:

@@ -1,4 +1,4 @@
-"""Launch: loaded worker pools, whose base weights agree, from a checked configuration."""
+"""Functions that start a run's worker pools and load the models into them; run/job.py and run/recovery.py call them."""
 
 import asyncio
 import os
@@ -35,21 +35,23 @@ from separation.supervise import deadline
 from separation.table import format_table
 
 EXPANDABLE = "expandable_segments:True"
-"""torch's allocator then grows its segments, which leaves no gaps between blocks of many sizes (FSDP2's shards, prompts
-of any length). Not for vllm_omni: its all-reduce between the GPUs of a worker cannot share such memory."""
+"""Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
+of any length) leave no gaps. vllm_omni cannot use it: its all-reduce between the GPUs of a worker cannot share such
+memory."""
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Whether there is a GPU, torch then asks the driver instead of starting CUDA, which vllm_omni's processes must not
-inherit started."""
+"""Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
+vllm_omni starts must not inherit an initialised CUDA."""
 
 MAX_UPCOMING = 32_768
-"""Prompts that a worker without text encoder is told of ahead; of more than these each one loads the encoder."""
+"""Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
+loads the text encoder again."""
 
 Negatives = dict[Wording, Conditioning]
-"""Negative prompt → what the model family needs of it."""
+"""Negative prompt → its embeddings, as the model family's network takes them."""
 
 
 def pools(prepared: Prepared) -> list[PoolSpec]:
-    """Trainer first: it is reserved first."""
+    """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
     config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
     vllm_omni = config.rollout.engine == "vllm_omni"
     return [
@@ -88,14 +90,14 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
 
 
 def told_ahead(prepared: Prepared) -> dict[str, Any]:
-    """What a rollout worker that keeps no text encoder is told of the prompts to come."""
+    """Returns the argument `upcoming`, the prompts to come, for rollout workers that keep no text encoder loaded."""
     if prepared.config.rollout.text_encoder != "cached":
         return {}
     return {"upcoming": upcoming(prepared.requests, MAX_UPCOMING)}
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
-    """A pool of workers that score by some of the terms, trained or held out."""
+    """Returns the spec of a pool of reward workers, with the trained and the held-out terms that they score."""
     return PoolSpec(
         pool.name,
         "async_flowrl.rewards.worker:RewardWorker",
@@ -116,7 +118,7 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
 
 
 def describe_run(prepared: Prepared) -> str:
-    """Pools, tickets and bytes per step."""
+    """Returns the text that `dry_run` prints: mode, model, tickets, payload in MB, warnings, and a table of pools."""
     config = prepared.config
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
@@ -145,10 +147,10 @@ def describe_run(prepared: Prepared) -> str:
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError where a cluster of our own on this machine could not hold the pools or use the transport, or
-    where the console cannot be what is asked.
+    """Raises ConfigError if the terminal cannot show the configured console.
 
-    Of other clusters nothing is known here: they answer when the pools start.
+    If the run will start a Ray cluster on this machine, it also raises ConfigError if the machine cannot hold the pools
+    or cannot use the configured transport. Another cluster (`runtime.address`) is checked when the pools start.
     """
     config, runtime = prepared.config, prepared.config.runtime
     show_what_can_be_shown()
@@ -171,7 +173,7 @@ def check_machine(prepared: Prepared) -> None:
 
 
 def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
-    """Raises ResourcesMissing where this machine's cores or GPUs cannot hold the pools. Nothing is started."""
+    """Raises ResourcesMissing if this machine's cores or GPUs cannot hold the pools; starts nothing."""
     from separation.ray_session import gpus_here
 
     cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
@@ -181,7 +183,11 @@ def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
 
 @asynccontextmanager
 async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """The pools, which end when it is left; a second Ctrl-C does not come in between: Ray would exit in the middle."""
+    """Starts the pools and yields pool name → pool; they end with the block.
+
+    Raises ConfigError if a node has another version of the code, and as `cluster` does. While the pools end, Ctrl-C is
+    ignored, because Ray would exit in the middle.
+    """
     config = prepared.config
     pooled = cluster(
         pools(prepared),
@@ -203,7 +209,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
 
 @asynccontextmanager
 async def refusals() -> AsyncIterator[None]:
-    """Another version of this package on a node is nothing that a run could go on from."""
+    """Raises an OtherCode of its body as a ConfigError."""
     try:
         yield
     except OtherCode as error:
@@ -212,6 +218,7 @@ async def refusals() -> AsyncIterator[None]:
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
+    """Ignores SIGINT inside the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -223,9 +230,10 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:
-    """Loads the models everywhere at once, when their files are there.
+    """Downloads the model's files, then loads the model in all trainer ranks and rollout workers at the same time.
 
-    Raises StartError unless trainer and rollouts hold the same base weights.
+    Returns what trainer rank 0 reports, e.g. `base_digest` and `device`. Raises StartError unless the trainer and all
+    rollout workers hold the same base weights, and the errors of loading.
     """
     rollouts = groups[ROLLOUT].workers
     everyone = loaders(rollouts, groups[TRAINER].workers)
@@ -240,8 +248,9 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
 
 
 async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGroup) -> dict[str, Any]:
+    """Joins the trainer ranks in a process group and loads their model; returns what rank 0 reports."""
     async with deadline(config.deadlines.load, "load: model of the trainer"):
-        # A single rank needs a process group only to offload its base.
+        # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
             await join_process_group(group, timeout=group_timeout(config))
         infos: list[dict[str, Any]] = await trainers.all("load")
@@ -250,7 +259,10 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
 
 
 async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
-    """The trainer has no text encoder: a rollout worker encodes every negative prompt, once for all attempts."""
+    """Has a rollout worker encode every negative prompt of the training, because the trainer has no text encoder.
+
+    Empty without classifier-free guidance (`rollout.true_cfg_scale` of 1 or less).
+    """
     config = prepared.config
     if config.rollout.true_cfg_scale <= 1:
         return {}
@@ -261,6 +273,6 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
 
 
 async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
-    """Brings every trainer rank the encoded negative prompts, where guidance needs them."""
+    """Sends the encoded negative prompts to every trainer rank; does nothing if there are none."""
     if negatives:
         await trainers.all("update.set_negatives", negatives)

@@ -1,4 +1,7 @@
-"""Several nodes: who sits where, and whether all see the run directory, before any model is loaded."""
+"""Checks of a run on several nodes, before any model is loaded: `look_at_nodes` prints which workers are on which node.
+
+It also checks that the nodes see the run directory. run/launch.py calls it.
+"""
 
 import logging
 import secrets
@@ -17,13 +20,16 @@ from separation.supervise import deadline, together
 logger = logging.getLogger(__name__)
 
 OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")
-"""Packages that must be the same on every node."""
+"""Packages whose code must be the same on every node."""
 LABEL = 10
-"""Columns of what stands before each line."""
+"""Width of the label before each line, in characters."""
 
 
 async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Says who sits where, if on several nodes. Raises ConfigError where trainer ranks do not see the run directory."""
+    """Prints the workers of each node, if there are several nodes. Does nothing without a cluster (`runtime.address`).
+
+    `folder` is the run directory. Raises ConfigError if a node with trainer ranks does not see it.
+    """
     if config.runtime.address is None:
         return
     table = seats(groups)
@@ -37,7 +43,7 @@ async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folde
 
 
 def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
-    """Node → its workers, `trainer-0…7, rollout-3`; nodes in the order in which the pools name them."""
+    """Returns node → its workers as text, e.g. `trainer-0…7, rollout-3`, in the order in which the pools name nodes."""
     by_node: dict[str, dict[str, list[int]]] = {}
     for name, group in groups.items():
         for worker in group.workers:
@@ -49,7 +55,7 @@ def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
 
 
 def runs(numbers: list[int]) -> list[str]:
-    """Sorted numbers, with those that follow each other as `first…last`."""
+    """Returns sorted numbers as texts, where consecutive numbers become `first…last`."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:
@@ -60,10 +66,10 @@ def runs(numbers: list[int]) -> list[str]:
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """One worker of every node looks for a file that is written here.
+    """Writes a file into the run directory and has one worker of every node look for it.
 
-    Trainer ranks write checkpoints there and read them, so a node of theirs that does not see it is refused. Other
-    workers only write their logs, which then stay on their nodes: a warning.
+    Raises ConfigError if a node with trainer ranks does not see it, because they write and read checkpoints there.
+    Other workers write only their logs there, so for their nodes a warning is logged.
     """
     one_each: dict[str, tuple[Worker, str]] = {}
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
@@ -89,7 +95,7 @@ async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup],
 
 @contextmanager
 def marked(folder: Path) -> Iterator[tuple[str, str]]:
-    """A file in the folder, for as long as the block runs: its path and its text, which nobody can guess."""
+    """Writes a file with a random text into the folder, yields its path and text, and removes it after the block."""
     mark, text = folder.absolute() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     try:

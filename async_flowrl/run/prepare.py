@@ -1,4 +1,7 @@
-"""Everything a run needs that can be had without starting a process; what is wrong with a configuration shows here."""
+"""`prepare` checks a configuration completely, as far as this is possible without starting a process.
+
+It returns Prepared: the parts of a run that follow from the configuration. run/job.py calls it first.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -29,19 +32,23 @@ SIZES_SHOWN = 4
 
 @dataclass(frozen=True)
 class Prepared:
+    """The checked configuration of a run and the objects that follow from it."""
+
     config: Config
+    """The configuration in which `model.dtype` and `total_steps` are resolved (see `prepare`)."""
     model: ResolvedModel
     algorithm: Algorithm
     requests: RequestBuilder
+    """Makes the request of each ticket."""
     shapes: Shapes
-    """Of the largest images."""
+    """Shapes of the network's inputs for the largest images."""
     data: Data
     sizes: tuple[Resolution, ...]
-    """That images can have, in the order of their pixels."""
+    """All sizes in pixels that the run's images can have, sorted by their number of pixels."""
 
     @property
     def sizes_in_words(self) -> str:
-        """All of them where they are few, otherwise how many there are, and the smallest and largest."""
+        """The sizes as text; of more than SIZES_SHOWN only their number, the smallest and the largest."""
         sizes = [in_words(size) for size in self.sizes]
         if len(sizes) > SIZES_SHOWN:
             return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
@@ -49,20 +56,22 @@ class Prepared:
 
     @property
     def trained_sizes(self) -> tuple[Resolution, ...]:
-        """Those of training images, in the same order."""
+        """The sizes that training images can have, in the order of `sizes`."""
         found = sizes_of(self.config, self.data.train)
         return tuple(size for size in self.sizes if size in found)
 
     @property
     def at_largest(self) -> Config:
-        """The configuration with the largest images alone, for what is planned from the configuration."""
+        """The configuration with the largest image size as the only one, from which memory is planned."""
         return at_size(self.config, self.sizes[-1])
 
 
 def prepare(config: Config) -> Prepared:
-    """What is refused early, then algorithm, batching, prompts and model, checked in this order. Raises ConfigError.
+    """Checks a configuration and returns the run's parts. Raises ConfigError, with one sentence, for the first mistake.
 
-    In what it returns `model.dtype` is never `auto`: it is what the run computes in, and a resume is compared with it.
+    The checks of `refuse_early` come first, then algorithm, batching, prompts and model. In the configuration that is
+    returned, `model.dtype` is the dtype in which the run computes instead of `auto`, and `epochs` is applied to
+    `total_steps`.
     """
     try:
         refuse_early(config)
@@ -100,14 +109,17 @@ def prepare(config: Config) -> Prepared:
 
 
 def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:
-    """That images of these prompts can have."""
+    """Returns the sizes that images of these prompts can have: the prompts' own, and the configured ones if needed."""
     drawn = () if prompts.all_sized else configured(config.rollout)
     return list(dict.fromkeys([*prompts.sizes, *drawn]))
 
 
 def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
-    """Every size that an image of the run can have, smallest first. Raises ValueError for one that the model cannot
-    make, naming the key or the prompt's place."""
+    """Returns every size that an image of the run can have, sorted by the number of pixels.
+
+    Raises ValueError, which names the configuration key or the prompt, for a size that the model cannot make. Also
+    raises it for several sizes where the engine or a batch of tickets allows only one.
+    """
     both = (data.train, data.evaluation)
     where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
     if not all(prompts.all_sized for prompts in both):
@@ -128,13 +140,13 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
         try:
             shapes_of(model, size)
         except ValueError as error:
-            # A family's files may be what is wrong, wherever the size comes from.
+            # An error about the model's files has nothing to do with the place where the size is set.
             raise ValueError(f"{place if str(error).startswith('resolution') else ''}{error}") from error
     return tuple(sorted(where, key=lambda size: (pixels(size), height_width(size))))
 
 
 def check_tickets_per_batch(config: Config) -> None:
-    """Raises ValueError for batches of more tickets than a step has."""
+    """Raises ValueError if `rollout.tickets_per_batch` is larger than the number of tickets of a step."""
     size, tickets = config.rollout.tickets_per_batch, shape(config).tickets_per_step
     if size > tickets:
         raise ValueError(
@@ -144,8 +156,10 @@ def check_tickets_per_batch(config: Config) -> None:
 
 
 def check_trained(model: ResolvedModel, config: Config) -> None:
-    """Raises ValueError for `lora.targets` that name no layer of the network and for `full.freeze` that names no
-    parameter of it, or all; the network is built without weights."""
+    """Raises ValueError if `lora.targets` names no layer of the network, or `full.freeze` no parameter or all of them.
+
+    The network is built without weights for this check.
+    """
     named = config.full.freeze if config.tune == FULL else config.lora.targets is not None
     if named:
         from async_flowrl.policies.tuning import tuning_of
@@ -155,7 +169,10 @@ def check_trained(model: ResolvedModel, config: Config) -> None:
 
 
 def with_limits(config: Config, prompts: int) -> Config:
-    """`epochs` over `prompts` training prompts, said in `total_steps`; whichever of the two ends sooner counts."""
+    """Returns the configuration with `total_steps` reduced to the steps of `epochs` passes over `prompts` prompts.
+
+    It is not changed if `epochs` is null or if `total_steps` is smaller already.
+    """
     if config.epochs is None:
         return config
     steps = steps_for(config.epochs, prompts, config.prompts_per_step)
@@ -163,7 +180,7 @@ def with_limits(config: Config, prompts: int) -> Config:
 
 
 def doubts_of(prepared: Prepared) -> list[str]:
-    """Warnings, a sentence each, of what a run can do but its user may not mean."""
+    """Returns warnings, one sentence each, about settings that are possible but perhaps not intended."""
     model = prepared.model
     never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
     sentences = ends_before_its_epochs(prepared), never_checked, *too_slow(prepared.config)
@@ -171,7 +188,7 @@ def doubts_of(prepared: Prepared) -> list[str]:
 
 
 def ends_before_its_epochs(prepared: Prepared) -> str | None:
-    """A sentence for a run that `total_steps` ends before its `epochs` are done."""
+    """Returns a sentence if `total_steps` ends the run before `epochs` passes over the prompts, else None."""
     config = prepared.config
     if config.epochs is None:
         return None

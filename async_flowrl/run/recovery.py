@@ -1,5 +1,6 @@
-"""Recovery from the death of a trainer rank: the attempt ends, and the next one begins at the last checkpoint.
+"""Recovery from a trainer rank's death: the attempt ends, and the next one begins at the last checkpoint.
 
+This is for a death that the other ranks cannot make up for (controller/living.py), e.g. that of the first rank.
 `run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. It begins in the same way
 as a run with `resume` after the death of its controller: the ticket table is built anew, the versions that its tickets
 name are published again, and all images since the checkpoint are generated again, identically.
@@ -41,7 +42,7 @@ from separation.supervise import DeadlineExceeded, deadline
 logger = logging.getLogger(__name__)
 
 MAX_RECOVERIES = 3
-"""Deaths of trainer ranks that a run survives; the next one ends the run with its error."""
+"""Number of such deaths that a run survives; the next one ends the run with its error."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Run:
     base_digest: str
     """Checksum of the base weights; a new trainer rank must report the same."""
     device: str
-    """Device of the trainer ranks, as they report it: `cpu`, `cuda:0`."""
+    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
     transport: str
     """Way by which versions are sent to the rollout workers."""
     negatives: Negatives
@@ -80,7 +81,7 @@ class Run:
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end, or until the run is asked to stop, and survives MAX_RECOVERIES deaths of trainer ranks.
+    """Trains to the end, or until the run is asked to stop, and recovers up to MAX_RECOVERIES times.
 
     Raises WorkerDied or WorkerFailed for one more death, for a failure without a dead trainer rank, and for any death
     after the run was asked to stop, because the request may come with the end of the whole machine.

@@ -1,7 +1,7 @@
-"""Choice of the transport that carries the weights of a run.
+"""Choice of the transport, i.e. of the way by which a run's weights are sent to the rollout workers.
 
-Only the trainer's first rank knows its device and its libraries: the controller needs neither a GPU nor a torch that
-knows one.
+The first trainer rank is asked what its device and libraries can do, because the controller itself may have neither a
+GPU nor a torch with CUDA. run/job.py calls `choose_transport`.
 """
 
 import torch
@@ -15,9 +15,9 @@ from separation.supervise import deadline
 
 
 async def choose_transport(config: Config, sender: Worker) -> str:
-    """The transport of this run, `auto` resolved where the weights are. `sender`: the trainer's first rank.
+    """Returns the name of the run's transport; `auto` is resolved by `sender`, the trainer's first rank.
 
-    Raises ConfigError, one sentence, for one that cannot work with its device and its libraries.
+    Raises ConfigError if the configured transport cannot work with the rank's device and libraries.
     """
     configured = config.checkpoint_engine.transport
     if configured == AUTO and nccl_obstacle(config):
@@ -33,7 +33,7 @@ async def choose_transport(config: Config, sender: Worker) -> str:
 
 
 def transport_here(configured: str) -> str:
-    """What the configured transport is in this process. Raises ValueError where it cannot work here."""
+    """Returns the transport that `configured` means in this process. Raises ValueError if it cannot work here."""
     return resolve_transport(configured, "cuda" if torch.cuda.is_available() else "cpu")
 
 

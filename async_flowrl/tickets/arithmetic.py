@@ -1,6 +1,6 @@
-"""Arithmetic of a configuration: tickets per step, trained denoising steps, counts that must divide, payload bytes.
+"""Numbers that follow from the configuration alone: tickets per step, trained denoising steps, bytes of payloads.
 
-Everything here is known before a process starts.
+The checks at start-up, the tools `plan` and `doctor`, and the benchmark use them before any worker starts.
 """
 
 import math
@@ -15,7 +15,7 @@ _FLOAT_BYTES = 4
 
 
 def shape(config: Config) -> Shape:
-    """The arithmetic of tickets, steps and versions for this run."""
+    """Returns the sizes that the ticket table needs: tickets per group, groups per step, steps, max_staleness."""
     return Shape(
         tickets_per_group=config.group_size // config.images_per_ticket,
         groups_per_step=config.prompts_per_step,
@@ -25,19 +25,25 @@ def shape(config: Config) -> Shape:
 
 
 def trained_steps(config: Config) -> int:
-    """How many denoising steps of a trajectory are trained; the same for every window that can be drawn."""
+    """Returns the number of trained denoising steps per image; every window that can be drawn has as many."""
     steps = config.rollout.num_inference_steps
     return len(draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0).train_steps)
 
 
 def parts_per_group(config: Config) -> int:
-    """Parts that a group whose images all differ is cut into; an own algorithm that selects few images has fewer."""
+    """Returns the number of parts, of at most `trainer.micro_batch_size` images, in which a group is trained.
+
+    It assumes that the algorithm selects all images of the group, and dpo one pair.
+    """
     selected = 2 if config.algorithm.name == "dpo" else config.group_size
     return -(-selected // config.trainer.micro_batch_size)
 
 
 def check_batching(config: Config) -> None:
-    """Raises ValueError, in one sentence with the nearest valid values, for counts that do not divide."""
+    """Raises ValueError for batch sizes that do not fit together, in one sentence.
+
+    Where one count must divide another, the sentence names the nearest values that do.
+    """
     trainer, size = config.trainer, config.group_size
     if trainer.shard == "hybrid":
         if trainer.shard_size is None:
@@ -70,9 +76,11 @@ def _divides(whole: str, count: int, part: str, size: int) -> None:
 
 
 def ticket_bytes(config: Config, shapes: Shapes) -> int:
-    """Bytes of one ticket in the object store, for a prompt of usual length and images of `rollout.resolution`.
+    """Returns the size in bytes of one training ticket's payload in Ray's object store.
 
-    It holds images, latents at every recorded point, log-probs and the prompt's conditioning.
+    The payload is images (uint8), and as float32: latents at every recorded noise level, log-probs, and the encoded
+    prompt. It assumes `rollout.resolution`, the prompt length of `shapes`, and for windows of scattered steps
+    (list, fraction) the most noise levels that these can have.
     """
     steps = trained_steps(config)
     whole = config.algorithm.window in ("none", "random", "sliding")
@@ -86,6 +94,6 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
 
 
 def stored_bytes(config: Config, shapes: Shapes) -> int:
-    """Bytes of max_staleness + 1 steps' tickets: what the object store must hold when the trainer is slow."""
+    """Returns the size in bytes of the tickets of max_staleness + 1 steps: the most that wait for a slow trainer."""
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     return config.live_versions * tickets * ticket_bytes(config, shapes)

@@ -1,4 +1,8 @@
-"""Ticket → request: which prompt, which seeds, which steps get noise. Pure functions of the configuration."""
+"""The request builder: computes from a ticket the request that a rollout worker gets (prompt, seeds, noisy steps).
+
+The controller calls it for every ticket. Its results depend on the configuration, the prompts and the ticket's numbers
+and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,23 +24,27 @@ from async_flowrl.types import Prompt, Resolution, RolloutRequest, Sampling
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Everything a ticket's images depend on besides the weights.
+    """Builds requests, which hold everything that an image depends on besides the weights.
 
-    With data.curriculum it is told of every trained step, and every attempt makes one of its own.
+    Each start of a run (also after a crash) makes its own builder, because `data.curriculum` has a state: the
+    controller calls `trained` after every training step.
     """
 
     config: Config
     train: Sequence[Prompt]
+    """Training prompts."""
     evaluation: Sequence[Prompt]
+    """Evaluation prompts."""
     weights: npt.NDArray[np.float64] | None = None
-    """How often each training prompt is drawn, relative to the others; None for all alike."""
+    """[len(train)] How often each training prompt is drawn, relative to the others; None means all equally often."""
     outcomes: bytes = b""
-    """What data.curriculum knows from the steps before this attempt."""
+    """State of `data.curriculum` from a checkpoint: one byte per group of all steps trained before this start."""
     baseline: Sampling | None = None
-    """How the images of a baseline's tickets are sampled, where the run evaluates one."""
+    """Sampling of the baseline (an evaluation of the base model as it is usually sampled); None without a baseline."""
 
     @cached_property
     def sampler(self) -> Sampler:
+        """The sampler of training prompts, without the curriculum."""
         config = self.config
         return Sampler(
             len(self.train),
@@ -48,6 +56,7 @@ class RequestBuilder:
 
     @cached_property
     def curriculum(self) -> Curriculum | None:
+        """The curriculum, which sets prompts aside; None if `data.curriculum.after` is not set."""
         settings = self.config.data.curriculum
         if settings.after is None:
             return None
@@ -55,22 +64,27 @@ class RequestBuilder:
 
     @cached_property
     def shared(self) -> int:
-        """Prompts of evaluations that are training prompts, too, by their text."""
+        """Number of evaluation prompts whose text is also the text of a training prompt."""
         return shared_texts(self.evaluation, self.train)
 
     @property
     def evaluated(self) -> str:
-        """`held_out`, or `training` where an evaluation looks at a prompt that is trained."""
+        """`training` if at least one evaluation prompt is also a training prompt, else `held_out`."""
         return "training" if self.shared else "held_out"
 
     def prompt(self, ticket: Ticket) -> Prompt:
+        """Returns the prompt of the ticket's group."""
         if ticket.kind == EVALUATION:
             return self.evaluation[ticket.group]
         chosen = self.curriculum.choice(ticket.step).prompts if self.curriculum else self.sampler.step(ticket.step)
         return self.train[chosen[ticket.group]]
 
     def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
-        """Tells data.curriculum, if it is on, which groups had advantages (None: no scores); what is shown of it."""
+        """Records a trained step in the curriculum and returns the metrics `curriculum/*`; {} without a curriculum.
+
+        `spread` has one value per group of the step: True if its rewards differed, False if not, None without rewards.
+        Raises RuntimeError if the steps do not come in order.
+        """
         if self.curriculum is None:
             return {}
         names = {True: SPREAD, False: NO_SPREAD, None: UNKNOWN}
@@ -79,7 +93,7 @@ class RequestBuilder:
         return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
     def resolution(self, ticket: Ticket) -> Resolution:
-        """Of all images of the ticket's group: its prompt's own, or the one that the group draws."""
+        """Returns the image size of the ticket's group: the prompt's own, else one drawn from the configured sizes."""
         if (own := self.prompt(ticket).resolution) is not None:
             return own
         if ticket.kind == EVALUATION:
@@ -87,13 +101,15 @@ class RequestBuilder:
         return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
 
     def sampling(self, ticket: Ticket) -> Sampling:
-        """How the images of a training ticket are sampled; the trainer must be told the same."""
+        """Returns the sampling settings of a training ticket, which its rollout worker and the trainer both get."""
         return sampling(self.config, self.resolution(ticket))
 
     def request(self, ticket: Ticket) -> RolloutRequest:
+        """Returns the request for a training or an evaluation ticket."""
         return self._evaluation(ticket) if ticket.kind == EVALUATION else self._train(ticket)
 
     def image_seed(self, name: str, step: int, group: int, image: int) -> int:
+        """Returns the seed of image number `image` (from 0) of a group for the purpose `name`, e.g. `initial`."""
         return derive(self.config.seed, name, step, group, image)
 
     def _train(self, ticket: Ticket) -> RolloutRequest:
@@ -147,24 +163,24 @@ class RequestBuilder:
 
 
 def drawn_resolution(config: Config, seed: int, *names: int | str) -> Resolution:
-    """One of `rollout.resolutions`, all equally likely, or `rollout.resolution` where they are none."""
+    """Returns one of `rollout.resolutions`, drawn from `seed` and `names`; if empty, `rollout.resolution`."""
     sizes = configured(config.rollout)
     return sizes[derive(seed, "resolution", *names) % len(sizes)]
 
 
 def evaluation_resolution(config: Config, place: int) -> Resolution:
-    """Of an evaluation's prompt that brings no size, by its place: the same in every evaluation."""
+    """Returns the image size, in all evaluations, of evaluation prompt `place` (from 0) if it has none of its own."""
     return drawn_resolution(config, config.evaluate.seed, EVALUATION, place)
 
 
 def evaluation_sampling(config: Config) -> Sampling:
-    """How evaluations sample: as training does, without noise after the initial one."""
+    """Returns the sampling settings of evaluations: those of training, without noise in the denoising steps."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
     return replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
 
 
 def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
-    """How training images are sampled; the trainer uses the same guidance. None: at `rollout.resolution`."""
+    """Returns the sampling settings of training images; `resolution=None` means `rollout.resolution`."""
     rollout = config.rollout
     return Sampling(
         resolution=parse_resolution(rollout.resolution) if resolution is None else resolution,

@@ -1,13 +1,12 @@
-"""The ticket table and the gate: which image is made next, by whom, from which weights. Pure Python, no torch, no Ray.
+"""The ticket table with the gate: decides which images are made next, by which worker, from which weights. Pure Python.
 
-A ticket is `ticket_size` images of one prompt group. Its ordinal k fixes its target step, its group and the one policy
-version it is made with, `max(0, step - max_staleness)`:
+The controller calls it for every event of the run. A ticket is `images_per_ticket` images of one group. Its ordinal
+fixes its step, its group, and the version that makes it, max(0, step - max_staleness). Its states:
 
     PENDING → RUNNING → SCORING → READY → HANDED → TRAINED          SKIPPED: its group has no reward
        ▲____________________________________│  worker or payload lost: back to PENDING
 
-Who may run what, back-pressure and what is still owed are read off this table and off what each worker has
-acknowledged; there is no second queue and no counter that could disagree with it.
+There is no other queue or counter of tickets. A method raises Refused for a call that breaks a rule; that ends the run.
 """
 
 import heapq
@@ -32,41 +31,46 @@ __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", 
 
 
 MIN_WAITING_PER_WORKER = 2
-"""Tickets waiting per worker from which on one may be given ahead."""
+"""A worker that is busy gets a further ticket only if at least this many tickets per worker wait."""
 
 
 class TicketTable:
-    """All live tickets. `on_change(ticket)` is called after every transition; it must not call back into the table."""
+    """The tickets that are issued and not yet trained, and the versions that each worker holds.
+
+    `on_change(ticket)` is called after every change of a ticket's state; it must not call the table.
+    """
 
     def __init__(self, shape: Shape, *, first_step: int = 0, on_change: Callable[[Ticket], None] | None = None) -> None:
         self.shape = shape
         self.first_step = self.step = first_step
-        """`step`: the step the trainer takes next."""
+        """`step` is the step that the trainer makes next."""
         self.published: dict[int, str] = {}
-        """Digest of every version published in this attempt that a live ticket may name."""
+        """Version → digest, for the versions published since this start that a ticket of the table may have."""
         self.evaluated: dict[int, str] = {}
-        """Digests of versions under evaluation, as the first worker to acknowledge them has them."""
+        """Evaluated version → digest, as the first worker that acknowledged it reported it."""
         self.held: dict[str, Held] = {}
+        """Name of a worker → the versions that it holds."""
         self.retried = self.duplicates = 0
         self.finished: dict[State, int] = dict.fromkeys(FINAL, 0)
+        """Number of training tickets that have left the table, by final state."""
         self._on_change = on_change or (lambda ticket: None)
         self._tickets: dict[int, Ticket] = {}
         self._evaluation: dict[int, Ticket] = {}
         self._pending: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """Heaps of ordinals by (kind, version): an index of the PENDING tickets, stale entries dropped when seen."""
+        """(kind, version) → heap of ordinals of PENDING tickets; may hold tickets that have been started since."""
         self._ready: dict[int, set[int]] = defaultdict(set)
-        """Groups by step of which every ticket is READY: an index, as `_pending` is."""
+        """Step → groups whose tickets are all READY."""
         self._issued_steps = first_step
         self._next_evaluation = 0
 
-    # -- what the workers hold
+    # -- versions that the workers hold
 
     def join(self, worker: str) -> None:
-        """A worker that holds nothing yet; it serves once it has acknowledged what a ticket names."""
+        """Adds a worker that holds no version. It gets tickets after it has acknowledged a version."""
         self.held[worker] = Held()
 
     def publish(self, version: int, digest: str) -> None:
-        """The trainer has made `version`: tickets that name it are issued, versions no ticket names are forgotten."""
+        """Records a new version, forgets old ones, and issues the tickets of steps up to version + max_staleness."""
         self.published[version] = digest
         oldest = self.shape.version_for(self.step)
         for old in [v for v in self.published if v < oldest]:
@@ -74,7 +78,10 @@ class TicketTable:
         self._issue(version + self.shape.max_staleness)
 
     def acknowledge(self, worker: str, version: int, digest: str, *, evaluation: bool = False) -> None:
-        """`worker` has verified `version`. It keeps max_staleness + 1 of them, and one for evaluation."""
+        """Records that `worker` has verified `version`; Refused if its digest is not the published one.
+
+        A worker holds the newest max_staleness + 1 versions for training and one for evaluation.
+        """
         held = self.held[worker]
         if evaluation:
             if self.evaluated.setdefault(version, digest) != digest:
@@ -82,7 +89,7 @@ class TicketTable:
             held.evaluation = {version: digest}
             return
         if version < self.shape.version_for(self.step):
-            return  # a slow worker; no ticket names this version any more
+            return  # the worker was slow: no ticket needs this version any more
         if self.published.get(version) != digest:
             raise Refused(
                 f"{worker} acknowledged version {version} with digest {digest}, but {self.published.get(version)} "
@@ -93,7 +100,7 @@ class TicketTable:
             del held.policy[old]
 
     def lost_worker(self, worker: str) -> list[Ticket]:
-        """The worker is gone: its running tickets wait for another one."""
+        """Removes a dead worker; its running tickets become PENDING again and are returned."""
         self.held.pop(worker, None)
         lost = [t for t in self.live() if t.state is State.RUNNING and t.worker == worker]
         for ticket in lost:
@@ -101,7 +108,7 @@ class TicketTable:
         return lost
 
     def hand_back(self, worker: str) -> list[Ticket]:
-        """The worker leaves: the tickets that it has not finished wait for another one."""
+        """Removes a worker that leaves as planned; its running tickets become PENDING again and are returned."""
         handed = self.lost_worker(worker)
         for ticket in handed:
             ticket.handed_back += 1
@@ -110,10 +117,11 @@ class TicketTable:
     # -- the gate
 
     def next_for(self, worker: str, *, ahead: bool = False, together: int = 1) -> Ticket | None:
-        """The ticket `worker` should run now, or None: the lowest ordinal whose version the worker holds.
+        """Returns the PENDING ticket with the lowest ordinal among those whose version `worker` holds, or None.
 
-        `ahead`: it has one already. It gets another only while MIN_WAITING_PER_WORKER wait per worker, so that none
-        takes what others wait for; that many times `together`, the tickets that it takes with the one it gets.
+        An evaluation ticket comes if no training ticket can be given, and as every EVALUATION_SHARE-th ticket.
+        `ahead=True` means that the worker is busy. It then gets a ticket only if MIN_WAITING_PER_WORKER × `together`
+        tickets per worker wait, so that idle workers have enough; `together` is the number of tickets per batch.
         """
         held = self.held.get(worker)
         if held is None:
@@ -127,14 +135,14 @@ class TicketTable:
         return train
 
     def _waiting(self, held: Held) -> int:
-        """Upper bound of the training tickets that wait for a worker with these versions.
-
-        A ticket started out of order is counted until it comes to the head of its heap.
-        """
+        # An upper bound: a ticket started out of order is counted until it is at the head of its heap.
         return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
 
     def start(self, ticket: Ticket, worker: str, *, along: bool = False) -> None:
-        """`along`: a batch that the worker has taken already brings it along, so it takes no turn of its own."""
+        """Marks a PENDING ticket, whose version `worker` holds, as RUNNING there; Refused for any other ticket.
+
+        `along=True` means that it is not the first ticket of its batch and does not count for EVALUATION_SHARE.
+        """
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation
         if ticket.state is not State.PENDING or ticket.version not in known:
@@ -144,14 +152,14 @@ class TicketTable:
         self._move(ticket, State.RUNNING)
 
     def blocked(self, worker: str) -> str:
-        """Why `worker` has nothing to run: "weights" if a pending ticket names a version it lacks, else "work"."""
+        """Returns why `next_for` gave None: "weights" if a ticket waits whose version the worker lacks, else "work"."""
         pending = any(self._first_pending(kind, [version]) for kind, version in list(self._pending))
         return "weights" if pending else "work"
 
     # -- results
 
     def generated(self, ticket: Ticket, *, version: int, digest: str, payload: Any) -> bool:
-        """A result has come back; False if it is a duplicate. The first verified result of any attempt wins."""
+        """Records a ticket's images; Refused if other weights made them. False if it has images already: these stay."""
         if ticket.state not in (State.PENDING, State.RUNNING):
             self.duplicates += 1
             return False
@@ -165,12 +173,12 @@ class TicketTable:
         return True
 
     def to_score(self, ticket: Ticket) -> list[Ticket]:
-        """The ticket's whole group once all of it has images; empty until then."""
+        """Returns all tickets of the ticket's group if all have images, else an empty list."""
         tickets = self.group(ticket.step, ticket.group, kind=ticket.kind)
         return tickets if all(t.state in (State.SCORING, State.READY) for t in tickets) else []
 
     def scored(self, tickets: list[Ticket], scores: Any) -> None:
-        """The group's rewards are there (`None`: they cannot be had and the run's policy is to skip the group)."""
+        """Records the scores of a group; None means that it has none and is skipped."""
         for ticket in tickets:
             if ticket.state in (State.SCORING, State.READY):
                 ticket.scores = scores
@@ -178,17 +186,17 @@ class TicketTable:
                 self._move(ticket, State.READY)
 
     def retry(self, ticket: Ticket) -> None:
-        """Worker or payload lost: the ticket is made again, with the same version and the same noise."""
+        """Makes a ticket PENDING again after the loss of its worker or its images; its seeds and version stay."""
         if ticket.state in FINAL:
             raise Refused(f"{describe(ticket)} cannot be made again")
         self.retried += 1
         ticket.worker, ticket.payload, ticket.scores, ticket.digest = None, None, None, None
         self._move(ticket, State.PENDING)
 
-    # -- the trainer's door
+    # -- tickets for the trainer
 
     def group(self, step: int, group: int, *, kind: str = TRAIN) -> list[Ticket]:
-        """The tickets of a group in order; empty while they have not been issued."""
+        """Returns the tickets of a group in order; empty if they are not issued yet."""
         if kind == EVALUATION:
             return [t for t in self._evaluation.values() if t.group == group]
         first = step * self.shape.tickets_per_step + group * self.shape.tickets_per_group
@@ -196,7 +204,7 @@ class TicketTable:
         return [self._tickets[k] for k in ordinals if k in self._tickets]
 
     def batch(self, ticket: Ticket, size: int) -> list[Ticket]:
-        """The training tickets that share a batch with `ticket`, itself among them: `size` in a row of its step."""
+        """Returns the tickets made in one call with `ticket`: `size` in a row of its step, at the step's end fewer."""
         first = ticket.step * self.shape.tickets_per_step
         start = ticket.ordinal - (ticket.ordinal - first) % size
         end = min(start + size, first + self.shape.tickets_per_step)
@@ -207,11 +215,14 @@ class TicketTable:
         return bool(tickets) and all(t.state is State.READY for t in tickets)
 
     def ready_groups(self, step: int) -> list[int]:
-        """The ready groups of a step that were not handed over yet, by rising number."""
+        """Returns the numbers of the groups of a step that are READY, ascending."""
         return sorted(self._ready.get(step, ()))
 
     def hand_over(self, step: int, group: int) -> list[Ticket]:
-        """Gives a ready group to the trainer; refuses anything too old or made by unknown weights."""
+        """Marks a READY group of the next step as HANDED and returns its tickets, which the trainer gets.
+
+        Refused for another step, and for a ticket that is not READY, is too old, or was made by unknown weights.
+        """
         if step != self.step:
             raise Refused(f"step {step} asked for its samples, but step {self.step} is due")
         tickets = self.group(step, group)
@@ -232,7 +243,7 @@ class TicketTable:
         return tickets
 
     def close_step(self, step: int) -> list[Ticket]:
-        """The update of `step` is done: its tickets are TRAINED (SKIPPED without scores) and leave the table."""
+        """Removes a trained step's HANDED tickets and returns them, now TRAINED or, without scores, SKIPPED."""
         done = [t for group in range(self.shape.groups_per_step) for t in self.group(step, group)]
         if len(done) != self.shape.tickets_per_step or any(t.state is not State.HANDED for t in done):
             raise Refused(f"step {step} cannot be closed: {[describe(t) for t in done if t.state is not State.HANDED]}")
@@ -249,7 +260,7 @@ class TicketTable:
     # -- evaluation
 
     def issue_evaluation(self, *, version: int, step: int, groups: int, baseline: bool = False) -> list[Ticket]:
-        """Evaluation tickets for `version`, one per prompt of evaluations; one evaluation may be outstanding."""
+        """Returns `groups` new evaluation tickets, one per prompt; Refused while an earlier evaluation is open."""
         if self._evaluation:
             raise Refused("an evaluation is still outstanding")
         for old in [v for v in self.evaluated if v < version]:
@@ -275,7 +286,7 @@ class TicketTable:
         yield from self._evaluation.values()
 
     def counts(self) -> dict[State, int]:
-        """Training tickets by state; the sum is what has been issued."""
+        """Returns the number of training tickets issued since this start, by their state."""
         counts = {state: self.finished.get(state, 0) for state in State}
         for ticket in self._tickets.values():
             counts[ticket.state] += 1
@@ -283,6 +294,7 @@ class TicketTable:
 
     @property
     def issued(self) -> int:
+        """Number of training tickets issued since this start."""
         return (self._issued_steps - self.first_step) * self.shape.tickets_per_step
 
     def _issue(self, last_step: int) -> None:
@@ -311,7 +323,7 @@ class TicketTable:
         ticket.state = state
         if ticket.kind == TRAIN:
             ready = self._ready[ticket.step]
-            # Of a group that is handed over, or of which a ticket is made again, the first that leaves takes it out.
+            # The first ticket that is handed over or made again removes its group.
             if state is State.READY and self.ready(ticket.step, ticket.group):
                 ready.add(ticket.group)
             elif state is not State.READY:

@@ -1,4 +1,4 @@
-"""The ticket: its position in the run, its states, and the arithmetic of ordinals, steps and versions. Pure Python."""
+"""The ticket: its number, its state, and how numbers of tickets, steps and versions belong together. Pure Python."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,32 +6,42 @@ from typing import Any
 
 
 class State(StrEnum):
+    """State of a ticket."""
+
     PENDING = "PENDING"
+    """It waits for a worker."""
     RUNNING = "RUNNING"
+    """A worker makes its images."""
     SCORING = "SCORING"
+    """It has images; its group has no scores yet."""
     READY = "READY"
+    """Its group has scores, or it is certain that there will be none."""
     HANDED = "HANDED"
+    """The trainer has it."""
     TRAINED = "TRAINED"
+    """Its training step (or its evaluation) is done."""
     SKIPPED = "SKIPPED"
+    """The same, but its group has no scores."""
 
 
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
 EVALUATION_SHARE = 4
-"""Every EVALUATION_SHARE-th ticket (or batch of them) a worker takes is an evaluation ticket, if one is waiting."""
+"""Every fourth ticket (or batch of tickets) that a worker starts is an evaluation ticket, if one waits."""
 
 
 class Refused(RuntimeError):
-    """A result or a hand-over that breaks a promise. It ends the run."""
+    """Raised by the ticket table for a call that breaks a rule, such as a result of the wrong version. Ends the run."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The arithmetic of a run: how ordinals, steps, groups and versions hang together."""
+    """Sizes of a run, from which the ordinal of a ticket gives its step, its group and its version."""
 
     tickets_per_group: int
     groups_per_step: int
     total_steps: int
+    """Number of training steps of the run."""
     max_staleness: int
 
     @property
@@ -39,52 +49,65 @@ class Shape:
         return self.tickets_per_group * self.groups_per_step
 
     def version_for(self, step: int) -> int:
-        """The one version that tickets of `step` are made with."""
+        """Returns the version whose weights make all images of `step`."""
         return max(0, step - self.max_staleness)
 
 
 @dataclass
 class Ticket:
+    """One ticket of the table. Only the table changes its state."""
+
     kind: str
+    """TRAIN or EVALUATION."""
     ordinal: int
+    """Number of the ticket among all tickets of its kind, from 0."""
     step: int
+    """Training step that its images are for; for an evaluation, the evaluated version."""
     group: int
+    """Number of its group in the step, or of its prompt in the evaluation, from 0."""
     slice_index: int
-    """Which slice of its group, 0 .. tickets_per_group - 1."""
+    """Position of these images in the group, 0 .. tickets_per_group - 1; 0 for an evaluation."""
     version: int
+    """Version of the weights that must make its images."""
     state: State = State.PENDING
     worker: str | None = None
+    """Name of the worker that makes it or made it last; None if it waits to be made again or was never started."""
     attempt: int = 0
+    """Number of times that a worker has started it."""
     handed_back: int = 0
-    """Attempts that ended because their worker left, which says nothing against the ticket."""
+    """Attempts that ended because their worker left the pool; the limit on attempts does not count them."""
     digest: str | None = None
-    """Digest of the weights it was made with, as the worker reported it."""
+    """Digest of the weights that made its images, as the worker reported it; None without images."""
     payload: Any = None
-    """Where its images and trajectory are; opaque here."""
+    """References to its images and its trajectory in the object store; the table does not read them."""
     scores: Any = None
+    """Scores of its whole group; None before scoring, and if the group has no reward."""
     held_out: Any = None
-    """Of an evaluation's ticket: what the held-out terms say of its images."""
+    """Evaluation tickets: scores of its images by the held-out terms (rewards that are not trained on)."""
     baseline: bool = False
-    """Of an evaluation's ticket: its images are made as the base model is usually sampled."""
+    """Evaluation tickets: True if the base model makes the images, as it is usually sampled."""
 
 
 @dataclass
 class Held:
-    """Versions a worker has acknowledged and still holds, with their digests; evaluation has a slot of its own."""
+    """The versions that one worker holds: it has received and verified them."""
 
     policy: dict[int, str] = field(default_factory=dict)
+    """Version → digest of its weights for training tickets, at most max_staleness + 1 of them."""
     evaluation: dict[int, str] = field(default_factory=dict)
+    """Version → digest of its weights for evaluation tickets, at most one."""
     taken: int = 0
+    """Number of tickets, or batches of tickets, that the worker has started."""
 
 
 def record(ticket: Ticket) -> dict[str, Any]:
-    """The fields of the event that records a transition."""
+    """Returns the fields of the event that is logged for each change of a ticket's state."""
     names = ("ordinal", "kind", "step", "group", "state", "worker", "attempt", "version", "digest")
     return {name: getattr(ticket, name) for name in names}
 
 
 def describe(ticket: Ticket) -> str:
-    """One ticket in words, for errors and stall reports."""
+    """Returns a ticket in words, for errors and for the report on a run that makes no progress."""
     return (
         f"{ticket.kind} ticket {ticket.ordinal} (step {ticket.step}, group {ticket.group}, version {ticket.version}, "
         f"{ticket.state}, worker {ticket.worker}, attempt {ticket.attempt})"

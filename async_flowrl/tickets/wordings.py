@@ -1,4 +1,7 @@
-"""Wordings that tickets ask text encoders for: those of one ticket, and those of a run in the order of their need."""
+"""The texts that text encoders must encode: for one prompt, and for a whole run in the order in which it needs them.
+
+Rollout workers with `rollout.text_encoder=cached` use the order to encode many texts at once, ahead of their use.
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -8,7 +11,7 @@ from async_flowrl.types import Asked, Prompt, Sampling
 
 
 def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
-    """The prompt, and with guidance its negative prompt."""
+    """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
     asked: list[Asked] = [(prompt.wording, prompt.system, False)]
     if how.true_cfg_scale > 1:
         asked.append((prompt.negative_wording(how.negative_prompt), None, True))
@@ -16,15 +19,16 @@ def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
 
 
 def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
-    """The first `limit` different wordings that a run needs: of its evaluations, then of its steps.
+    """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
 
-    The order of the steps is the one without data.curriculum, which only puts prompts off.
+    The curriculum is not considered: it can only delay a prompt. At most STEPS_READ × `limit` texts are read, so a file
+    with few prompts gives fewer.
     """
     return tuple(islice(dict.fromkeys(islice(_all(requests), STEPS_READ * limit)), limit))
 
 
 STEPS_READ = 8
-"""Tickets that are looked at for each wording wanted: of a short file every prompt comes many times."""
+"""Texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions."""
 
 
 def _all(requests: RequestBuilder) -> Iterator[Asked]:

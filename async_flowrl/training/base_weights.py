@@ -1,6 +1,6 @@
-"""Base weights into several ranks: the first rank reads them, one tensor at a time, and every rank keeps its share.
+"""Loads the base weights into several trainer ranks: rank 0 reads one tensor at a time and broadcasts it.
 
-No rank but the first opens the files, and none ever holds more than what it keeps and one whole tensor.
+Each rank keeps its share. Only rank 0 opens the files, and no rank ever holds more than its share and one whole tensor.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from checkpoint_engine import base_digest
 
 
 def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -> str:
-    """The base's digest from the files, on the first rank; empty on the others, which do not read them.
+    """Returns the digest of the base weights from the model's files on rank 0, and "" on other ranks.
 
-    Only `parameters` count, as where a model is loaded whole.
+    Only the tensors named in `parameters` count, as in the digest of a loaded model.
     """
     if world.rank != 0:
         return ""
@@ -30,11 +30,10 @@ def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -
 def stream_base(
     transformer: nn.Module, model: ResolvedModel, world: World, *, device: torch.device, offload: bool
 ) -> None:
-    """Gives every parameter on the meta device memory and every weight of the files its place.
+    """Gives parameters on the meta device memory and fills them from the files; all ranks must call it.
 
-    Call it after `shard`, with the adapter attached and already in memory. `device` is where collectives run and, but
-    for what is offloaded to the CPU, where the weights stay. Raises ValueError where files and network name different
-    tensors.
+    Call it after `shard`, with an attached LoRA already in memory. Collectives run on `device`; the weights stay there,
+    or with `offload` in host memory. Raises ValueError if files and network have different tensor names.
     """
     home = torch.device("cpu") if offload else device
     cast("Any", transformer)._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t)
@@ -48,11 +47,11 @@ def stream_base(
             whole.copy_(stored[name])
         dist.broadcast(whole, 0)
         _place(target, whole, world)
-        del whole  # before the next one is made: only one of them at a time
+        del whole  # frees its memory before the next tensor is created
 
 
 def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by their names in the model's files, without the adapter."""
+    """Returns the base's parameters and saved buffers by their names in the model's files, without the LoRA."""
     state = cast("Any", transformer).state_dict(keep_vars=True)
     return {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
 
@@ -63,7 +62,7 @@ def _stored(model: ResolvedModel) -> StoredWeights:
 
 @torch.no_grad()
 def _place(target: Tensor, whole: Tensor, world: World) -> None:
-    """FSDP2 shards by rows, as torch.chunk does; ranks beyond the last row hold none."""
+    """Copies this rank's share of `whole`. FSDP2 shards by rows like torch.chunk; some ranks may have none."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -74,7 +73,7 @@ def _place(target: Tensor, whole: Tensor, world: World) -> None:
 
 
 def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:
-    """On all ranks, so that none waits for one that gave up."""
+    """Raises ValueError on all ranks if names differ, so that no rank waits for another one in a collective."""
     odd = [sorted(targets.keys() ^ stored.keys())] if stored is not None else [None]
     dist.broadcast_object_list(odd, 0)
     if odd[0]:
@@ -83,7 +82,7 @@ def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | No
 
 
 class _Chosen(dict[str, Tensor]):
-    """Some tensors of a lazy mapping, still lazy."""
+    """Some tensors of a mapping that reads them from files; they are read only when accessed."""
 
     def __init__(self, source: Mapping[str, Tensor], names: set[str]) -> None:
         super().__init__(dict.fromkeys(names & source.keys(), torch.empty(0)))

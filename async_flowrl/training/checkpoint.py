@@ -1,14 +1,16 @@
-"""Checkpoints: safetensors and JSON, nothing that runs code when read; written whole or not at all; digests decide.
+"""Reads and writes checkpoints: folders of safetensors and JSON files, whose digests are checked on every read.
+
+A checkpoint is written to a temporary folder and then renamed, so it is never incomplete. Its files:
 
 checkpoints/step_N/
     manifest.json            SHA-256 and size of every other file, format version
-    weights.safetensors      raw float32 masters by layout name
+    weights.safetensors      trained weights in float32, by layout name
     optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
-    retained.safetensors     <version>/<name>, what rollouts sampled from: the last max_staleness + 1 versions
-    ema.safetensors, sampling.safetensors, algorithm.safetensors    where the run has them
+    retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
+    ema.safetensors, sampling.safetensors, algorithm.safetensors    if the run has them
     trainer.json             counters, LoRA rank and alpha
-    controller.json          what the controller needs to go on
-checkpoints/latest           a hint for people; nothing relies on it
+    controller.json          state of the controller
+checkpoints/latest           name of the last one, for people; no code reads it
 """
 
 import hashlib
@@ -35,31 +37,33 @@ FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 _WORK = ".unfinished-"
 _REPLACED = ".replaced-"
-"""Prefix of a checkpoint's name while another one of the same step takes its place."""
+"""Prefix of an old checkpoint's name while a new one of the same step replaces it."""
 _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what its manifest says; the message names the file."""
+    """Raised if a checkpoint does not agree with its manifest; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`tensors`: part (weights, optimizer, ...) → name → CPU tensor; `trainer` and `controller` are plain JSON."""
+    """The contents of a checkpoint."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
+    """Part (weights, optimizer, ...) → name → CPU tensor."""
     trainer: Mapping[str, Any]
+    """State of the trainer, as JSON values."""
     controller: Mapping[str, Any]
+    """State of the controller, as JSON values."""
 
 
 def write_checkpoint(
     directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
 ) -> Path:
-    """Writes `directory`/step_N, N being `step`, and returns its path; the checkpoint appears whole or not at all.
+    """Writes the checkpoint `directory`/step_<step> and returns its path; an old one of the same step is replaced.
 
-    Of the older checkpoints the newest `keep` - 1 stay, and those whose step is in `spare`; newer ones are removed,
-    because a return to an earlier step has ended their history. Another checkpoint of the same step is replaced. Every
-    file is synced before the rename, and the directory after it.
+    The newest `keep` - 1 older checkpoints and those with a step in `spare` are kept, the other older ones removed.
+    Newer ones are removed, too, because the run has returned to this step. Files are synced to disk before the rename.
     """
     directory.mkdir(parents=True, exist_ok=True)
     put_back_replaced(directory)
@@ -84,9 +88,9 @@ def write_checkpoint(
 
 
 def put_back_replaced(directory: Path) -> None:
-    """Gives a checkpoint its name back if its writer ended before the replacement had it; otherwise removes it.
+    """Ends an interrupted replacement: renames the old checkpoint back if there is no new one, else removes it.
 
-    For the process that writes to the folder alone.
+    Only the process that writes to the folder may call it.
     """
     for replaced in directory.glob(f"{_REPLACED}*"):
         if _original(replaced).exists():
@@ -104,7 +108,7 @@ def _original(replaced: Path) -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Everything in it, with every digest checked. Raises DamagedCheckpoint."""
+    """Returns the contents of a checkpoint after checking all digests. Raises DamagedCheckpoint."""
     files = verify_checkpoint(path)
     tensors = {}
     for name in files:
@@ -117,20 +121,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
-    """Hex digest of all its tensors as they are, and of the trainer's part, whether it was written or not."""
+    """Returns a hex digest of the tensors and the trainer's state; the checkpoint need not be written."""
     parts = {name: base_digest(tensors) for name, tensors in checkpoint.tensors.items()}
     return _manifest_digest({**parts, TRAINER: checkpoint.trainer})
 
 
 def read_controller(path: Path) -> dict[str, Any]:
-    """The controller's part, with every digest of the checkpoint checked. Raises DamagedCheckpoint."""
+    """Returns the controller's state after checking all digests of the checkpoint. Raises DamagedCheckpoint."""
     verify_checkpoint(path)
     controller: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
     return controller
 
 
 def drop_newer(directory: Path, step: int) -> None:
-    """Removes the checkpoints after `step`: they belong to a history that a return to it has ended."""
+    """Removes the checkpoints after `step`, to which the run has returned."""
     for path in written(directory):
         if checkpoint_step(path) > step:
             path.rename(directory / f"{_WORK}newer-{uuid.uuid4().hex}")
@@ -158,7 +162,7 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """The valid checkpoint with the highest step, None if there is none. Damaged ones are skipped with a warning."""
+    """Returns the valid checkpoint with the highest step, or None. Damaged ones are skipped with a warning."""
     for path in written(directory):
         try:
             verify_checkpoint(path)
@@ -170,7 +174,7 @@ def find_checkpoint(directory: Path) -> Path | None:
 
 
 def checkpoint_step(path: Path) -> int:
-    """N of .../step_N. Raises ValueError for another name."""
+    """Returns N of the path .../step_N. Raises ValueError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not a checkpoint: its folder must be named step_N")
@@ -178,9 +182,9 @@ def checkpoint_step(path: Path) -> int:
 
 
 def written(directory: Path) -> list[Path]:
-    """All checkpoints of a folder, valid or not, the highest step first.
+    """Returns the paths of all checkpoints of a folder, valid or not, the highest step first.
 
-    If a writer ended while it replaced a checkpoint by another of the same step, the replaced one counts.
+    After an interrupted replacement without a new checkpoint, the path of the old one is returned.
     """
     entries = directory.iterdir() if directory.is_dir() else ()
     named = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
@@ -190,7 +194,7 @@ def written(directory: Path) -> list[Path]:
 
 def _write_parts(work: Path, checkpoint: Checkpoint) -> None:
     for part, tensors in checkpoint.tensors.items():
-        # Copies: safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
+        # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{part}.safetensors")
     (work / TRAINER).write_text(_json(checkpoint.trainer))
     (work / CONTROLLER).write_text(_json(checkpoint.controller))

@@ -1,14 +1,13 @@
-"""A sum of gradients that has the same bits in any order and on any number of ranks.
+"""The exact sum of gradients: its bits do not depend on the order of the additions or on the number of ranks.
 
-Float addition is not associative, integer addition is. Every contribution is rounded once to a multiple of 2^exponent
-and added as int64, ranks are added as int64, and the whole is converted back once. With the first exponent a value of
-2^-27 and more loses nothing, a smaller one at most 2^-51; between them and the range of 2^12 lies room for thousands of
-contributions as large as any that was measured. One exponent for all tensors: one per tensor would need a pass over the
-gradients to find them before the pass that adds, and one more agreement between the ranks.
+Addition of floats depends on the order, addition of integers does not. Each contribution (the gradient of one part of a
+group) is therefore rounded once to multiples of 2^exponent and added as int64. The sums of the ranks are added as
+int64, too, and the total is converted to float32 once. The first exponent is -50: values of at least 2^-27 are then
+exact, smaller ones change by at most 2^-51, and sums may reach 2^12. All tensors have the same exponent.
 
-Whether a sum stays in range must not depend on which rank added what: the contributions' largest magnitudes are added
-exactly, over all ranks, and that sum alone decides. If it could reach 2^62, nothing is used; the whole step is computed
-again with a higher exponent, which later steps keep.
+An int64 sum must not overflow, and the check must not depend on which rank added what. So the largest magnitudes of all
+contributions of all ranks are added exactly, and only that number decides: if the sum could reach 2^62 multiples, the
+whole optimizer step is computed again with a higher exponent, which later steps keep.
 """
 
 from dataclasses import dataclass
@@ -21,109 +20,114 @@ from async_flowrl.training.fsdp import World
 from async_flowrl.transfers import upload
 
 FIRST_EXPONENT = -50
-"""Of the first step; fixed, so that nothing but the contributions themselves can change it."""
+"""Exponent of the first optimizer step of a run."""
 RANGE_BITS = 62
-"""Every sum stays below 2^62 multiples, so that no partial sum of an int64 wraps."""
+"""Sums stay below 2^62 multiples, so that no int64 overflows."""
 HEADROOM_BITS = 4
-"""A step that is computed again leaves so many bits unused, so that the next one of its kind fits at once."""
+"""A step that is computed again leaves this many bits unused, so that similar steps after it fit at once."""
 _SMALLEST = -149
-"""Every float32 is a multiple of 2^-149: a largest magnitude is an integer there, below 2^277."""
+"""Every finite float32 is a multiple of 2^-149, so a magnitude is an integer (below 2^277) in this unit."""
 _DIGIT_BITS, _DIGITS = 31, 11
 _TAIL = 64
-"""Elements behind the gradient that are reduced with it; 64 keeps 512 bytes alignment."""
+"""Elements after the gradient that carry the account through the all-reduce; 64 keeps an alignment of 512 bytes."""
 _MARK_DIGITS = 2
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements converted at a time: the temporaries are this long, whatever the gradient's length."""
+"""Elements that are converted at a time; it bounds the memory for temporary tensors."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What contributions are in a sum: how many, which (the sum of their marks), and their largest magnitudes, added
-    exactly in multiples of 2^-149."""
+    """A record of the contributions in a sum."""
 
     count: int = 0
+    """Number of contributions."""
     marks: int = 0
+    """Sum of their marks (see `mark_of`), which shows whether they are the planned ones."""
     magnitude: int = 0
+    """Sum of their largest magnitudes, in multiples of 2^-149."""
 
     def plus(self, mark: int, largest: float = 0.0) -> "Account":
-        """One contribution more. `largest` must be finite."""
+        """Returns the account with one more contribution; `largest` is its largest magnitude and must be finite."""
         marks = (self.marks + mark) % (1 << _DIGIT_BITS * _MARK_DIGITS)
         return Account(self.count + 1, marks, self.magnitude + magnitude(largest))
 
     def joined(self, other: "Account") -> "Account":
-        """The contributions of both."""
+        """Returns the account of the contributions of both."""
         marks = (self.marks + other.marks) % (1 << _DIGIT_BITS * _MARK_DIGITS)
         return Account(self.count + other.count, marks, self.magnitude + other.magnitude)
 
     def holds(self, planned: "Account") -> bool:
-        """Whether exactly the planned contributions are in it, each once."""
+        """Returns True if it has the number and the marks of the planned contributions, so each is in it once."""
         return (self.count, self.marks) == (planned.count, planned.marks)
 
     def fits(self, exponent: int) -> bool:
-        """Whether no sum of these contributions, rounded to multiples of 2^exponent, can reach 2^62 of them."""
+        """Returns True if no sum of these contributions can reach 2^62 multiples of 2^exponent."""
         # Each contribution is rounded by at most half a multiple.
         return 2 * self.magnitude + (self.count << exponent - _SMALLEST) < 1 << RANGE_BITS + 1 + exponent - _SMALLEST
 
 
 def magnitude(largest: float) -> int:
-    """A float32 of at least 0 as an integer, in multiples of 2^-149."""
+    """Returns a finite float32 of at least 0 as an integer, in multiples of 2^-149."""
     numerator, denominator = largest.as_integer_ratio()
     return numerator * (1 << -_SMALLEST) // denominator
 
 
 def fitting_exponent(account: Account, exponent: int) -> int:
-    """The smallest exponent above `exponent` in which the sum fits, with headroom."""
+    """Returns the smallest exponent from `exponent` on with which the sum fits, plus HEADROOM_BITS."""
     while not account.fits(exponent):
         exponent += 1
     return exponent + HEADROOM_BITS
 
 
 def mark_of(step: int, update: int, group: int, part: int) -> int:
-    """62 bits that name a contribution: the sum of the marks tells whether each was added exactly once."""
+    """Returns 62 bits of a hash that names a contribution; `Account.holds` compares sums of these marks."""
     digest = blake2b(f"{step}/{update}/{group}/{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2
 
 
 class ExactSum:
-    """The sum of one optimizer step's gradients, [numel] int64 on `device`, and the account of what is in it."""
+    """The sum of the gradients of one optimizer step on this rank, [numel] int64 on `device`, with its account.
+
+    Calls per optimizer step: `begin`, for each contribution `add` and `book`, then `reduce` and `mean`.
+    """
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.exponent = FIRST_EXPONENT
         self._numel = numel
         self._values = torch.zeros(numel + _TAIL, dtype=torch.int64, device=device)
         self._whole = self._values
-        """The sum of all ranks: of several in memory of its own, because this rank's must outlive a reduction that
-        breaks off."""
+        """The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated."""
         self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
         self._account = Account()
 
     def begin(self) -> None:
+        """Sets the sum to zero and the account to empty."""
         self._values.zero_()
         self._account = Account()
 
     def add(self, gradient: Tensor) -> Tensor:
-        """Adds a contribution [numel] float32 and leaves zeros in its place. Nothing waits for the device.
+        """Adds `gradient` [numel] float32 and sets it to zero, without waiting for the device.
 
-        Returns its largest magnitude, NaN where it has one. Until that went to `book`, the sum must not be used: what
-        is not finite or out of range has no integer.
+        Returns the largest magnitude of `gradient` as a tensor without dimensions, NaN if it has a NaN. Do not use the
+        sum before that value was found finite and given to `book`: values that are not finite have no integer.
         """
         low, high = torch.aminmax(gradient)
         for start in range(0, self._numel, self._chunk):
             part = gradient[start : start + self._chunk]
-            # A power of two: the product is exact, and so is the rounding of what has 24 bits.
+            # Multiplying by a power of two is exact.
             part.mul_(2.0**-self.exponent).round_()
             self._values[start : start + len(part)].add_(part.to(torch.int64))
             part.zero_()
         return torch.maximum(-low, high)
 
     def book(self, mark: int, largest: float) -> None:
-        """Enters an added contribution in the account. `largest` is what `add` returned, and must be finite."""
+        """Enters a contribution in the account. `largest` is the value that `add` returned and must be finite."""
         self._account = self._account.plus(mark, largest)
 
     def reduce(self, world: World) -> Account:
-        """Adds up the ranks; returns the account of the whole, the same on every rank.
+        """Adds up the sums of all ranks and returns the account of the total, equal on every rank.
 
-        What this rank has added stays as it is until `begin`, so that it can be reduced again.
+        This rank's own sum stays unchanged until `begin`, so `reduce` can be called again.
         """
         if world.size > 1 and self._whole is self._values:
             self._whole = torch.empty_like(self._values)
@@ -135,18 +139,18 @@ class ExactSum:
         return _read(tail.tolist())
 
     def mean(self, out: Tensor, rows: int) -> None:
-        """Writes the sum ÷ `rows` to `out` [numel] float32: to float64, divided, to float32."""
+        """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
         for start in range(0, self._numel, self._chunk):
             whole = self._whole[start : min(start + self._chunk, self._numel)]
             out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """[numel] float32 in the memory of a whole that was used; `begin` or `reduce` takes it back."""
+        """Returns [numel] float32 that shares the memory of the total; use it after `mean` and until `begin`."""
         return self._whole.view(torch.float32)[: self._numel]
 
 
 def _written(account: Account) -> list[int]:
-    """Digits that ranks may add one by one: below 2^31 each, so that billions of them do not wrap."""
+    """Returns the account as int64 digits below 2^31, which the all-reduce can add without overflow."""
     digits = [account.count, *_digits(account.marks, _MARK_DIGITS), *_digits(account.magnitude, _DIGITS)]
     return digits + [0] * (_TAIL - len(digits))
 

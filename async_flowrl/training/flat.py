@@ -1,4 +1,4 @@
-"""The trainable tensors as one flat float32 vector: one all-reduce, one norm, one optimizer, one copy per version."""
+"""All trained tensors as one flat float32 vector: reduction, norm, optimizer step and copies are single operations."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,19 +7,20 @@ import torch
 from torch import Tensor, nn
 
 _ALIGN = 64
-"""Elements between the starts of tensors: 256 bytes, because matrix products round differently on unaligned memory and
-the rollouts' copies are aligned so too."""
+"""Tensors start at multiples of this many elements (256 bytes), as in rollout workers, because matrix products round
+differently on memory that is not aligned."""
 _CHUNK = 1 << 20
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""An odd number of 64 bits, 2^64 over the golden ratio, as an int64: multiples of neighbours have little in common."""
+"""2^64 divided by the golden ratio, as an odd int64: a hash factor that gives neighbouring numbers different bits."""
 
 
 class FlatParameters:
-    """Named parameters' masters as views of `values`, their gradients as views of `gradients`; both [numel] float32.
+    """Master weights and gradients of named parameters in two flat vectors, `values` and `gradients`, both float32.
 
-    The parameter objects stay the same, their storage moves to `device`. A float32 one becomes the view itself. One of
-    another dtype is what the network computes with: it stays beside its master, follows it at `changed`, and its
-    gradient is added to the float32 ones as soon as a backward pass has it. Padding between tensors is always zero.
+    Both are on `device` and have padding, which is always zero, between tensors. The parameter objects of the network
+    stay the same. A float32 parameter becomes a view of `values`. A bfloat16 parameter keeps its own memory: `changed`
+    casts its master to it, and every backward pass adds its gradient to `gradients`. Raises ValueError for a parameter
+    of another dtype.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -34,7 +35,7 @@ class FlatParameters:
         self.values.grad = self.gradients
         self.numel = sum(shape.numel() for shape in self._shapes.values())
         self._copies: dict[str, nn.Parameter] = {}
-        """Those that the network computes with in another dtype than float32."""
+        """The bfloat16 parameters, by name."""
         views, gradients = self.named(self.values.data), self.named(self.gradients)
         for name, view in views.items():
             parameter = parameters[name]
@@ -50,14 +51,17 @@ class FlatParameters:
                 self._copies[name] = parameter
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a vector in this layout, by name."""
+        """Returns views of a flat vector by tensor name."""
         return {
             name: flat[self._offsets[name] : self._offsets[name] + shape.numel()].view(shape)
             for name, shape in self._shapes.items()
         }
 
     def pack(self, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new vector from named tensors. Raises ValueError, naming the tensor, where names or shapes differ."""
+        """Returns a new flat vector with the given tensors.
+
+        Raises ValueError, which begins with `where`, if names or shapes differ.
+        """
         flat = torch.zeros_like(self.values.data, dtype=dtype)
         if odd := sorted(tensors.keys() ^ self._shapes.keys()):
             verb = "lacks" if odd[0] in self._shapes else "has unknown"
@@ -70,13 +74,13 @@ class FlatParameters:
         return flat
 
     def snapshot(self) -> Tensor:
-        """A copy of the live values."""
+        """Returns a copy of `values`."""
         return self.values.data.clone()
 
     def fingerprint(self) -> str:
-        """64 bits (hex) in which every value and its place count; what ranks that must be equal compare.
+        """Returns a hash of `values`, 64 bits in hex, for comparing ranks whose weights must be equal.
 
-        Exact integer sums where the values are, so the order of no kernel shows; the host waits once.
+        It is an integer sum, computed on the device, so the order of additions does not matter; the host waits once.
         """
         bits, sums = self.values.data.view(torch.int32), []
         for start in range(0, len(bits), _CHUNK):
@@ -86,12 +90,12 @@ class FlatParameters:
         return f"{int(torch.stack(sums).sum()) % (1 << 64):016x}"
 
     def load(self, flat: Tensor) -> None:
-        """Overwrites the live values in place."""
+        """Overwrites `values` in place and updates the network's parameters."""
         self.values.data.copy_(flat)
         self.changed()
 
     def changed(self) -> None:
-        """To be called after `values` changed: casts the masters to what the network computes with beside them."""
+        """Updates the bfloat16 parameters from `values`. Call it after each change of `values`."""
         self._compute_with(self.values.data)
 
     def _compute_with(self, flat: Tensor) -> None:
@@ -101,8 +105,11 @@ class FlatParameters:
 
     @contextmanager
     def swapped(self, flat: Tensor) -> Iterator[None]:
-        """Inside, the network computes with `flat`; afterwards with what it was. No graph may be open across it."""
-        if len(self._copies) == len(self._shapes):  # the masters need not move
+        """Context manager: inside, the network uses the weights `flat`; afterwards the old ones again.
+
+        A backward pass must not follow a forward pass from the other side of its start or end.
+        """
+        if len(self._copies) == len(self._shapes):  # all parameters are copies, so `values` need not change
             self._compute_with(flat)
             try:
                 yield
@@ -118,7 +125,7 @@ class FlatParameters:
 
 
 def _moved_to(gradient: Tensor) -> Callable[[Tensor], None]:
-    """For a parameter: adds the gradient that a backward pass has just given it to `gradient`, and frees it."""
+    """Returns a hook that adds a parameter's new gradient to `gradient` and frees it."""
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:

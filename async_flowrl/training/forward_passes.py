@@ -1,11 +1,11 @@
-"""Forward passes of a group under other weights than the live ones, and the pass that is trained.
+"""The forward passes of a trainer rank: predictions of a group's rows under up to four sets of weights.
 
-    proximal    before the first step of a batch, for the groups of its later steps: the weights the batch began with
-    behaviour   the retained weights of the version that sampled the group
-    reference   the adapter off (or at the warm start's values), or the whole weights that the run started at
-    current     the live weights; the only pass that is followed by a backward pass
+    proximal    the weights at the start of the batch; needed only for its second and later optimizer steps
+    behaviour   the version that made the group's images
+    reference   the model before training: the LoRA is off or as in `lora.path`; with tune=full the first weights
+    current     the trained weights; the only pass that a backward pass follows
 
-All run with the same shapes, grad mode and code path, so equal weights give equal bits.
+All run with the same shapes, grad mode and code, so equal weights give equal bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.types import Conditioning, Wording
 
 PROBED_ROWS = 4
-"""Rows whose log-probs are recomputed under the sampling weights in every batch, only to compare two engines."""
+"""Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines."""
 
 
 @dataclass
 class UpdateInputs:
-    """What an update works on."""
+    """The objects that an optimizer step uses."""
 
     config: Config
     policy: Policy
@@ -45,40 +45,41 @@ class UpdateInputs:
     world: World
     device: torch.device
     sampled_by: Callable[[int], Tensor]
-    """Version → the flat weights that rollouts sampled from under that name."""
+    """Function from a version to its flat weights, with which rollouts made images."""
     averaged: bool
-    """Rollouts sample from a moving average, so even a sample of age 0 is not from the live weights."""
+    """True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights."""
     reference: Tensor | None
-    """Flat weights of the KL reference; None = the adapter off."""
+    """Flat weights of the KL reference; None means that the LoRA is switched off."""
 
 
 @dataclass(frozen=True)
 class FrozenPredictions:
-    """A part's predictions without gradient, one per micro-batch; None where there are none."""
+    """Predictions without gradients for one part of a group, one per micro-batch; None if they are not needed."""
 
     proximal: list[Prediction] | None
     behaviour: list[Prediction] | None
     reference: list[Prediction] | None
     on_policy: bool
-    """The live weights are the ones that sampled the group: its behaviour predictions are `current` itself."""
+    """True if the trained weights themselves made the images, so that `current` serves as behaviour prediction."""
 
 
 class ForwardPasses:
-    """Makes predictions; keeps those of the proximal phase until their optimizer step has used them."""
+    """Computes predictions, and keeps the proximal ones until the batch ends."""
 
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
         self.negatives: Mapping[Wording, Conditioning] = {}
-        """As they were given."""
+        """Conditioning of negative prompts as `set_negatives` got it, on the host."""
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
+        """Sets the conditioning of all negative prompts and copies it to the device."""
         self.negatives = conditionings
         self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
 
     def batches(self, group: Group, part: Part) -> list[MicroBatch]:
-        """The micro-batches of a part of the group, in the order they are trained."""
+        """Returns the micro-batches of a part of the group, in the order of training."""
         inputs, trainer = self._inputs, self._inputs.config.trainer
         return list(
             group.micro_batches(
@@ -90,11 +91,12 @@ class ForwardPasses:
         )
 
     def remember_proximal(self, group: Group, part: Part, measured: UpdateMetrics) -> None:
-        """Predicts under the live weights, for a later optimizer step of this batch."""
+        """Computes and keeps predictions under the active weights, for a later optimizer step of this batch."""
         with measured.span("proximal"):
             self._proximal[group.meta.group, part.part] = self.predict(group, self.batches(group, part))
 
     def forget_proximal(self) -> None:
+        """Frees the proximal predictions at the end of a batch."""
         self._proximal.clear()
 
     def predict_frozen(
@@ -107,9 +109,9 @@ class ForwardPasses:
         *,
         probing: bool,
     ) -> FrozenPredictions:
-        """Every prediction of the part but the trained one. Raises ValueError where a needed one cannot be had.
+        """Returns all predictions of a part except `current`. Raises ValueError without a needed proximal one.
 
-        `probing`: a few rows are predicted under the sampling weights even where the loss needs none.
+        With `probing`, a few rows get behaviour predictions even if the loss needs none.
         """
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
@@ -130,7 +132,7 @@ class ForwardPasses:
     def train(
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
     ) -> tuple[LossOutput, Prediction | None]:
-        """The loss with its graph, and what the sampling weights predict (None if that was not computed)."""
+        """Returns the loss, with its graph, of micro-batch number `index`, and its behaviour prediction or None."""
         inputs = self._inputs
         current = inputs.algorithm.predict(batch, self._velocity(group))
         behaviour = _at(frozen.behaviour, index)
@@ -146,18 +148,21 @@ class ForwardPasses:
         return output, behaviour
 
     def clean(self, group: Group, batch: MicroBatch) -> Tensor:
-        """The clean latents [B, ...] that the live weights predict, x - sigma v."""
+        """Returns the clean latents x - sigma · v [B, ...] that the trained weights predict."""
         velocity = self._velocity(group)(batch.latents, batch.sigma).detach()
         return batch.latents - expand(batch.sigma, batch.latents) * velocity
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
-        """Mean |log-prob under the sampling weights - log-prob the rollout reported|: what two engines disagree by."""
+        """Returns the mean of |behaviour log-prob - log-prob that the rollout recorded|; None for other algorithms.
+
+        The weights are equal, so it measures the difference between the trainer and the rollout engine.
+        """
         rows = rows_of(behaviour)
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
-        """What is predicted under the sampling weights: all that the loss needs, else a few rows to probe."""
+        """Returns the rows that need behaviour predictions: all if the loss needs them, else a few for probing."""
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
@@ -169,7 +174,10 @@ class ForwardPasses:
         return inputs.parameters.swapped(inputs.reference)
 
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
-        """With gradients enabled and then detached: another grad mode may take other kernels."""
+        """Returns detached predictions under the active weights.
+
+        Gradients are enabled during the pass, because another grad mode may use other kernels.
+        """
         velocity = self._velocity(group)
         return [detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 
@@ -184,7 +192,7 @@ class ForwardPasses:
 
 
 def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
-    """`count` rows of a micro-batch from `start` on."""
+    """Returns `count` rows of a micro-batch from row `start` on, or the micro-batch if it has no more rows."""
     if count >= len(batch.sigma):
         return batch
     rows = slice(start, start + count)

@@ -1,4 +1,7 @@
-"""The trainer ranks: FSDP2 shards the frozen base, or each holds all of it; the adapter is summed once per step."""
+"""The trainer ranks among each other: their collectives, and how the frozen base weights are spread over them.
+
+FSDP2 shards the base, or each rank holds all of it. Each rank holds all trained tensors; FSDP does not touch them.
+"""
 
 import functools
 import warnings
@@ -16,33 +19,34 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 
 WHOLE_SHARE = 0.6
-"""trainer.shard=auto: largest share of a GPU's memory that base, adapter and optimizer may take where every rank holds
-all of the base; activations have the rest."""
+"""trainer.shard=auto shards the base if base, trained tensors and optimizer would take more than this share of a GPU's
+memory; activations need the rest."""
 
 
 @dataclass(frozen=True)
 class World(Place):
-    """This rank's place among the trainer ranks; alone where no process group was joined."""
+    """This rank's position among the trainer ranks, with their collectives."""
 
     joined: bool = False
+    """True if this process has joined a process group; otherwise it trains alone."""
 
     @classmethod
     def current(cls) -> "World":
-        """As the default process group of torch.distributed says."""
+        """Returns the position in torch.distributed's default process group, or that of a lone rank without one."""
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size(), joined=True)
 
     def sum(self, values: Tensor) -> None:
-        """Sums `values` over the ranks that live, in place; all end up with the same bits.
+        """Sums `values` over the living ranks, in place; all get the same bits.
 
-        A rank that has left the group, because no other lives, has the sum already.
+        Without a process group, because no other rank lives, `values` stays as it is.
         """
         if self.size > 1 and dist.is_initialized():
             dist.all_reduce(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """`values` of every rank, in rank order."""
+        """Returns the `values` of all ranks, in rank order."""
         if self.size == 1:
             return [values]
         by_rank = [torch.empty_like(values) for _ in range(self.size)]
@@ -51,9 +55,9 @@ class World(Place):
 
 
 def let_go(network: nn.Module) -> None:
-    """Frees what was gathered for a forward pass that no backward pass followed; nothing where nothing is sharded.
+    """Frees gathered parameters after a forward pass without a backward pass; without FSDP it does nothing.
 
-    FSDP2 keeps the outermost group of parameters from a forward pass to its backward pass.
+    FSDP2 keeps the outermost group of parameters from the forward pass to the backward pass.
     """
     for module in network.modules():
         if isinstance(module, FSDPModule):
@@ -61,14 +65,14 @@ def let_go(network: nn.Module) -> None:
 
 
 def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_bytes: int = 0) -> bool:
-    """Whether ranks that joined a process group hold a share of the base each, by `trainer.shard`.
+    """Returns True if the base is sharded over the ranks of a process group, by `trainer.shard`.
 
-    `memory`: bytes of the smallest GPU among theirs, None where they train on the CPU: there it does not decide.
-    `adapter_bytes`: of what every rank holds whole anyway, the adapter with its optimizer, sums and versions.
+    `base_bytes` is the size of the base; `memory` is that of the ranks' smallest GPU in bytes, None on the CPU;
+    `adapter_bytes` is the memory that each rank needs anyway (see `resident_bytes`).
     """
     trainer = config.trainer
     if config.tune == FULL:
-        return False  # each rank steps all of the weights
+        return False  # each rank updates all weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":
@@ -79,10 +83,10 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_byte
 
 
 def resident_bytes(config: Config, trained: int) -> int:
-    """Bytes that a rank of several holds all the time for so many trained parameters, versions as if in float32.
+    """Returns the bytes that one of several ranks always needs for `trained` parameters.
 
-    Values, gradient and two moments in float32; the sum in int64 and its whole over the ranks; versions that are kept
-    or sent; averages and the weights at the start of the batch, where the run has them.
+    These are values, gradient and two moments in float32; the gradient sums of the rank and of all ranks in int64; the
+    versions that are kept or sent (counted as float32); moving averages; and the weights at the start of the batch.
     """
     trainer = config.trainer
     whole = (config.max_staleness + 1) + 2 + (trainer.ema_decay is not None) + (trainer.updates_per_batch > 1) + 1
@@ -90,10 +94,10 @@ def resident_bytes(config: Config, trained: int) -> int:
 
 
 def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
-    """How many of the ranks hold one copy of the base between them.
+    """Returns the number of ranks that share one copy of the base; 1 if it is not sharded.
 
-    With `trainer.shard=auto` those of a node, where `trainer.workers_per_node` says that there are several: gathering
-    a block then stays inside it.
+    With `trainer.shard=auto` these are the ranks of one node, if `trainer.workers_per_node` is above 1, so that blocks
+    are gathered inside a node.
     """
     trainer = config.trainer
     if not sharded:
@@ -104,7 +108,7 @@ def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
 
 
 def smallest_memory(world: World, device: torch.device) -> int | None:
-    """Bytes of the smallest GPU among those of all ranks, the same number on each; None on the CPU."""
+    """Returns the memory in bytes of the smallest GPU of all ranks, equal on all ranks; None on the CPU."""
     if device.type != "cuda":
         return None
     mine = torch.tensor([torch.cuda.get_device_properties(device).total_memory], device=device)
@@ -114,11 +118,12 @@ def smallest_memory(world: World, device: torch.device) -> int | None:
 def shard(
     policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, sharded: bool, offload: bool
 ) -> str:
-    """Shards the base over the ranks block by block, or leaves it whole and on `device`. Says which it did.
+    """Shards the base over the ranks block by block with FSDP2, or leaves it whole; returns in words what it did.
 
-    Of ranks that joined a process group the base is still on the meta device, and `stream_base` fills it. The adapter
-    stays out of FSDP as plain float32 tensors: it is small, every rank steps it the same way, and one all-reduce of its
-    flat gradient replaces a collective per tensor.
+    With a process group the base is still on the meta device; `stream_base` fills it afterwards. Without one it is
+    moved to `device`. The trained tensors (`adapter`) stay out of FSDP: every rank updates them in the same way, and
+    one all-reduce of their flat gradient replaces a collective per tensor. Raises ValueError for `offload` without a
+    process group.
     """
     transformer = policy.transformer
     if not world.joined:
@@ -130,13 +135,13 @@ def shard(
         for buffer in transformer.buffers():
             buffer.data = buffer.data.to(device)
         return f"whole on each of {world.size}"
-    # True of a block's output, but nothing in the networks writes to it in place.
+    # A block's output is a view, but the networks never write to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     replicas = world.size // world.per_replica
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     else:
-        # The base is frozen, so replicas have nothing to say to each other: each rank needs its own replica's ranks.
+        # The base is frozen, so replicas need no collectives between them: a rank needs only those of its replica.
         shape, names = (replicas, world.per_replica), ("replica", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["shard"]
     policy_offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
@@ -147,7 +152,7 @@ def shard(
 
 
 def prefetch(policy: Policy, ahead: int) -> None:
-    """Gathers `ahead` blocks while one computes, forward and backward; nothing to do where the base is not sharded."""
+    """Makes FSDP gather the next `ahead` blocks while one computes, forward and backward; without FSDP does nothing."""
     blocks = [block for block in policy.blocks if isinstance(block, FSDPModule)]
     if ahead < 1:
         return
@@ -157,10 +162,10 @@ def prefetch(policy: Policy, ahead: int) -> None:
 
 
 def checkpoint_blocks(policy: Policy, how: str) -> None:
-    """Blocks recompute their activations in the backward pass, by `trainer.gradient_checkpointing`: every n-th, or all.
+    """Makes blocks recompute their activations in the backward pass; `how` is `trainer.gradient_checkpointing`.
 
-    Same weights, less memory, about a third more time for those blocks. Wraps `forward` itself, not the module, so that
-    names stay and FSDP's hooks run once. Call before `shard`.
+    It saves memory, and these blocks take about a third more time. It wraps `forward` and not the module, so names stay
+    and FSDP's hooks run once. Call it before `shard`.
     """
     if how == "none":
         return

@@ -1,28 +1,28 @@
-"""Exactly once: what the ranks say is in their sums, against what an optimizer step is to train."""
+"""Checks before the gradient sums of several ranks are added: each planned part must be in exactly one of them."""
 
 from collections.abc import Iterable, Mapping
 
 from async_flowrl.training.messages import Manifest
 
 Parts = Mapping[int, int]
-"""Group → how many parts it has."""
+"""Number of a group → number of its parts."""
 
 
 class NotThePlan(RuntimeError):
-    """The sums of the ranks are not the optimizer step that was planned. Nothing was added up; the message says why."""
+    """Raised if the ranks' sums are not exactly the planned optimizer step; nothing was added up yet."""
 
 
 def missing(planned: Parts, manifests: Iterable[Manifest]) -> dict[int, set[int]]:
-    """Group → its parts that are in nobody's sum."""
+    """Returns the planned parts that are in no sum: number of the group → numbers of the parts."""
     there = {part for manifest in manifests for part in manifest.parts}
     lacking = {group: {p for p in range(count) if (group, p) not in there} for group, count in planned.items()}
     return {group: parts for group, parts in lacking.items() if parts}
 
 
 def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: Mapping[str, Manifest]) -> None:
-    """Raises NotThePlan unless every planned part is in one sum, and all sums are of this attempt.
+    """Raises NotThePlan unless each planned part is in exactly one sum, and all sums are of this step and attempt.
 
-    `manifests` by the names of the ranks; one that has nothing to add needs none.
+    `manifests` maps the name of a rank to the contents of its sum; a rank with an empty sum may be missing.
     """
     where = f"step {step}, optimizer step {update}"
     owners: dict[tuple[int, int], str] = {}

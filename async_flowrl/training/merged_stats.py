@@ -1,6 +1,6 @@
-"""Statistics of one optimizer step from those of its parts, whichever ranks computed them.
+"""Merges the ranks' statistics of an optimizer step into one; the controller calls `merged` after each step.
 
-Sums are taken in the order of groups and parts, so the numbers are the same for any number of ranks.
+It sums in the order of groups and parts, so the numbers do not depend on the number of ranks.
 """
 
 import math
@@ -11,12 +11,15 @@ from itertools import groupby
 from async_flowrl.training.messages import GAP, GroupStats, PartStats, UpdateStats
 
 _NAMES = {"ratio": "ratio/mean"}
-"""Names in metrics.jsonl that differ from those of the algorithms."""
+"""Name of an algorithm's metric → its name in metrics.jsonl, if they differ."""
 _COUNTS = ("kept", "nonzero")
 
 
 def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
-    """The optimizer step as a whole, with the first rank's spans."""
+    """Returns the statistics of the whole optimizer step, with the spans of the first rank.
+
+    `ranks` has the statistics of each rank, and at least one. Without trained parts the first rank's are returned.
+    """
     first = ranks[0]
     parts = sorted((part for stats in ranks for part in stats.parts), key=lambda part: (part.group, part.part))
     if not parts:
@@ -28,7 +31,7 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
-    """Only the lowest group's probe counts: which others were probed depends on the order in which groups came."""
+    """Removes GAP of all groups but the lowest: which other groups were probed depends on the order of arrival."""
     lowest = min(part.group for part in parts)
     return [
         part if part.group == lowest else replace(part, sums={n: v for n, v in part.sums.items() if n != GAP})
@@ -37,10 +40,11 @@ def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
 
 
 def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:
-    """`gradient_snr` of a gradient with that `norm`, from the squared norms of its parts; nothing for a single part.
+    """Returns {"gradient_snr": signal-to-noise ratio} from the gradient's norm and the squared norms of its n parts.
 
-    n parts with the same mean m and noise of variance v: E|sum|² = n² m² + n v and E sum|part|² = n m² + n v.
-    Returned is n² m² ÷ n v, about 0 (and often below) where parts agree no more than chance, n where they are one.
+    If the parts have the same mean m and noise of variance v, then E|sum|² = n² m² + n v and E sum|part|² = n m² + n v.
+    The ratio is n² m² / (n v): about 0, or below, if the parts agree only by chance; large if they agree. Returns {}
+    for a single part and if no noise is left.
     """
     pieces = len(squares)
     if pieces < 2:
@@ -50,7 +54,7 @@ def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:
 
 
 def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
-    """Means over all trained rows; `loss` is the one exception: its sum over `denominator`, as it was trained."""
+    """Returns means over all trained rows; only `loss` is its sum divided by `denominator`, as in training."""
     means = {}
     for name in sorted({name for part in parts for name in part.sums}):
         having = [part for part in parts if name in part.sums]
@@ -63,7 +67,7 @@ def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
 
 
 def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
-    """Per age: rows whose gradient survived, rows with a nonzero advantage."""
+    """Returns `UpdateStats.kept`."""
     by_age: dict[int, tuple[int, int]] = {}
     for part in parts:
         kept, nonzero = by_age.get(part.age, (0, 0))

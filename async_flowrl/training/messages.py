@@ -1,4 +1,8 @@
-"""Messages between the controller and a trainer rank. Small, frozen, picklable; no torch."""
+"""Messages between the controller and a trainer rank: frozen, picklable and small; trajectories travel separately.
+
+The controller sends TrainRequests. A rank answers with a Manifest; at the end of an optimizer step with UpdateStats, or
+with Summed if the step must begin again. A part is a micro-batch of a group's images (see parts.py).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,80 +10,80 @@ from dataclasses import dataclass, field, replace
 from async_flowrl.types import Sampling, Span, Trajectory, Wording
 
 GAP = "behaviour_gap"
-"""A number of the probed part alone: what two engines disagree by."""
+"""Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step. `rows` is its full count of (sample, denoising step) rows over all ranks, skipped groups
-    included: the denominator of the loss, so that a skipped group weighs as much as one whose gradient is zero."""
+    """One optimizer step."""
 
     rows: int
+    """Number of rows (image × denoising step) of the step over all ranks; the sum of losses is divided by it. Groups
+    that are skipped count, so they weigh as much as groups with gradient zero."""
     update: int = 0
-    """Which optimizer step of the batch this is; from the second on, every group needs its proximal predictions."""
+    """Number of the optimizer step in its batch, from 0; from 1 on, every group needs proximal predictions."""
     attempt: int = 0
-    """Rises with every beginning of an optimizer step: a sum that was begun in an earlier one is worth nothing."""
+    """Number that rises whenever an optimizer step begins, also again; sums of other attempts are not used."""
     probe: bool = True
-    """Recompute one micro-batch under the weights that sampled it, to compare its log-probs with the rollout's."""
+    """True: compare the recorded log-probs of one micro-batch with those of the trainer under the same weights."""
 
     def probes(self, records: str) -> bool:
-        """Whether that is done in this optimizer step of an algorithm that trains on such records."""
+        """Returns True if this step makes that comparison for an algorithm with `Algorithm.records` = `records`."""
         return self.probe and self.update == 0 and records == "transitions"
 
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """One prompt group as it is handed over; its tickets' trajectories travel beside it, in ticket order.
-
-    A rank gets those of them that hold the images it trains."""
+    """One group for the trainer. A rank also gets the trajectories of those tickets whose images it trains."""
 
     group: int
-    """Index in the step; it names the group in errors and statistics."""
+    """Number of the group in its step."""
     tickets: int
-    """How many tickets it was made in."""
+    """Number of its tickets."""
     version: int
-    """Policy version that sampled it."""
+    """Version of the weights that made its images."""
     age: int
-    """Policy versions between the sampler and the trainer."""
+    """Staleness: training step minus `version`."""
     advantages: tuple[float, ...]
     """One per image of the group, in image order."""
     selected: tuple[int, ...]
-    """Which images are trained, in order (Algorithm.select)."""
+    """Indices of the images that are trained, in order (Algorithm.select)."""
     seeds: tuple[int, ...]
-    """A named seed per image, for algorithms that draw in the trainer."""
+    """One seed per image, for algorithms that draw random numbers in the trainer."""
     negative: Wording
-    """Its negative prompt, a key of what `set_negatives` was given; unused without guidance."""
+    """Its negative prompt, which `set_negatives` must have got before; unused without guidance."""
     sampling: Sampling
-    """How it was sampled: guidance and resolution must be the trainer's too."""
+    """Sampling of its images; the trainer uses the same guidance and resolution."""
     owners: tuple[int, ...] = ()
-    """The rank that trains each of its parts (see `parts.py`), in order; empty: whoever is asked trains all of them."""
+    """The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them."""
 
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """One call to a trainer rank. Where all groups of an optimizer step are ready, one call is the whole step."""
+    """One call to a trainer rank: it may begin an optimizer step, train groups, finish the step, or do all three."""
 
     step: int
+    """Training step."""
     metas: tuple[GroupMeta, ...]
-    """Groups to train on, by rising number; their trajectories travel beside the request, in ticket order."""
+    """Groups to train on, by ascending number; their trajectories are passed beside the request, in ticket order."""
     begins: StepPlan | None = None
-    """Set on the first request of a step: it begins the optimizer step."""
+    """If set, the request begins this optimizer step."""
     finishes: bool = False
-    """True for the last one: it ends the optimizer step."""
+    """True: the request finishes the optimizer step."""
     tickets: tuple[tuple[int, ...], ...] = ()
-    """Of each group, the tickets whose trajectories came along, by their place in it; empty: all of every group."""
+    """For each group the positions of the tickets whose trajectories are passed; empty means all tickets."""
     planned: tuple[tuple[int, int], ...] | None = None
-    """With `finishes`: number and parts of every group that all ranks have trained; None: what this one was given."""
+    """With `finishes`: (number, parts) of each group that all ranks have trained; None: those that this rank got."""
     probe: GroupMeta | None = None
-    """With `finishes`: the lowest of these groups, on which every rank measures the step; the trajectories of the first
-    part come along after the others. None: a rank that trains alone measures on the lowest it was given."""
+    """With `finishes`: the group on which every rank measures how far the step moves the policy. The trajectories of
+    its first part are passed after all others. None: a rank that trains alone takes the lowest group that it got."""
     probe_tickets: tuple[int, ...] = ()
-    """The tickets of `probe` that came along."""
+    """The positions of the tickets of `probe` whose trajectories are passed."""
     attempt: int = 0
-    """With `finishes`: the plan's."""
+    """With `finishes`: `StepPlan.attempt` of the step."""
 
     def split(self) -> "list[TrainRequest]":
-        """The same, group by group."""
+        """Returns requests with one group each, which together do the same."""
         last = len(self.metas) - 1
         return [
             replace(
@@ -95,31 +99,34 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in the sum of one rank that was not collected yet."""
+    """The contents of one rank's sum of gradients."""
 
     step: int
     update: int
     attempt: int
-    """The plan's that the sum was begun with."""
+    """`StepPlan.attempt` of the plan with which the sum began."""
     parts: tuple[tuple[int, int], ...]
-    """Group and part of every contribution, in the order they were added."""
+    """(group, part) of each gradient in the sum, in the order of the additions."""
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Means over one group's trained rows of what the algorithm's loss reported."""
+    """Statistics of one trained group."""
 
     group: int
     version: int
     age: int
     window_start: int
+    """Index of the first trained denoising step."""
     rows: int
+    """Number of trained rows."""
     metrics: Mapping[str, float]
+    """Means over these rows of the metrics of the algorithm's loss."""
 
 
 @dataclass(frozen=True)
 class PartStats:
-    """One part of a group, from the rank that trained it."""
+    """Statistics of one part of a group, from the rank that trained it; other fields are as in GroupStats."""
 
     group: int
     part: int
@@ -128,62 +135,69 @@ class PartStats:
     window_start: int
     rows: int
     sums: Mapping[str, float]
-    """Sums over its rows of what the algorithm's loss reported."""
+    """Sums over its rows of the metrics of the algorithm's loss."""
     squared: float
-    """Squared L2 norm of its gradient, before the division by the rows of the step."""
+    """Squared L2 norm of its gradient, before the division by the number of rows of the step."""
 
 
 @dataclass(frozen=True)
 class Summed:
-    """The ranks' sums were added up on this rank; its own is untouched, and nothing has stepped."""
+    """The answer after the sums of all ranks were added up; the weights are still unchanged."""
 
     overflow: int | None
-    """The sum could have left its range with this exponent: the step is to be begun again."""
+    """None if the sum is valid. Otherwise the exponent (see exact.py) with which it may have overflowed: the optimizer
+    step must begin again."""
     parts: tuple[PartStats, ...]
-    """Those that this rank has trained."""
+    """Statistics of the parts that this rank has trained."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Trajectories that a rank was given, and their bytes."""
+    """Number and bytes of the trajectories that a rank got."""
 
     tickets: int = 0
     bytes: int = 0
 
     def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
+        """Returns the numbers with these trajectories added."""
         return Fetched(self.tickets + len(trajectories), self.bytes + sum(map(nbytes, trajectories)))
 
 
 def nbytes(trajectory: Trajectory) -> int:
-    """Bytes of a trajectory's arrays."""
+    """Returns the size in bytes of a trajectory's arrays."""
     arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
     return sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one optimizer step did; of a rank, equal on all but for `parts` and `spans`, until they are merged."""
+    """Statistics of one optimizer step, first of each rank, then merged over ranks (merged_stats.py)."""
 
     step: int
     update: int
     skipped: bool
-    """No group was left to train on, so the optimizer did not run."""
+    """True: there was no group to train on, so the optimizer did not run."""
     metrics: Mapping[str, float]
-    """By the names of metrics.jsonl: loss, grad_norm, lr, ratio/mean, clip_fraction, kl, log_prob_gap, ..."""
+    """By the names of metrics.jsonl: lr, grad_norm and others from each rank; loss, ratio/mean, kl and others after
+    merging."""
     kept: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Per age: rows with a nonzero advantage whose gradient survived clip and mask, and all rows with one."""
+    """Staleness → (rows with nonzero advantage whose gradient was not cut, all rows with nonzero advantage); merged."""
     groups: tuple[GroupStats, ...] = ()
+    """Statistics per group; merged."""
     spans: tuple[Span, ...] = ()
+    """Parts of the rank's time."""
     parts: tuple[PartStats, ...] = ()
+    """Statistics of the parts that the rank trained; merged: of all parts."""
     rows: int = 0
-    """The plan's."""
+    """`StepPlan.rows`."""
     measures_next: bool = True
-    """Whether the next optimizer step is measured, for which several ranks need `TrainRequest.probe`."""
+    """True if the movement of the policy is measured in the next optimizer step; several ranks then need
+    `TrainRequest.probe`."""
     fetched: Fetched = Fetched()
-    """What this rank was given for this optimizer step."""
+    """Trajectories that this rank got for this optimizer step."""
     digest: str = ""
-    """Of the trained weights after it, the same on every rank."""
+    """Fingerprint of the trained weights after the step, equal on all ranks."""
 
 
 def arrived(*payloads: object) -> None:
-    """Run in a worker with refs as arguments: returns once it has their values, so that the next call finds them."""
+    """Does nothing. Called in a worker with references as arguments, it returns when their values have arrived."""

@@ -1,4 +1,4 @@
-"""Micro-batches of a group's trajectories: inside one group only, so that no prompt is ever padded."""
+"""Cuts the trajectories of a group into micro-batches for the network; each has rows of one group, hence one prompt."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,15 +16,18 @@ from async_flowrl.types import Conditioning, Trajectory
 
 
 class Group:
-    """One group as a rank trains on it: parts of its selected samples, as tensors on the rank's device.
+    """One group on a trainer rank: makes micro-batches of its selected images, on `device`.
 
-    The host makes them and waits for none of their copies.
+    Copies to the device are only queued; the host does not wait for them.
     """
 
     def __init__(
         self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device, held: Sequence[int] | None = None
     ) -> None:
-        """`held`: which of the group's tickets these are, by their place in it; None for all of them."""
+        """`tickets` are the trajectories at the positions `held` in the group; None means all tickets of the group.
+
+        Raises ValueError if their number or sizes do not fit, or if they differ in schedule, window or prompt.
+        """
         wanted = range(meta.tickets) if held is None else held
         if len(tickets) != len(wanted) or not tickets:
             raise ValueError(f"group {meta.group} has {len(wanted)} tickets, got {len(tickets)} trajectories")
@@ -48,7 +51,11 @@ class Group:
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
-        """Part `part` of those of `samples` samples, `steps` denoising steps at a time; a step's rows are adjacent."""
+        """Yields the micro-batches of part number `part` (see parts.py), which has at most `samples` images.
+
+        Each has all images of the part at `steps` denoising steps; the rows of a step are adjacent. `records` is that
+        of the algorithm. Raises ValueError if `steps` does not divide the number of trained steps.
+        """
         if len(self.train_steps) % steps:
             raise ValueError(
                 f"group {self.meta.group} trains {len(self.train_steps)} steps, which micro-batches of {steps} do not "
@@ -61,7 +68,7 @@ class Group:
             yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
 
     def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Latents [m, P, ...] and log-probs [m, W] of the chosen images; only they go to the device."""
+        """Returns latents [m, P, ...] and log-probs [m, W] of the chosen images, on the device."""
         latents = np.stack([ticket.latents[i] for ticket, i in self._locate(chosen)])
         log_probs = np.stack([ticket.log_probs[i] for ticket, i in self._locate(chosen)])
         return self._upload(torch.from_numpy(latents)), self._upload(torch.from_numpy(log_probs))
@@ -108,7 +115,7 @@ class Group:
 
 
 def to_device(conditioning: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Copies, because arrays that came through the object store are read-only."""
+    """Returns the conditioning as tensors on `device`; they are copies, as arrays of the object store are read-only."""
     return {name: upload(torch.tensor(value), device) for name, value in conditioning.items()}
 
 

@@ -1,4 +1,4 @@
-"""AdamW over the flat trainable vector, with gradient clipping and the ratio that shows whether eps rules the step."""
+"""The optimizer: AdamW on the flat vector of trained tensors, gradient clipping, and the learning-rate schedule."""
 
 import logging
 import math
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS_RULES = 10.0
-"""A ratio of gradient RMS to eps below this is worth a warning."""
+"""A warning is logged if the RMS of the gradient is below this many times eps."""
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) with float32 masters and moments; `steps` counts the optimizer steps really taken."""
+    """AdamW (arXiv 1711.05101) with float32 weights and moments; `steps` is the number of steps taken."""
 
     def __init__(self, config: TrainerConfig, parameters: FlatParameters) -> None:
         self._config, self._parameters = config, parameters
@@ -30,7 +30,7 @@ class Optimizer:
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,
-            # On CUDA one kernel without temporaries; on CPUs its roundings would not be those of the runs before.
+            # On CUDA it is a single kernel without temporary tensors; on a CPU it would change the rounding.
             fused=self._fused,
             foreach=False,
         )
@@ -38,11 +38,11 @@ class Optimizer:
         self._warned = False
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient, accumulated in float64."""
+        """Returns the L2 norm of the whole gradient, computed in float64."""
         return float(torch.linalg.vector_norm(self._parameters.gradients, dtype=torch.float64))
 
     def step(self, learning_rate: float, norm: float) -> dict[str, float]:
-        """Clips the gradient of norm `norm` to max_grad_norm and steps."""
+        """Clips the gradient, whose norm is `norm`, to max_grad_norm, makes a step, and returns metrics."""
         gradients = self._parameters.gradients
         if norm > self._config.max_grad_norm:
             gradients.mul_(self._config.max_grad_norm / norm)
@@ -56,7 +56,7 @@ class Optimizer:
         return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": over_eps}
 
     def _warn_of_eps(self, over_eps: float) -> None:
-        """Once per run: below about 10, eps is a hidden cut of the learning rate."""
+        """Warns once if eps noticeably shrinks the steps."""
         if over_eps < EPS_RULES and not self._warned:
             self._warned = True
             logger.warning(
@@ -67,7 +67,7 @@ class Optimizer:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """`<moment>/<tensor name>` → float32 views of one CPU copy per moment; empty before the first step."""
+        """Returns the moments for a checkpoint: `<moment>/<tensor name>` → float32 CPU tensor; {} before any step."""
         kept = self._adam.state.get(self._parameters.values)
         if not kept:
             return {}
@@ -78,13 +78,13 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Takes over what `state` returned; no tensors mean no step was taken yet."""
+        """Restores the moments that `state` returned, and the number of steps. ValueError for other tensors."""
         self._adam.state.clear()
         self.steps = steps
         if not tensors:
             return
         kept = self._adam.state[self._parameters.values]
-        # The fused kernel counts on the device.
+        # The fused kernel keeps its step counter on the device.
         kept["step"] = torch.tensor(float(steps), device=self._parameters.values.device if self._fused else "cpu")
         for moment in MOMENTS:
             mine = {n.removeprefix(f"{moment}/"): t for n, t in tensors.items() if n.startswith(f"{moment}/")}
@@ -92,9 +92,9 @@ class Optimizer:
 
 
 def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
-    """RMS of the change since `before` ÷ learning rate: at most about 1 for Adam, less the less gradients agree.
+    """Returns the RMS of the change of the weights since `before`, divided by the learning rate.
 
-    Takes the gradient's memory, which a step has no more use for.
+    For Adam it is at most about 1, and small if consecutive gradients disagree. It overwrites the gradient's memory.
     """
     change = torch.sub(parameters.values.data, before, out=parameters.gradients)
     length = float(torch.linalg.vector_norm(change, dtype=torch.float64))
@@ -102,10 +102,10 @@ def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> flo
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """The rate of every optimizer step of batch `step` (counted from 0), after `step` published updates.
+    """Returns the learning rate of all optimizer steps of training step `step` (from 0).
 
-    Linear warm-up over the first `warmup_steps` updates (the first is already above zero), then constant, or falling
-    linearly or along half a cosine to zero at `total_steps`.
+    It rises linearly during the first `warmup_steps` training steps (the first is above zero), then is constant, or
+    falls to zero at `total_steps`, linearly or along half a cosine.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

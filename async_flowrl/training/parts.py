@@ -1,7 +1,7 @@
-"""The parts of the groups that a rank trains: micro-batches of a group's samples with all their trained steps.
+"""Parts of groups: a part is at most `trainer.micro_batch_size` images of one group, with all their trained steps.
 
-Parts are cut by configuration alone and never by the number of ranks: a part's gradient is a function of the weights
-and of its rows, whichever rank computes it, and their sum is exact (see `exact.py`).
+A part is the unit of work that is given to one rank. How groups are cut does not depend on the number of ranks, and the
+sum of the parts' gradients is exact (see `exact.py`), so results do not depend on which rank computes which part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,46 +10,50 @@ from dataclasses import dataclass
 from async_flowrl.training.messages import GroupMeta
 
 NOBODY = -1
-"""The owner of a part that is not to be computed: it is in some rank's sum already."""
+"""Owner of a part that no rank computes, because it is already in the sum of one."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among the trainer ranks."""
+    """Position of a rank among the trainer ranks."""
 
     rank: int = 0
+    """Number of the rank, from 0."""
     size: int = 1
+    """Number of all ranks."""
     per_replica: int = 1
-    """Ranks that hold one copy of the base between them; they gather its blocks together."""
+    """Number of ranks that share one copy (replica) of the base weights; they run all collectives together."""
 
     @property
     def replica(self) -> range:
-        """The ranks of this rank's replica."""
+        """The numbers of the ranks in this rank's replica."""
         start = self.rank - self.rank % self.per_replica
         return range(start, start + self.per_replica)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part to compute: of the group at this position of the call."""
+    """A part that a rank computes."""
 
     group: int
+    """Position of its group in the call."""
     part: int
+    """Number of the part in its group, from 0."""
     counts: bool = True
-    """False: computed only because the other ranks of the replica wait for its collectives; it contributes nothing."""
+    """False: it is computed only because other ranks of the replica wait in collectives, and its gradient is unused."""
 
 
 def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
-    """The selected images, `samples` at a time; the last part may have fewer."""
+    """Returns the parts of a group: the selected images, `samples` at a time; the last part may have fewer."""
     return [selected[start : start + samples] for start in range(0, len(selected), samples)]
 
 
 def parts_of(metas: Sequence[GroupMeta], place: Place, samples: int) -> list[Part]:
-    """What this rank computes of the groups of one call, in order.
+    """Returns the parts that this rank computes of the groups of one call, in order; `samples` images per part.
 
-    The ranks of a replica that shards the base gather its blocks together, so each of them computes as many parts as
-    the one that has most: a rank that has fewer computes its own last one again, one that has none those of another.
-    Raises ValueError where a group's owners do not fit its parts or the ranks.
+    All ranks of a replica must compute the same number of parts, because they gather the sharded base together. A rank
+    with fewer repeats its last part, and a rank without parts computes those of another; such parts do not count.
+    Raises ValueError if a group's owners do not fit the number of its parts or the ranks.
     """
     by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
     for position, meta in enumerate(metas):
@@ -62,13 +66,13 @@ def parts_of(metas: Sequence[GroupMeta], place: Place, samples: int) -> list[Par
 
 
 def tickets_of(meta: GroupMeta, parts: Iterable[int], samples: int) -> tuple[int, ...]:
-    """The group's tickets, by their place in it, that hold the images of these parts."""
+    """Returns the positions, in the group, of the tickets that have the images of these parts."""
     images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)
     return tuple(sorted({image // images for part in parts for image in chosen[part]}))
 
 
 def tickets_for(metas: Sequence[GroupMeta], place: Place, samples: int) -> tuple[tuple[int, ...], ...]:
-    """Of each group of a call, the tickets whose trajectories this rank needs: those of the parts it computes."""
+    """Returns for each group of a call the positions of the tickets whose trajectories this rank needs."""
     parts = parts_of(metas, place, samples)
     return tuple(
         tickets_of(meta, (part.part for part in parts if part.group == position), samples)

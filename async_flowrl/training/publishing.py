@@ -1,4 +1,4 @@
-"""Sending end of the weights, on the first trainer rank: streams, canary and binding proof."""
+"""The sending end of the weights, on trainer rank 0: publishes versions of the policy and of its EMA."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from checkpoint_engine.ends import SendingEnd
 
 
 class DebugPublisher(Publisher):
-    """A publisher that `debug.delays.publish` and `debug.freeze_publish` apply to."""
+    """A publisher that obeys `debug.delays.publish` and `debug.freeze_publish`, which are for tests."""
 
     def __init__(
         self, config: Config, tensors: Mapping[str, Tensor], stream: str, *, dtypes: Mapping[str, torch.dtype]
@@ -41,10 +41,10 @@ class DebugPublisher(Publisher):
 
 
 class PublishedStreams:
-    """The publishers of the policy and, where the run has one, of its EMA.
+    """The publishers of the policy and, with `trainer.ema_decay`, of its EMA.
 
-    `stage` and `canary` belong to the main lane; everything else runs beside the next update, on the "publish" lane,
-    and is called at the publishers themselves.
+    `stage` and `canary` run in the trainer's main thread. Calls to the publishers themselves run in another thread (the
+    "publish" lane), at the same time as the next training step.
     """
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
@@ -56,7 +56,10 @@ class PublishedStreams:
         self.collective = SendingEnd(self.policy, parameters.values.device)
 
     def stage(self, version: int, stream: str = POLICY) -> None:
-        """Copies a retained version away: all of its delivery that the trainer waits for."""
+        """Copies a version for its delivery; the trainer waits only for this copy.
+
+        Raises ValueError for an unknown stream and for an EMA that is not the newest, KeyError for an old version.
+        """
         if stream == POLICY:
             self._stage(self.policy, version, self._versions.of(version))
         elif stream != EMA or self.ema is None or self._versions.ema is None:
@@ -67,9 +70,10 @@ class PublishedStreams:
             self._stage(self.ema, version, self._versions.ema)
 
     def canary(self) -> dict[str, Tensor]:
-        """Stages random weights as version -1 and returns what this rank's network makes of them.
+        """Stages random weights (the canary) as version CANARY_VERSION and returns the probe of this rank's network.
 
-        Version 0's own probe would prove nothing: B of a LoRA is zero in it, and whole weights are what was loaded.
+        Rollout workers must give the same probe for it. The probe of version 0 would prove nothing: it is equal to that
+        of the model as it was loaded.
         """
         tensors = canary_tensors(self.policy.layout, derive(self._config.seed, "canary"))
         flat = self._parameters.pack(tensors, where="canary", dtype=self._versions.dtype)
@@ -78,7 +82,7 @@ class PublishedStreams:
             return self._tuning.probe(self._policy.transformer)
 
     def clear(self) -> None:
-        """Forgets what was published, so that a restored run can publish its versions again."""
+        """Forgets all published versions, so that a restored run can publish them again."""
         for publisher in filter(None, (self.policy, self.ema)):
             publisher.clear()
 

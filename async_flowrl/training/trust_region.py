@@ -1,10 +1,9 @@
-"""Trust region: the distance an optimizer step moved the policy, measured after it; a step that is too long is cut.
+"""The trust region: measures how far an optimizer step moved the policy, and shortens a step that is too long.
 
-With one optimizer step per batch every ratio is 1, so no clip binds, and Adam's step hardly depends on how large or how
-consistent the gradient is. What bounds the distance between consecutive policies has to look at the step itself. Here
-that is the Gaussian KL between the denoising steps of the policies before and after it, in closed form; a step beyond
-`algorithm.max_kl_per_update` is scaled down by a line search (TRPO, arXiv 1502.05477, appendix C, with the exact
-divergence in place of its second-order estimate).
+With one optimizer step per batch every ratio is 1, so clipping has no effect, and the length of Adam's steps hardly
+depends on the gradient. So the step itself is measured after it was made, by the exact Gaussian KL between the
+denoising steps before and after it. A step above `algorithm.max_kl_per_update` is scaled down by a line search (TRPO,
+arXiv 1502.05477, appendix C, but with the exact divergence instead of its second-order estimate).
 """
 
 import math
@@ -22,22 +21,22 @@ from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, fi
 from async_flowrl.training.micro_batches import Group
 
 ByStep = dict[int, float]
-"""Nats per image by the index of the denoising step."""
+"""Index of a denoising step → KL in nats per image."""
 MEASURED_EVERY = 10
-"""Optimizer steps between measurements where there is no limit; with one, every step is measured."""
+"""Without a limit, every 10th optimizer step is measured; with a limit, every step."""
 SHARPEST = MIN_GAUSSIAN_STD
-"""Steps whose noise would have a smaller standard deviation are left out: their density means nothing (`cps`)."""
+"""Denoising steps with a smaller standard deviation of the noise are not measured, because their density is useless."""
 SEARCHES = 4
-"""Scalings of one step; the second is rarely needed, because the KL is nearly quadratic in the step."""
+"""Largest number of scalings of one step; one is usually enough, because the KL is nearly quadratic in the step."""
 NOT_FINITE = 0.1
-"""Share that is kept of a step so long that its KL overflows."""
+"""Factor by which a step is scaled if its KL is not finite."""
 AIM = 0.95
-"""Share of the allowed KL that a scaling aims at, so that the next measurement is within it."""
+"""A scaling aims at this share of the allowed KL, so that the next measurement is below the limit."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rows of one denoising step, and what was predicted for them before the optimizer step."""
+    """Rows of one denoising step, and their prediction before the optimizer step."""
 
     group: Group
     step: int
@@ -46,12 +45,13 @@ class Probe:
 
 
 class TrustRegion:
-    """Measures and bounds each optimizer step; every rank measures the same rows, so all find the same numbers.
+    """Measures and limits optimizer steps. Every rank measures the same rows, so all find the same numbers.
 
-    The first `algorithm.kl_probe_images` images (a micro-batch at most) of the lowest trained group are measured at
-    every denoising step but the last: those of the window at the recorded latents, the others as if they had noise,
-    too, at latents noised anew from the clean image that the last trained step predicts. The steps share their weights,
-    so an update that moves the trained ones little can ruin the rest.
+    It uses the first `algorithm.kl_probe_images` images (at most a micro-batch) of the lowest trained group, at every
+    denoising step but the last. Trained steps are measured at the recorded latents. The others are measured as if they
+    were noisy, at latents made by noising the clean image that the last trained step predicts: all steps share the
+    weights, so an update can change them more than the trained steps.
+    Order of calls per optimizer step: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
@@ -62,26 +62,27 @@ class TrustRegion:
         self._probes: list[Probe] = []
 
     def begin(self) -> None:
+        """Forgets the rows of the last optimizer step."""
         self._kept, self._probes = None, []
 
     @property
     def due(self) -> bool:
-        """Whether the next optimizer step is to be measured."""
+        """True if the next optimizer step is to be measured."""
         return self._images > 0 and (self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY == 0)
 
     def remember(self, group: Group, batches: list[MicroBatch]) -> None:
-        """Keeps the first images of the group, where this step is measured; what was kept before is let go."""
+        """Keeps the first images of the group for the measurement, instead of those kept before."""
         if batches:
             by_step = [batch for whole in batches for batch in _by_step(whole, self._images)]
             self._kept = group, by_step[: len(group.train_steps)]
 
     @property
     def measures(self) -> bool:
-        """Whether the step that is being accumulated is measured."""
+        """True if the present optimizer step is measured."""
         return self._kept is not None
 
     def prepare(self) -> None:
-        """Before the optimizer steps: predicts under the live weights."""
+        """Computes the predictions before the optimizer step."""
         assert self._kept is not None
         group, trained = self._kept
         rows = trained + self._untrained(group, trained)
@@ -94,7 +95,7 @@ class TrustRegion:
         ]
 
     def _untrained(self, group: Group, trained: list[MicroBatch]) -> list[MicroBatch]:
-        """The same images at the steps that were not trained, with named noise."""
+        """Returns micro-batches of the same images at the steps that are not trained; their noise has fixed seeds."""
         last = trained[-1]
         others = set(range(len(last.sigmas) - 2)) - {int(batch.steps[0]) for batch in trained}
         if not others:
@@ -103,26 +104,26 @@ class TrustRegion:
         return [_noised(last, clean, step, group.meta.seeds[0]) for step in sorted(others)]
 
     def bound(self, before: Tensor) -> dict[str, float]:
-        """After the optimizer stepped from the flat weights `before`: measures, and scales the step where it must be.
+        """Measures the optimizer step from the flat weights `before` to the present ones, and shortens it if needed.
 
-        Returns `kl_per_update` (nats per image), its part of each denoising step `kl_per_update/<step>`, and with a
-        limit `trust_region/raw_kl` of the step as the optimizer took it and `trust_region/scale`, the share kept.
+        Returns metrics: `kl_per_update` in nats per image, its parts `kl_per_update/<denoising step>`, and with a limit
+        `trust_region/raw_kl` before shortening and `trust_region/scale`, the share of the step that is kept.
         """
         if not self._probes:
-            return {}  # every step's noise is too sharp
+            return {}  # the noise of every denoising step is too small
         found = self._measure()
         if self._limit is None:
             return _named(found)
         raw = sum(found.values())
         parameters = self._inputs.parameters
-        room = parameters.gradients  # which a step has no more use for
+        room = parameters.gradients  # no longer needed
         found, scale = shorten(parameters.values.data, before, found, self._measure, self._limit, room=room)
         return {**_named(found), "trust_region/raw_kl": raw, "trust_region/scale": scale}
 
     def _measure(self) -> ByStep:
-        """Nats per image by denoising step, means over the probed images."""
+        """Returns the KL of each denoising step, mean over the measured images."""
         assert isinstance(self._inputs.algorithm, Diverges)
-        self._inputs.parameters.changed()  # a scaling wrote into the masters
+        self._inputs.parameters.changed()  # a scaling has changed the weights
         means = {}
         for probe in sorted(self._probes, key=lambda probe: probe.step):
             (after,) = self._passes.predict(probe.group, [probe.batch])
@@ -131,14 +132,14 @@ class TrustRegion:
 
 
 def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
-    """The first `images` images of a micro-batch, each denoising step by itself; a step's rows are adjacent."""
+    """Returns the first `images` images of a micro-batch, one micro-batch per denoising step."""
     steps = len(set(batch.steps.tolist()))
     size = len(batch.sigma) // steps
     return [first_rows(batch, min(size, images), start=place * size) for place in range(steps)]
 
 
 def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch:
-    """`clean` [B, ...] brought to the level of `step`; no transition was recorded: `next_latents` mean nothing."""
+    """Returns a micro-batch of `clean` [B, ...] noised to the level of `step`; its `next_latents` have no meaning."""
     generator = torch.Generator().manual_seed(derive(seed, "kl", step))
     noise = torch.randn(clean.shape, generator=generator, dtype=torch.float32).to(clean.device)
     sigma, after = (like.sigmas[place].expand(len(clean)) for place in (step, step + 1))
@@ -156,11 +157,11 @@ def shorten(
     *,
     room: Tensor | None = None,
 ) -> tuple[ByStep, float]:
-    """Scales the step from `before` to `values`, in place, until its summed KL is at most `limit`.
+    """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
-    `found` is what `measure` says of the whole step. Returns what it says of the scaled one, and the share kept. Every
-    number comes from measurements that are equal on all ranks, so all take the same step. A step that stays beyond the
-    limit after four scalings, or whose KL is not a number even then, is taken back. `room` takes the whole step.
+    `found` is the result of `measure` for the whole step. Returns its result for the scaled step, and the share of the
+    step that is kept. If SEARCHES scalings are not enough, or the KL stays infinite or NaN, the step is undone. `room`
+    is memory for the step, of the size of `values`; None allocates it.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(SEARCHES):

@@ -1,4 +1,4 @@
-"""Statistics of one optimizer step of one rank: float64 sums per part, and what was done when."""
+"""Statistics of one optimizer step on one rank: float64 sums per part of a group, and time spans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from async_flowrl.training.messages import GAP, PartStats
 from async_flowrl.types import Span
 
 LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
-"""Numbers of a part beside what it reported: its loss, its gradient's squared norm and largest magnitude."""
+"""Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient."""
 _OWN = (LOSS, SQUARED, GRADIENT, GAP)
 
 
 class UpdateMetrics:
-    """Grows part by part."""
+    """The statistics collected so far in an optimizer step."""
 
     def __init__(self) -> None:
         self.parts: list[PartStats] = []
@@ -25,6 +25,7 @@ class UpdateMetrics:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Context manager: appends a span for the time inside."""
         start = time()
         try:
             yield
@@ -33,13 +34,14 @@ class UpdateMetrics:
 
 
 class PartSums:
-    """Sums of a part's per-row numbers, kept on the device until its group is done."""
+    """Sums of a part's numbers per row; they stay on the device until `on_host`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self.rows = 0
 
     def add(self, output: LossOutput) -> None:
+        """Adds loss and metrics of a micro-batch. ValueError for a reserved name or a metric not per row."""
         self.rows += len(output.loss)
         if taken := [name for name in output.metrics if name in _OWN]:
             raise ValueError(
@@ -56,17 +58,17 @@ class PartSums:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def set_mean(self, name: str, mean: Tensor | None) -> None:
-        """A number known only as a mean: counted as if every row had it. Call it after the last `add`."""
+        """Sets a number of which only the mean is known, as if every row had it. Call it after the last `add`."""
         if mean is not None:
             self._sums[name] = mean * self.rows
 
     def set(self, name: str, value: Tensor) -> None:
-        """A number of the part as a whole."""
+        """Sets a number of the whole part."""
         self._sums[name] = value.double()
 
 
 def on_host(parts: Sequence[PartSums]) -> list[dict[str, float]]:
-    """The numbers of each part: one device-to-host copy for all of them."""
+    """Returns the numbers of each part by name, with a single copy from the device for all of them."""
     names = [sorted(part._sums) for part in parts]
     numbers = [part._sums[name] for part, own in zip(parts, names, strict=True) for name in own]
     values = iter(torch.stack(numbers).tolist() if numbers else ())

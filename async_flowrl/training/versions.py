@@ -1,4 +1,4 @@
-"""The weights beside the live ones: what was published under the last versions, and moving averages."""
+"""Copies of the trained weights that a trainer rank keeps: the last versions, and moving averages."""
 
 import functools
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 
 _COMPARED = 1 << 26
-"""Elements of two versions that are compared at a time: the result takes a byte for each."""
+"""Number of elements of two versions that are compared at a time; the comparison needs one byte per element."""
 
 
 class Versions:
-    """Flat vectors in the layout of `parameters`. Version n is what rollouts sample from after n published updates.
+    """Flat vectors in the layout of `parameters`. Version n makes images after n training steps.
 
-    `ema` is for evaluation; `sampling`, where the algorithm has one, is the slowly moving policy that rollouts sample
-    from instead of the trained weights. Both are float32; a version is kept in the dtypes it is computed and sent in.
+    `ema` is the moving average for evaluations. `sampling` is a moving average from which rollouts sample instead of
+    the trained weights, for DiffusionNFT. Both are float32, and None if the run does not use them.
     """
 
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
-        """`dtypes`: by tensor name, what the networks compute in."""
+        """`dtypes` maps the name of a tensor to the dtype in which the network uses it and in which it is sent."""
         self._config, self._parameters, self._dtypes = config, parameters, dtypes
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
-        """In which versions are kept: the widest of those that are sent."""
+        """Dtype in which versions are kept: the widest of `dtypes`."""
         algorithm = config.algorithm
         averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
@@ -36,35 +36,37 @@ class Versions:
 
     @property
     def newest(self) -> int:
+        """The newest version."""
         return max(self._retained)
 
     @property
     def retained(self) -> Mapping[int, Tensor]:
-        """The last max_staleness + 1 versions: every one that a sample yet to be trained can name."""
+        """The last max_staleness + 1 versions; images that are not trained yet can have only these versions."""
         return self._retained
 
     def after_optimizer_step(self, steps: int) -> None:
-        """EMA every `ema_every` of the `steps` optimizer steps taken so far, with flow_grpo's warm-up of the decay."""
+        """Updates the EMA if `steps`, the optimizer steps so far, is a multiple of `trainer.ema_every`."""
         trainer = self._config.trainer
         if self.ema is not None and trainer.ema_decay is not None and steps % trainer.ema_every == 0:
             update_average([self.ema], [self._parameters.values.data], ema_decay(steps, trainer.ema_decay))
 
     def after_batch(self, step: int) -> None:
-        """The update of batch `step` is done: the sampling policy follows, and version step + 1 is kept."""
+        """Updates `sampling` and keeps version step + 1; call it after training step `step`."""
         if self.sampling is not None:
             decay = old_policy_decay(self._config.algorithm.old_policy_decay, step)
             update_average([self.sampling], [self._parameters.values.data], decay)
         self.retain(step + 1)
 
     def retain(self, version: int) -> None:
+        """Keeps a copy of the weights from which rollouts sample as `version`, and removes versions too old."""
         oldest = version - self._config.max_staleness
-        # First, so that there is never one more of them than must be: they may be whole models.
+        # Old ones are removed first to save memory, because a version can be a whole model.
         self._forget_before(min(oldest, version - 1))
         source = self._parameters.values.data if self.sampling is None else self.sampling
         before, now = self._retained.get(version - 1), source.to(self.dtype, copy=True)
         self._changed = None
         if before is not None and self.dtype != torch.float32:
-            # Counted here, because with max_staleness=0 the version before is not kept any longer.
+            # The changes are counted now, because with max_staleness=0 the version before is not kept.
             pairs = zip(torch.split(before, _COMPARED), torch.split(now, _COMPARED), strict=True)
             self._changed = torch.stack([torch.count_nonzero(old.ne(new)) for old, new in pairs]).sum()
         self._retained[version] = now
@@ -75,18 +77,20 @@ class Versions:
             del self._retained[old]
 
     def changed_share(self) -> float | None:
-        """Share of the elements that differ between the version last kept and the one before; None where there was none
-        before, and where versions are float32, in which every step shows."""
+        """Returns the share of elements that differ between the newest version and the one before it.
+
+        Returns None without a version before, and for float32 versions, in which every change is visible.
+        """
         return None if self._changed is None else int(self._changed) / self._parameters.numel
 
     def of(self, version: int) -> Tensor:
-        """The weights that version `version` names. Raises KeyError in one sentence if they are no longer kept."""
+        """Returns the weights of a version. Raises KeyError if they are no longer kept."""
         if version not in self._retained:
             raise KeyError(f"version {version} is not kept; the trainer has {sorted(self._retained)}")
         return self._retained[version]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parts of a checkpoint: CPU tensors by name."""
+        """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self._retained.items():
             tensors = self._named(flat).items()
@@ -94,7 +98,7 @@ class Versions:
         return parts
 
     def load(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over what `state` returned. Raises ValueError where parts or tensors differ from this run's."""
+        """Restores what `state` returned. Raises ValueError if parts or tensors differ from this run's."""
         for name, flat in self._averages().items():
             if name not in parts:
                 raise ValueError(f"the checkpoint has no {name} weights, which this run needs")

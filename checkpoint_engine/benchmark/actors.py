@@ -57,12 +57,12 @@ class Half:
         return os.getpid()
 
     def bytes_sent(self) -> int:
-        """What this node has sent by all its network interfaces but loopback."""
+        """Returns the bytes that this node has sent so far by all network interfaces except loopback."""
         counted = psutil.net_io_counters(pernic=True)
         return sum(each.bytes_sent for name, each in counted.items() if name != "lo")
 
     def copy(self) -> float:
-        """Seconds of one copy of the payload within this process."""
+        """Copies the payload once within this process and returns the seconds that it took."""
         began = time.perf_counter()
         self._scratch.copy_(self._payload)
         return self._seconds_since(began)

@@ -1,7 +1,7 @@
-"""python -m checkpoint_engine.benchmark.fan_out: what leaves the sender's node for receivers on many nodes.
+"""Measures the bytes that leave the sender's node when receivers are on many nodes.
 
-Run on a Ray cluster: the sender is on one node, and each receiver on a node of its own. The bytes are those that the
-kernel has counted on the sender's interfaces, protocol overhead included.
+Usage: python -m checkpoint_engine.benchmark.fan_out, on a Ray cluster. The sender is on one node, and each receiver on
+a node of its own. The kernel's counters of the sender's network interfaces give the bytes, with protocol overhead.
 """
 
 import argparse
@@ -19,7 +19,7 @@ RECEIVERS = (1, 2, 4, 8)
 
 
 async def sent(transport: str, megabytes: float, nodes: list[str], *, publishes: int) -> dict[str, Any]:
-    """Copies of the payload that leave `nodes[0]` per publish, with a receiver on each of the others."""
+    """Returns one result as plain JSON: `copies` of the payload leave `nodes[0]` per publish, for the other nodes."""
     async with rig(transport, megabytes, len(nodes) - 1, nodes) as made:
         for version in range(WARM_UP_PUBLISHES):
             await publish(made, version)

@@ -1,4 +1,4 @@
-"""The browser of the tests of pages: Chromium where it is installed and starts."""
+"""`chromium` finds the browser for tests of web pages."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ NONE = "no Chromium that starts on this machine: apt-get install chromium"
 
 @cache
 def chromium() -> str | None:
-    """Its path; None where there is none, or only a stand-in that asks for another package (Ubuntu's, without snap)."""
+    """Returns the path of a Chromium that starts; None without one, also if Ubuntu's placeholder asks for snap."""
     return next((path for path in map(shutil.which, NAMES) if path is not None and starts(path)), None)
 
 

@@ -1,4 +1,4 @@
-"""The scripts in docs/ that write pages, as modules."""
+"""`writer` imports the scripts in docs/ that write pages."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def writer(name: str) -> Any:
-    """A script of docs/ as a module."""
+    """Returns the script docs/<name>.py as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

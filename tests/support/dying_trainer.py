@@ -1,4 +1,4 @@
-"""Trainer ranks that kill themselves at a named place of a step."""
+"""DyingTrainer is a trainer rank that kills itself (SIGKILL) at a given place of a step."""
 
 import time
 from typing import Any
@@ -12,13 +12,17 @@ from async_flowrl.training.worker import TrainerWorker
 from tests.support.process_pool import die
 
 OTHERS_FIRST = 0.5
-"""Seconds that a rank waits before it dies, so that the others are where it is."""
+"""Seconds that a rank waits before it dies in the all-reduce, so that the other ranks have reached it."""
 OTHERS_LATER = 1.5
-"""Seconds that the others wait before they step, where one dies as soon as it has."""
+"""Seconds that the other ranks wait before they step, if one rank dies right after its step."""
 
 
 class DyingTrainer(TrainerWorker):
-    """`deaths`: worker name → (step, place): micro-batch, manifest, all-reduce or stepped."""
+    """`deaths` is worker name → (step, place), where the place is one of these:
+
+    `micro-batch` (at its second micro-batch), `manifest` (before it reports its sum), `all-reduce` (before the sum over
+    ranks), `stepped` (after the optimizer step). A rank that is not in it lives.
+    """
 
     def __init__(self, deaths: dict[str, tuple[int, str]], **arguments: Any) -> None:
         super().__init__(**arguments)

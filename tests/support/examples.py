@@ -1,4 +1,4 @@
-"""The commands of the examples' READMEs: blocks marked `<!-- cpu -->`, `<!-- cpu, slow -->` or `<!-- gpu -->`."""
+"""The commands in the READMEs of examples/, in blocks marked `<!-- cpu -->`, `<!-- cpu, slow -->` or `<!-- gpu -->`."""
 
 import re
 import shlex
@@ -17,12 +17,12 @@ SHORT = (
     "evaluate.before_training=false",
     "save.every=0",
 )
-"""What makes any training on a CPU short."""
+"""Overrides that make any training short on a CPU."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """`mark` is "" where the README forgot it."""
+    """One block of commands; `mark` is empty if the README has none."""
 
     folder: str
     number: int
@@ -35,14 +35,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """`words` without the shell's `NAME=value` before them, which are in `environment`."""
+    """One command line: its words, without the `NAME=value` before them, which are in `environment`."""
 
     environment: dict[str, str]
     words: tuple[str, ...]
 
 
 def blocks() -> list[Block]:
-    """Of all READMEs, in order."""
+    """Returns the blocks of all READMEs, in order."""
     readmes = sorted((ROOT / "examples").glob("*/README.md"))
     return [
         Block(readme.parent.name, number, mark, text)
@@ -52,7 +52,7 @@ def blocks() -> list[Block]:
 
 
 def commands(text: str) -> list[Command]:
-    """The lines of a block, continued ones joined; loops and background jobs are for a shell, not for this."""
+    """Returns the commands of a block. Lines that end with a backslash are joined; loops and `&` are not understood."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

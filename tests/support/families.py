@@ -1,4 +1,4 @@
-"""What the tests of all model families share: a tiny pipeline of each, with an adapter that does something."""
+"""Tiny models of every family for tests: policies with an adapter that changes the output, and diffusers' pipelines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ TEXT, NEGATIVE = "red red red red", "a grey one"
 
 
 def model_config(family: str) -> ModelConfig:
-    """A short text where the family pads: hundreds of tokens of padding would cost more than the image."""
+    """Returns the configuration of the family's tiny model, with short texts if it pads texts, to save time."""
     return ModelConfig(
         tiny=TinyConfig(family=family, heads=4), max_sequence_length=None if family == "qwen_image" else 24
     )
@@ -31,7 +31,7 @@ def policy_of(family: str, *, parts: str = "all", dtype: str = "float32") -> Pol
 
 
 def adapted(family: str, *, lora: LoraConfig | None = None) -> Policy:
-    """With B drawn at random, so that the adapter changes the output."""
+    """Returns the policy with a LoRA whose B is random instead of zero, so that it changes the output."""
     policy = policy_of(family)
     add_lora(policy.transformer, lora or LoraConfig(rank=4, alpha=10.0), policy, seed=0)
     randomise(lora_parameters(policy.transformer))
@@ -39,7 +39,7 @@ def adapted(family: str, *, lora: LoraConfig | None = None) -> Policy:
 
 
 def pipeline_of(family: str) -> Any:
-    """The stock pipeline, its weights in the same aligned memory as a policy's."""
+    """Returns diffusers' pipeline of the tiny model, loaded as a policy's is, so that results are equal bit for bit."""
     pipeline = load_pipeline(resolve_model(model_config(family)), dtype="float32", device="cpu")
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -1,7 +1,7 @@
-"""A stand-in for the model hub on this machine: serves folders as repositories and remembers what it was asked.
+"""A stand-in for the Hugging Face hub on this machine: it serves folders as repositories and records the requests.
 
-A process uses it with `environment()`: the hub's own address, and a cache of its own, count from when huggingface_hub
-is imported.
+A process uses it if it is started with the variables of `Hub.environment`, which huggingface_hub reads when it is
+imported.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ _LIST = re.compile(r"/api/models/(?P<name>[\w.-]+/[\w.-]+)/(?P<what>tree|revisio
 
 @dataclass
 class Hub:
-    """`repositories`: name → folder."""
+    """The hub. `repositories` is name (`owner/model`) → folder; every repository has one commit, COMMIT."""
 
     repositories: Mapping[str, Path]
     asked: list[str] = field(default_factory=list)
-    """Method and path of every request, in order; parts of files are marked."""
+    """Method and path of every request, in order, with the `Range` header of requests for a part of a file."""
     address: str = ""
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """For a process whose hub this is."""
+        """Returns the variables for a process that shall use this hub, with the folder `cache` as its cache."""
         return {"HF_ENDPOINT": self.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
 
     def fetched(self) -> Counter[str]:
-        """How often each file was sent whole, by its path in the repository."""
+        """Returns path in the repository → how often the whole file was requested."""
         whole = [line.removeprefix("GET ") for line in self.asked if line.startswith("GET ") and "bytes" not in line]
         return Counter(match["file"] for line in whole if (match := _FILE.match(line)))
 
     def answer(self, path: str) -> tuple[bytes, dict[str, str]] | None:
-        """Body and headers; None for what is not there."""
+        """Returns body and headers of the answer; None if the path does not exist."""
         if match := _FILE.match(path):
             file = self.repositories.get(match["name"], Path("/nowhere")) / match["file"]
             return (file.read_bytes(), self._headers(file)) if file.is_file() else None
@@ -64,7 +64,7 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
-    """A hub with these repositories, on a port that the system picks."""
+    """Yields a hub with these repositories, which runs in a thread on a free port until the block ends."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: `asked` has it."""
+            """Prints nothing, because `asked` records the requests."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""A server on loopback that answers every request with the next of a list of answers, and notes what it was asked."""
+"""LyingServer answers each HTTP request on loopback with the next of given answers, and records the requests."""
 
 import socket
 import threading
@@ -12,12 +12,16 @@ JSON = "Content-Type: application/json\r\n"
 
 @dataclass
 class LyingServer:
-    """`answers` are sent as they are, the last one over and over; None closes the connection without a word."""
+    """Sends `answers` byte by byte as they are, the last one again and again; None closes the connection instead.
+
+    After an answer that ends with STALL, the connection stays silent for 60 s.
+    """
 
     answers: Sequence[bytes | None]
     asked: list[bytes] = field(default_factory=list)
     """Heads and bodies of the requests."""
     times: list[float] = field(default_factory=list)
+    """Time of each request, by time.monotonic()."""
     url: str = ""
     connections: int = 0
 
@@ -61,7 +65,7 @@ def _read(connection: socket.socket) -> bytes | None:
 
 
 def answer(status: str, body: str | bytes = "", headers: str = JSON, *, length: int | None = None) -> bytes:
-    """An HTTP reply; `length` is what it says of the body's."""
+    """Returns an HTTP reply; `length` is its Content-Length, None for the true length of the body."""
     content = body.encode() if isinstance(body, str) else body
     announced = len(content) if length is None else length
     return f"HTTP/1.1 {status}\r\n{headers}Content-Length: {announced}\r\n\r\n".encode() + content
@@ -69,7 +73,7 @@ def answer(status: str, body: str | bytes = "", headers: str = JSON, *, length: 
 
 @contextmanager
 def lying(*answers: bytes | None) -> Iterator[LyingServer]:
-    """The server, listening while the body runs."""
+    """Yields a server with these answers, which listens until the block ends."""
     server = LyingServer(answers)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -1,6 +1,7 @@
-"""A program that shows a run's panel as a run does, with made-up steps: `python panel_program.py STEPS SECONDS`.
+"""A program that shows the panel of a run, with made-up steps: `python panel_program.py STEPS SECONDS [WORDS]`.
 
-It ends as a run does: in order, by Ctrl-C, or with an error of its own (`crash`).
+Each of STEPS steps takes SECONDS. With the word `start`, the phase before the steps takes 2 s; with `crash`, the
+program ends with an error at step 14.
 """
 
 import logging

@@ -4,7 +4,7 @@ import socket
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on at this moment."""
+    """Returns a TCP port of this host on which nobody listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,7 @@
-"""A pool of real processes without Ray, for trainer ranks that a test kills: spawned, spoken to through pipes."""
+"""ProcessPool is a pool of real processes without Ray, for tests that kill trainer ranks.
+
+The processes are started by multiprocessing (`spawn`) and called through pipes.
+"""
 
 import asyncio
 import multiprocessing
@@ -16,7 +19,7 @@ LANES = ("main", "control")
 
 
 def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any]) -> None:
-    """A process: one object, and a thread for each lane."""
+    """Runs in the process: builds one object and answers the calls of each lane in a thread of its own."""
     import torch
 
     torch.set_num_threads(1)
@@ -34,13 +37,13 @@ def answer(lane: Connection, target: Any) -> None:
             for name in [] if ":" in method else method.split("."):
                 found = getattr(found, name)
             lane.send((True, found(*args)))
-        except Exception as error:  # whatever it is, the caller hears of it
+        except Exception as error:  # any error is sent to the caller
             remote = RemoteError.of(error)
             lane.send((False, (remote.kind, remote.message, remote.remote_traceback)))
 
 
 class ProcessWorker:
-    """A `separation.group.Worker`."""
+    """One process; implements `separation.group.Worker`. Refs are plain values here."""
 
     node = "127.0.0.1"
 
@@ -122,6 +125,6 @@ class ProcessPool:
 
 
 def die() -> NoReturn:
-    """What kill -9 does, from inside."""
+    """Kills the calling process by SIGKILL."""
     os.kill(os.getpid(), 9)
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""A hub cache that knows of published models which pipeline each is and how its latents look, and nothing more."""
+"""A hub cache with the configuration files of published models, but without their weights."""
 
 import json
 from pathlib import Path
@@ -28,11 +28,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
         "vae/config.json": FOUR_WIDTHS,
     },
 }  # fmt: skip
-"""Model → file → what is asked of it before a run."""
+"""Model → file → the entries of that file that the checks before a run read."""
 
 
 def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `folder` the hub's cache of this process, and the hub unreachable."""
+    """Writes the cache into `folder` and makes this process use it; the hub itself is then not asked."""
     from huggingface_hub import constants
 
     for model, files in MODELS.items():

@@ -1,4 +1,4 @@
-"""A toy run as the directory that a real one would leave."""
+"""`recorded` writes a toy run (toy.py) as a run directory, for tests of programs that read one."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.toy import ToyRun
 
 
 def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
-    """A toy run as a run directory."""
+    """Writes config.yaml, events.jsonl and metrics.jsonl of the run into the new folder `directory` and returns it."""
     directory.mkdir()
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))

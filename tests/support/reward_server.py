@@ -1,4 +1,4 @@
-"""Our reward server on loopback, in a thread of this process."""
+"""`served` runs this project's reward server (async_flowrl/serve_rewards) in a thread of this process."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from async_flowrl.serve_rewards.scorer import Score, Settings
 
 @contextmanager
 def served(score: Score, settings: Settings | None = None) -> Iterator[str]:
-    """The server's URL while the body runs."""
+    """Yields the URL of a server on loopback that scores with `score`; it ends with the block."""
     app = build_app(score, settings or Settings())
     config = uvicorn.Config(app, http=Connection, log_level="error", access_log=False)
     server = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""What must hold in every run of `STEPS` steps on toy workers, whatever happened in it."""
+"""Checks that must hold for every toy run (toy.py) of STEPS steps, whatever faults happened in it."""
 
 from tests.support.toy import ToyRun
 
@@ -6,13 +6,14 @@ STEPS = 6
 
 
 def check_bound(found: ToyRun, k: int) -> None:
+    """Checks that every group of step s was made by version max(0, s - k), where k is `max_staleness`."""
     ages = [step - version for step, _, version in found.trained]
     assert ages == [min(step, k) for step, _, _ in found.trained]
     assert found.staleness() == [min(step, k) for step in range(STEPS)]
 
 
 def check_once(found: ToyRun) -> None:
-    """Every group trained exactly once, in its own step, and the table has nothing left."""
+    """Checks that every group was trained exactly once, in its own step, and that no ticket is left in the table."""
     trained = [(step, group) for step, group, _ in found.trained]
     assert sorted(trained) == [(s, g) for s in range(STEPS) for g in range(4)]
     assert [step for step, _ in trained] == sorted(step for step, _ in trained)
@@ -22,7 +23,10 @@ def check_once(found: ToyRun) -> None:
 
 
 def check_watermarks(found: ToyRun) -> None:
-    """The live bytes at the end of a ticket are what it said at its start, and what was published as its version."""
+    """Checks every ticket's weights: the digest that it reported, that of the live bytes at its end, the published one.
+
+    All three must be equal.
+    """
     published = found.published()
     seen = [mark for worker in found.groups["rollout"].everybody for mark in worker.target.watermarks]
     assert len(seen) >= found.table.issued
@@ -31,7 +35,7 @@ def check_watermarks(found: ToyRun) -> None:
 
 
 def check_evaluation(found: ToyRun, versions: list[int]) -> None:
-    """Evaluations were made of these versions, each by that version's own bytes."""
+    """Checks that exactly these versions were evaluated, each with images that were made by its own weights."""
     assert [result.version for result in found.evaluated] == versions
     published = found.published()
     made = found.tickets("SCORING", kind="evaluation")

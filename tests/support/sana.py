@@ -1,4 +1,7 @@
-"""SANA as one writes it who has not seen the default of the stock pipeline's `__call__`, an instruction."""
+"""A wrong SANA family: it encodes the prompt alone, without the instruction that diffusers' pipeline puts before it.
+
+The instruction is a default argument of the pipeline's `__call__`, which is easy to miss.
+"""
 
 from async_flowrl.policies.sana import SanaFamily, SanaPolicy
 from async_flowrl.types import Conditioning

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on loopback that answers as a test says: well, late, with nonsense, by half, or not."""
+"""ScriptedJudge is an OpenAI-compatible server on loopback whose answers a test chooses, e.g. late or cut off."""
 
 import asyncio
 import json
@@ -10,12 +10,16 @@ from typing import Any
 
 Request = dict[str, Any]
 Behaviour = Callable[[Request], "bytes | Awaitable[bytes]"]
-"""The whole HTTP response to a request's JSON body; no bytes close the connection."""
+"""A function: JSON body of a request → the whole HTTP response as bytes; empty bytes close the connection."""
 
 
 @dataclass
 class ScriptedJudge:
-    """`behaviour` may be changed at any time; `requests` and `headers` are those received, in order."""
+    """The server's state. A test may change `behaviour` at any time.
+
+    `requests` and `headers` are those received, in order; `connections` counts connections, `open_now` the requests
+    that wait for an answer, and `open_most` the largest `open_now` so far.
+    """
 
     behaviour: Behaviour
     port: int = 0
@@ -30,7 +34,7 @@ class ScriptedJudge:
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, with as many requests as the client sends on it."""
+        """Serves one connection, with as many requests as the client sends on it."""
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -57,7 +61,7 @@ class ScriptedJudge:
 
 @contextmanager
 def scripted_judge(behaviour: Behaviour) -> Iterator[ScriptedJudge]:
-    """The server, on a thread of its own and a free port; what is still under way at the end is cancelled."""
+    """Yields a server that runs in a thread on a free port until the block ends; open requests are then cancelled."""
     judge, started, stop = ScriptedJudge(behaviour), threading.Event(), threading.Event()
 
     async def serve() -> None:
@@ -84,7 +88,7 @@ def http(body: bytes | str, status: str = "200 OK", *headers: str) -> bytes:
 
 
 def completion(text: str | None, *, reason: str = "stop", first: dict[str, float] | None = None) -> bytes:
-    """A chat completion that says `text`; `first` has log-probabilities at its first token."""
+    """Returns a chat completion with the answer `text`. `first` is token → log-probability at the first token."""
     logprobs = None
     if first is not None:
         tokens = [{"token": token, "logprob": value, "bytes": None} for token, value in first.items()]

@@ -1,4 +1,7 @@
-"""A Slurm of its own, with Debian's slurm-wlm and munge, on pretended nodes: nothing outside its folder is touched."""
+"""A Slurm cluster for tests, on pretended nodes of this machine (tests/nodes/pretended_nodes.py).
+
+It needs Debian's packages slurm-wlm and munge, and writes only into its own folder.
+"""
 
 import os
 import shutil
@@ -12,7 +15,7 @@ from tests.nodes.pretended_nodes import Node, end_with_parent
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 PORTS = (6817, 6818)
-"""Of slurmctld and of slurmd, on the nodes' own addresses."""
+"""Ports of slurmctld and of slurmd, on the nodes' own addresses."""
 START_SECONDS = 60.0
 CONFIGURATION = """\
 ClusterName=pretended
@@ -45,18 +48,18 @@ SlurmdTimeout=60
 MessageTimeout=30
 JobRequeue=1
 """
-"""No cgroups: processes are found by their parents, which a container can do without further rights."""
+"""The text of slurm.conf. It uses no cgroups, so that it works in a container without further rights."""
 
 
 def obstacle() -> str | None:
-    """Why Slurm cannot run here, in a sentence; None where it can."""
+    """Returns one sentence about why Slurm cannot run here; None if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return f"no {', '.join(missing)}: apt-get install slurm-wlm munge" if missing else None
 
 
 class Slurm:
-    """slurmctld on the first node, slurmd on each; leaving the block ends them, as does the end of the nodes."""
+    """Context manager that runs slurmctld on the first node and slurmd on each; both end with the block."""
 
     def __init__(self, folder: Path, nodes: Sequence[Node], *, partition: str = "") -> None:
         self.folder, self.nodes, self._partition = folder, list(nodes), partition
@@ -86,11 +89,11 @@ class Slurm:
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
 
     def run(self, *command: str, **environment: str) -> str:
-        """A command of Slurm's on the first node; what it prints."""
+        """Runs a command on the first node, with Slurm's environment, and returns its output."""
         return self.nodes[0].run(*command, **{**self.environment, **environment})
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` knows, by name."""
+        """Returns the fields of `scontrol show job` for a job: name → text."""
         words = self.run("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -105,7 +108,7 @@ class Slurm:
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
 
     def _munge(self) -> None:
-        """One munged for all nodes: it listens on a socket that is a file, and files are shared."""
+        """Starts one munged for all nodes, which reach it by its socket file, because they share all files."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -134,7 +137,7 @@ class Slurm:
             )
 
     def _wait(self) -> None:
-        """Until every node is idle. Raises AssertionError with what the daemons say."""
+        """Waits until every node is idle. Raises AssertionError, with the daemons' logs, after START_SECONDS."""
         until, said = time.monotonic() + START_SECONDS, ""
         while time.monotonic() < until:
             said = self.run("sh", "-c", "sinfo --noheader --format='%T %D' || true")

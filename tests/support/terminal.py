@@ -1,4 +1,4 @@
-"""A real pseudo-terminal with a program in it, and the screen that a person would see."""
+"""Terminal runs a program on a real pseudo-terminal and shows the screen that a person would see."""
 
 import os
 import sys
@@ -12,13 +12,13 @@ import pyte
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0
-"""Seconds that anything waited for may take, on a machine that is busy with other things."""
+"""Longest time in seconds that each wait may take."""
 LEFT_OUT = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING")
-"""Of the tests' own environment."""
+"""Variables of the tests' environment that a program on a terminal must not inherit."""
 
 
 class Terminal:
-    """`python <arguments>` on a terminal of so many columns and rows."""
+    """Runs `program <arguments>`, by default Python, on a terminal with `columns` and `rows`."""
 
     def __init__(
         self,
@@ -37,20 +37,20 @@ class Terminal:
             program, list(arguments), dimensions=(rows, columns), env=surroundings, cwd=str(ROOT), timeout=LIMIT
         )
         self.modes = termios.tcgetattr(self.child.child_fd)
-        """Of the terminal, before the program has touched them."""
+        """Settings of the terminal before the program changes them."""
         self.raw = b""
-        """All that the program has written."""
+        """All bytes that the program has written."""
         self._screen = pyte.HistoryScreen(columns, rows, history=5000)
         self._stream = pyte.ByteStream(self._screen)
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen, without what stands empty below it."""
+        """Lines on the screen, without empty lines at its end."""
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip().splitlines()
 
     @property
     def above(self) -> list[str]:
-        """What has scrolled off the screen."""
+        """Lines that have scrolled off the screen."""
         width = self._screen.columns
         return ["".join(row[column].data for column in range(width)).rstrip() for row in self._screen.history.top]
 
@@ -59,23 +59,26 @@ class Terminal:
         return "\n".join([*self.above, *self.lines])
 
     def colours(self, line: int) -> set[str]:
-        """Of the characters in a line of the screen."""
+        """Returns the colours of the characters in a line of the screen."""
         return {cell.fg for cell in self._screen.buffer[line].values()}
 
     @property
     def sane(self) -> bool:
-        """Whether a shell would find the terminal as it was."""
+        """True if the cursor is visible and the terminal's settings are those from before the program."""
         return not self._screen.cursor.hidden and termios.tcgetattr(self.child.child_fd) == self.modes
 
     def until(self, shown: Callable[["Terminal"], bool], what: str) -> None:
-        """Reads on until the screen shows it."""
+        """Reads until `shown(self)` is True. Raises AssertionError, which names `what`, after LIMIT or at the end."""
         end = time.monotonic() + LIMIT
         while not shown(self):
             if not self._read() or time.monotonic() > end:
                 raise AssertionError(f"{what} never showed:\n{self.text}")
 
     def end(self) -> int:
-        """The exit code, when the program has ended; a signal's number is negative."""
+        """Waits until the program has ended and returns its exit code, or minus the number of the signal that ended it.
+
+        `was_sane` then says whether the terminal was sane.
+        """
         end = time.monotonic() + LIMIT
         while self._read():
             assert time.monotonic() < end, f"it does not end:\n{self.text}"
@@ -88,7 +91,7 @@ class Terminal:
         self._screen.resize(rows, columns)
 
     def _read(self) -> bool:
-        """Whether the program is still there."""
+        """Reads what the program has written; returns False if the program has ended."""
         try:
             piece = self.child.read_nonblocking(65536, timeout=0.2)
         except pexpect.TIMEOUT:

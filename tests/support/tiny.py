@@ -1,4 +1,4 @@
-"""The tiny model with an adapter that does something, shared by tests."""
+"""The tiny Qwen-Image model for tests, with an adapter that changes its output, and requests for it."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ def tiny_policy(*, parts: str = "all", dtype: str = "float32") -> QwenImagePolic
 def adapted_policy(
     *, config: LoraConfig | None = None, parts: str = "all", dtype: str = "float32", strength: float = 0.3
 ) -> QwenImagePolicy:
-    """With B drawn at random, so that the adapter changes the output."""
+    """Returns the policy with a LoRA whose B is random instead of zero, so that it changes the output."""
     policy = tiny_policy(parts=parts, dtype=dtype)
     add_lora(policy.transformer, config or LoraConfig(), policy, seed=0)
     randomise(lora_parameters(policy.transformer), strength)
@@ -68,7 +68,7 @@ def request(
 
 
 def token_ids(text: str, system: str | None = None) -> list[int]:
-    """What the tiny model's tokenizer makes of its whole prompt template with `text` in it."""
+    """Returns the token ids of `text` inside the model's prompt template; `system` replaces the template's own."""
     pipeline = tiny_policy()._whole("tokenise")
     template = str(pipeline.prompt_template_encode)
     if system is not None:

@@ -1,6 +1,6 @@
-"""A tiny random Qwen2.5-VL behind an OpenAI-compatible server on loopback: real images, real log-probabilities.
+"""A tiny Qwen2.5-VL with random weights behind an OpenAI-compatible server on loopback, for tests of judge rewards.
 
-Random weights never write a parseable score, but they have a probability for every token.
+With random weights it never writes a score that can be parsed, but it has a probability for every token.
 """
 
 import base64
@@ -26,8 +26,7 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass
 class TinyVLM:
-    """Greedy decoding of ChatML conversations with images, by `model` or one of its own. `bias` adds to the logits of
-    tokens, by id."""
+    """The given model, or one of its own; it answers ChatML conversations with images by greedy decoding."""
 
     tokenizer: Any = field(default_factory=_tokenizer)
     model: Any = None
@@ -41,7 +40,7 @@ class TinyVLM:
             torch.manual_seed(0)
             self.model = _text_encoder(self.tokenizer).eval()
             with torch.no_grad():
-                self.model.model.visual.merger.mlp[-1].weight.mul_(50)  # what it sees outweighs what it reads
+                self.model.model.visual.merger.mlp[-1].weight.mul_(50)  # the image counts more than the text
 
     def id_of(self, token: str) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(token))
@@ -50,7 +49,10 @@ class TinyVLM:
     def generate(
         self, messages: list[dict[str, Any]], max_tokens: int, bias: dict[int, float]
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Ids of the answer, and natural log-probabilities [vocabulary] at each of them."""
+        """Returns the token ids of the answer, and for each of them the natural log-probabilities [vocabulary].
+
+        `bias` is token id → number that is added to the token's logit.
+        """
         text, pictures = self._prompt(messages)
         seen = self.images(images=pictures, return_tensors="pt") if pictures else {}
         for grid in seen.get("image_grid_thw", ()):
@@ -123,7 +125,7 @@ def _logprobs(vlm: TinyVLM, ids: list[int], log_probs: list[torch.Tensor], top: 
 
 @contextmanager
 def tiny_judge(vlm: TinyVLM) -> Iterator[str]:
-    """The server's base_url."""
+    """Yields the `base_url` of a server for the model, which runs in a thread until the block ends."""
     server = uvicorn.Server(uvicorn.Config(application(vlm), host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

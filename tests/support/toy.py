@@ -1,8 +1,8 @@
-"""The real controller on toy workers in virtual time.
+"""Toy runs: the real controller with toy workers in virtual time, for tests; `virtual` runs one.
 
-Real tickets, gate, loop, delivery and receivers; a policy of a few numbers in place of the network, and sleeps in place
-of compute. The weights depend on every image, its noise, its version and the order of training, so that equal digests
-mean equal runs.
+Tickets, gate, loop, delivery and receivers are the real ones. The network is replaced by a policy of a few numbers, and
+computing by sleeping. In virtual time the event loop's clock jumps to the next event. The weights depend on every
+image, its noise, its version and the order of training, so equal digests mean equal runs.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, 
 
 
 class ToySteps:
-    """Records every step's metrics; starts evaluations as the real bookkeeping does."""
+    """Implements `Steps` (controller/context.py): records every step's metrics and starts evaluations when due."""
 
     trained = False
 
@@ -64,31 +64,40 @@ class ToySteps:
 
 @dataclass
 class ToyRun:
-    """What a finished (or failed) toy run can be asked."""
+    """The results of a toy run."""
 
     digest: str
+    """Digest of the final weights."""
     observer: ListObserver
     lines: list[dict[str, float]]
+    """Metrics of each step."""
     trained: list[tuple[int, int, int]]
+    """(step, group, version) of every trained group, in order."""
     table: TicketTable
     evaluated: list[EvaluationResult]
     groups: Mapping[str, ToyPool]
     seconds: float
+    """Virtual seconds that the run took."""
     sync: Mapping[str, Any]
+    """The `sync` section of summary.json."""
 
     def staleness(self) -> list[float]:
         return [line["staleness/max"] for line in self.lines]
 
     def tickets(self, state: str, kind: str = "train") -> list[dict[str, Any]]:
-        """The transitions into `state`, in the order they happened."""
+        """Returns the events of tickets that came into `state`, in order."""
         return self.observer.of("ticket", state=state, kind=kind)
 
     def published(self) -> dict[int, str]:
-        """Digest of every version that was sent."""
+        """Returns version → digest, for every version that was sent."""
         return {event["version"]: event["digest"] for event in self.observer.of("version", state="sent")}
 
 
 def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **changes: Any) -> Config:
+    """Returns a configuration for toy runs with `max_staleness` k.
+
+    `changes` sets other fields; a double underscore stands for a dot, e.g. `rollout__num_workers=3`.
+    """
     config = Config(total_steps=steps, prompts_per_step=4, group_size=4, max_staleness=k, hand_over=hand_over, seed=0)
     config.reward = RewardConfig(terms={"color": RewardTerm()}, backoff=0.1)
     config.evaluate = EvaluateConfig(before_training=False, images_per_prompt=2)
@@ -104,7 +113,7 @@ def toy_config(k: int = 1, *, hand_over: str = "batch", steps: int = 6, **change
 
 
 Disturbance = Callable[[Context, Mapping[str, ToyPool]], Awaitable[None]]
-"""Runs beside the loop and may do to the pools whatever it likes."""
+"""A coroutine function that runs beside the loop and may disturb the pools (by name), e.g. kill a worker."""
 
 
 async def toy_run(
@@ -115,7 +124,10 @@ async def toy_run(
     disturb: Disturbance | None = None,
     observer: ListObserver | None = None,
 ) -> ToyRun:
-    """Builds the context as a run does, with virtual groups, and runs the real loop."""
+    """Builds the pools and the context of a toy run, runs the real loop, and returns the results.
+
+    `timing` says how long calls take, `fault` which calls fail, and `disturb` runs beside the loop.
+    """
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
     for worker in groups["rollout"].workers:
@@ -168,5 +180,9 @@ def toy_context(config: Config, groups: Mapping[str, ToyPool], observer: ListObs
 def virtual(
     config: Config, timing: Timing | None = None, fault: Fault = no_fault, *, horizon: float = 1e5, **more: Any
 ) -> ToyRun:
-    """A toy run in virtual time. Whatever ends it is raised; a hang is Deadlock or HorizonReached."""
+    """Runs a toy run in virtual time and returns its results; the arguments are those of `toy_run`.
+
+    Raises the error that ends the run. Raises Deadlock if nothing can happen any more, and HorizonReached after
+    `horizon` virtual seconds.
+    """
     return run_virtual(toy_run(config, timing, fault, **more), horizon=horizon)

@@ -1,4 +1,4 @@
-"""Nodes with one seat each, which come, are drained and end on demand, under a pool of toy workers in virtual time."""
+"""ToyGrowth lets a toy pool change its size: nodes with one seat each come, are drained and end as a test says."""
 
 import asyncio
 import math
@@ -11,11 +11,11 @@ from separation.group import Departure, NoSeat, Worker
 from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
 
 SUCCESSOR_SECONDS = 10.0
-"""Virtual, that a lost worker's successor waits for a seat."""
+"""Virtual seconds that the successor of a lost worker waits for a seat."""
 
 
 class ToyGrowth:
-    """The `Growth` of a ToyPool: every worker has a node of its own, and `free` nodes have nobody."""
+    """The `Growth` of a ToyPool (see separation/group.py). Each worker has its own node; `free` counts empty nodes."""
 
     def __init__(self, pool: ToyPool, rollout: RolloutConfig) -> None:
         self.pool, (least, most) = pool, bounds(rollout)
@@ -29,12 +29,12 @@ class ToyGrowth:
         self._changed = asyncio.Event()
 
     def arrive(self) -> None:
-        """A node comes."""
+        """Adds an empty node."""
         self.free += 1
         self._notify()
 
     def drain(self, worker: ToyWorker, seconds: float = math.inf) -> None:
-        """The worker's node takes nothing new, and ends in so many seconds."""
+        """Announces that the worker's node ends in `seconds`; infinity means never. It then kills the worker."""
         loop = asyncio.get_running_loop()
         self._ending[worker.name] = loop.time() + seconds
         self._nodeless.add(worker.name)
@@ -43,7 +43,7 @@ class ToyGrowth:
         self._notify()
 
     def end(self, worker: ToyWorker) -> None:
-        """The worker's node is gone at once."""
+        """Ends the worker's node at once, which kills the worker."""
         self._nodeless.add(worker.name)
         worker.kill()
 
@@ -64,7 +64,10 @@ class ToyGrowth:
         return fresh
 
     async def successor(self, old: ToyWorker) -> None:
-        """A seat for a lost worker's successor: the same, or one that is free. Raises NoSeat."""
+        """Waits for a seat for the successor of `old`: on the same node if it is there, else on an empty one.
+
+        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
+        """
         if old.name not in self._nodeless:
             return
         try:

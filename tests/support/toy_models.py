@@ -1,4 +1,4 @@
-"""Rollout, reward and trainer of a few numbers each, with the real sending and receiving ends."""
+"""Models of toy runs (toy.py): rollout, reward and trainer of a few numbers each, with real Publisher and Receiver."""
 
 import errno
 import os
@@ -41,12 +41,15 @@ LORA_ALPHA, LORA_RANK = 4.0, 2
 
 
 class Torn(BaseException):
-    """The process that was writing is gone."""
+    """Stands for the end of the process that was writing."""
 
 
 @contextmanager
 def failing_disk(spoil: str | None, *, at: int) -> Iterator[None]:
-    """The `at`-th fsync or rename is the last thing that happens ("torn"), or finds the disk full ("full")."""
+    """Makes the `at`-th fsync or rename in the block raise Torn (`spoil` is "torn") or report a full disk ("full").
+
+    None changes nothing. With "torn", the end of the block raises Torn if no call has.
+    """
     if spoil is None:
         yield
         return
@@ -71,7 +74,7 @@ def failing_disk(spoil: str | None, *, at: int) -> Iterator[None]:
 
 
 def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """One LoRA layer "layer": A random, B zero, as at the start of a real run."""
+    """Returns the tensors of one LoRA layer named "layer": A is random and B is zero, as at the start of a real run."""
     return {
         "layer.lora_A.weight": torch.randn(2, SIZE, generator=generator(seed)),
         "layer.lora_B.weight": torch.zeros(SIZE, 2),
@@ -83,7 +86,7 @@ def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
 
 
 class ToyRollout:
-    """Images are one byte per pixel of a number computed from the live weights and the image's noise."""
+    """Makes images [1, 1, SIZE] whose bytes are computed from the live weights and the image's noise."""
 
     receiver: Receiver
 
@@ -91,12 +94,12 @@ class ToyRollout:
         self.config, self.name = config, name
         self.tensors = toy_tensors(config.seed)
         self.watermarks: list[tuple[int, str, str]] = []
-        """(version asked for, digest reported, digest of the live bytes at the end) of every ticket."""
+        """Per ticket: (version of the request, digest reported, digest of the live bytes at the end)."""
         self.batches: list[tuple[int, ...]] = []
-        """The tickets that shared a batch, in order."""
+        """Per batch of several tickets: their numbers, in order."""
 
     def load(self) -> dict[str, str]:
-        """As with a real worker, nothing works before."""
+        """Makes the receiver, without which no other method works."""
         self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=LORA_ALPHA, rank=LORA_RANK)
         return {"base_digest": "toy"}
 
@@ -117,7 +120,7 @@ class ToyRollout:
         return report, images, None if request.kind == EVALUATION else trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        """As batches do, but far beyond the last bit, the company that a ticket is made in changes it."""
+        """Makes a batch in which each ticket's latents depend on the other tickets, much more than in a real batch."""
         self.batches.append(tuple(request.ordinal for request in requests))
         company = np.float32(sum((place + 1) * request.ordinal for place, request in enumerate(requests)) % 97)
         made = [self.generate(request) for request in requests]
@@ -130,7 +133,7 @@ class ToyRollout:
 
 
 def toy_scores(name: str, prompt: Prompt, result: list[float], count: int) -> tuple[float, ...]:
-    """The result as scores, or RewardError as the real worker words it."""
+    """Returns the result as scores, or raises RewardError as a real reward worker does."""
     return group_result(f"reward {name!r} on prompt {prompt.text!r}", result, count).scores
 
 
@@ -140,7 +143,7 @@ class ToyReward:
         (own,) = (own for own in scoring_pools(config) if own.name == pool)
         self.terms = own.config(config.reward).terms
         self.spoil: str | None = None
-        """"nan" or "count": what is wrong with the next result."""
+        """Fault of the next result: "nan" (a NaN in it), "count" (a score too few), or None."""
         self.later = {("later", index) for index in range(10)}
 
     def score(self, prompt: Prompt, *images: Any) -> Scores:
@@ -155,7 +158,7 @@ class ToyReward:
         return Scores(total, by_term)
 
     def score_held_out(self, names: Sequence[str], prompt: Prompt, *images: Any) -> HeldOutScores:
-        """Held-out terms called `never` fail, those called `later` with their first call."""
+        """Scores held-out terms; those named `never` always fail, those named `later` fail once per prompt."""
         values = tuple(float(x.mean()) for image in images for x in image)
         failed = {name: f"{name} failed" for name in names if name == "never" or (name, prompt.index) in self.later}
         self.later -= {(name, prompt.index) for name in names}
@@ -165,7 +168,7 @@ class ToyReward:
 
 
 class ToySender:
-    """The policy's stream of a toy trainer, as `training.publishing.PublishedStreams` has it."""
+    """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], retained: Mapping[int, Any], live_versions: int) -> None:
         self.policy, self.retained = (
@@ -183,7 +186,7 @@ class ToySender:
 
 
 class FloatSum(ExactSum):
-    """The mutant: gradients are added as floats, as everybody does."""
+    """A mutant (a deliberately wrong variant) of ExactSum: it adds gradients as floats, so the order changes bits."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
@@ -206,7 +209,7 @@ class FloatSum(ExactSum):
 
 
 class OverPeers:
-    """The all-reduce of toy ranks, of integers; the mutant has one rank."""
+    """The all-reduce of toy ranks, for int64 only; other dtypes are left as they are."""
 
     def __init__(self, one: "ToyTrainer") -> None:
         self._ranks, self._of = one.ranks(), (one.step, one.plan.attempt)
@@ -218,7 +221,7 @@ class OverPeers:
 
 
 class ToyTrainer:
-    """Steps with momentum on a made-up loss in which every trajectory and advantage counts; real checkpoints."""
+    """A trainer with momentum on a made-up loss that depends on every trajectory and advantage; real checkpoints."""
 
     sum_of_gradients: type[ExactSum] = ExactSum
 
@@ -227,18 +230,18 @@ class ToyTrainer:
         self.tensors = toy_tensors(config.seed)
         self.momentum = torch.zeros(SIZE, 2)
         self.anchors: list[int] = []
-        """Groups of the batch under way whose predictions by its first weights were taken."""
+        """Groups of the current batch for which `proximal` was called."""
         self.spoil: str | None = None
-        """"torn" or "full": what goes wrong with the next checkpoint, somewhere inside its writing."""
+        """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
         self._snapshot: Checkpoint | None = None
         self.retained = {0: self._copy()}
         self.sender = ToySender(self.tensors, self.retained, config.live_versions)
         self.update = self
-        """It has the real worker's parts in one object."""
+        """This object has the methods of the real worker's part `update`, too."""
         self.trained: list[tuple[int, int, int]] = []
-        """(step, group, version) of every group trained, in order."""
+        """(step, group, version) of every trained group, in order."""
         self.ranks: Callable[[], Sequence[ToyTrainer]] = lambda: [self]
-        """All ranks; their sums are there when one of them finishes, because the controller waited for them."""
+        """Returns all ranks. Their sums are complete when one of them finishes, as the controller waits for that."""
         self.sum = self.sum_of_gradients(2 * SIZE, torch.device("cpu"))
         self.step, self.plan = -1, StepPlan(rows=0)
         self.given = 0
@@ -287,7 +290,7 @@ class ToyTrainer:
                 self.trained.append((self.step, meta.group, meta.version))
 
     def contribution(self, of: tuple[int, int]) -> torch.Tensor:
-        """What this rank brings to the sum over ranks, with its account: zeros where it was not even told to begin."""
+        """Returns this rank's part of the sum over ranks, with its account; zeros if it has not begun attempt `of`."""
         if of != (self.step, self.plan.attempt):
             return torch.zeros_like(self.sum._values)
         if self._contribution is None:
@@ -356,7 +359,7 @@ class ToyTrainer:
         assert found is not None and controller["version"] == found.trainer["version"]
         version, keep = int(controller["version"]), self.config.save.keep
         whole = Checkpoint(found.tensors, found.trainer, controller)
-        # Eight operations lead to the rename; those after it a death may hit, but there is no more to be written.
+        # The first eight calls write the checkpoint. Only "torn" may hit a later one: "full" must spoil the checkpoint.
         with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
             return str(write_checkpoint(Path(directory), version, whole, keep=keep, spare=spare))
 

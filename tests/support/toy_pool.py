@@ -1,4 +1,7 @@
-"""Pools of toy workers in virtual time: lanes, deaths, hangs, lost values and spoilt bytes, all of them on demand."""
+"""ToyPool is a pool of toy workers in virtual time, which die, hang, fail, lose values or damage bytes on demand.
+
+A test chooses the durations of calls (Timing) and the faults (Fault); toy.py runs the controller on such pools.
+"""
 
 import asyncio
 import random
@@ -15,14 +18,14 @@ from separation.group import RefLost, WorkerDied, WorkerFailed, seated
 from tests.support.toy_models import Torn
 
 SLOW_FACTOR = 100.0
-"""How many times as long a call with the fault "slow" takes."""
+"""Factor on the duration of a call with the fault "slow"."""
 REBUILD_SECONDS = 2.0
-"""Virtual, until a replacement is there, before it loads."""
+"""Virtual seconds until a replacement is built; its loading comes after that."""
 
 
 @dataclass
 class Timing:
-    """How long each method takes, in virtual seconds: constant, or drawn from (seed, worker, method, call number)."""
+    """Durations of calls in virtual seconds, by method; draws follow from (seed, worker, method, call number)."""
 
     seed: int = 0
     generate: float = 1.0
@@ -52,15 +55,16 @@ class Timing:
 
 
 Fault = Callable[[str, str, int], str | None]
-"""(worker, method, call number) → None or what goes wrong; an evaluation ticket's method is "generate/evaluation",
-that of a call which finishes an optimizer step "train_last":
-kill, hang, raise, slow; for `receive` corrupt, truncate; for `generate` lose-images, lose-trajectory; for `score` nan,
-count; for `save` torn (it dies inside the writing), full (no space left).
+"""A function (worker, method, call number from 1) → the call's fault, or None.
+
+The method of an evaluation ticket is "generate/evaluation", that of a call that ends an optimizer step "train_last".
+Faults are kill, hang, raise and slow; for `receive` also corrupt and truncate; for `generate` lose-images and
+lose-trajectory; for `score` nan and count; for `save` torn (death while writing) and full (no space left).
 """
 
 
 def name_of(method: str, args: tuple[Any, ...]) -> str:
-    """What a Fault knows the call by."""
+    """Returns the name of the call's method as a Fault gets it."""
     name = method.rpartition(".")[2].removesuffix("_terms")
     if name == "generate" and args[0].kind == EVALUATION:
         return "generate/evaluation"
@@ -72,13 +76,13 @@ def no_fault(worker: str, method: str, number: int) -> str | None:
 
 
 def once(worker: str, method: str, number: int, what: str) -> Fault:
-    """`once("rollout-0", "generate", 2, "kill")`: the second call of that method of that worker, and no other."""
+    """Returns a Fault that hits one call only, e.g. `once("rollout-0", "generate", 2, "kill")` its second call."""
     return lambda *call: what if call == (worker, method, number) else None
 
 
 @dataclass
 class ListObserver:
-    """Keeps every event with its virtual time."""
+    """Implements `Observer` (controller/context.py): keeps every event with its virtual time."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -96,7 +100,7 @@ class ListObserver:
 
 
 class ToyRef:
-    """A value that stayed in its worker's node."""
+    """A result that stays on its worker's node (`separation.group.Ref`); `open` raises RefLost if it was lost."""
 
     def __init__(self, value: Any, *, lost: bool = False) -> None:
         self.value, self.lost = value, lost
@@ -109,7 +113,7 @@ class ToyRef:
 
 @dataclass(frozen=True)
 class World:
-    """What all pools of a run share."""
+    """The settings that all pools of a toy run share."""
 
     timing: Timing
     fault: Fault
@@ -117,7 +121,7 @@ class World:
 
 
 LOST_VALUES = {"lose-images": 1, "lose-trajectory": 2}
-"""Fault → which value of a split result is gone."""
+"""Fault → index of the item of a split result that is lost."""
 
 
 class ToyWorker(VirtualWorker):
@@ -221,7 +225,7 @@ class ToyPool(VirtualPool):
         self.incarnations = dict.fromkeys(range(size), 0)
         super().__init__(name, [self._build(name, index) for index in range(size)])
         self.everybody = list(self.workers)
-        """Every worker there has ever been."""
+        """All workers that have ever been in the pool."""
         self.replaced = 0
 
     def _build(self, pool: str, index: int) -> ToyWorker:
@@ -243,7 +247,7 @@ class ToyPool(VirtualPool):
         return fresh
 
     def sit(self, index: int) -> ToyWorker:
-        """A new worker of that index, which is not in the pool yet."""
+        """Returns a new worker with this index, without adding it to the pool."""
         self.incarnations[index] = self.incarnations.get(index, -1) + 1
         fresh = self._build(self.spec.name, index)
         self.everybody.append(fresh)

@@ -1,7 +1,7 @@
-"""Whole controllers on toy pools in virtual time: real checkpoints, ledgers and recoveries in a real run directory.
+"""Toy runs with a run directory: real checkpoints, ledgers and recoveries on toy pools in virtual time.
 
-A controller that is killed leaves what is on disk at that instant, and nothing that it would have written on its way
-out; the next one goes on in a copy of that.
+`run_controller` runs one controller. If it is killed, the run directory is copied at that moment, so nothing counts
+that the controller writes afterwards; a test then starts the next controller in the copy.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ Groups = Mapping[str, ToyPool]
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]
 CALLS = ("/retries", "/failures")
 UNCOMPARED = ("timing/", "pool/", "images_per_s", "evaluation")
-"""Beginnings of metrics' names that may differ between runs that must be equal: times, and what is compared apart."""
+"""Prefixes of metrics that may differ between equal runs (times), or that are compared elsewhere (evaluations)."""
 
 
 @dataclass
 class Outside:
-    """What happens to a controller. `disturb` runs beside it; it may call `kill` or ask `stop`."""
+    """The test's side of a controller: `disturb` runs beside the controller and may call `kill` or ask `stop`."""
 
     world: World
     disturb: Callable[["Outside", Groups], Any] | None = None
@@ -59,7 +59,7 @@ Disturb = Callable[[Outside, Groups], Any]
 
 
 def at(**calls: str) -> Fault:
-    """`at(train_last_3="kill")`: the third optimizer step of any trainer's first incarnation."""
+    """Returns a Fault for calls of trainer-0, e.g. `at(train_last_3="kill")` for its third optimizer step."""
     wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
     return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
 
@@ -75,9 +75,11 @@ def kill_after(seconds: float) -> Disturb:
 def run_controller(
     config: Config, root: Path, world: World, *, disturb: Any = None, horizon: float = 1e5
 ) -> Path | None:
-    """Runs one controller in `root`. None if it ended by itself; else the copy of what a killed one left on disk.
+    """Runs one controller in the run directory `root`.
 
-    Pictures and config.yaml are left out: nothing goes on from them, and they cost more than the run.
+    Returns None if it ended by itself. If it was killed, or asked to stop and then lost a worker, it returns a copy of
+    the directory from that moment. No pictures and no config.yaml are written, because they would take most of the
+    time.
     """
 
     async def body() -> Path | None:
@@ -93,7 +95,7 @@ def run_controller(
         except WorkerDied:
             if not outside.stop():
                 raise
-            # run/job.py's `train` makes this an end with the resumable code.
+            # `train` in run/job.py ends such a run with the exit code RESUMABLE.
             return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
         return None
 
@@ -104,7 +106,7 @@ def run_controller(
 
 
 async def controller(config: Config, root: Path, outside: Outside) -> None:
-    """What run/job.py's `train` does, with toy pools in place of a cluster."""
+    """Does what `train` in run/job.py does, with toy pools in place of a cluster."""
     directory = RunDirectory(root)
     directory.create(config)
     algorithm = build_algorithm(config)
@@ -153,7 +155,7 @@ def summary(root: Path) -> dict[str, Any]:
 
 
 def logged(root: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times, evaluations, and calls that were made in one attempt alone."""
+    """Returns the lines of metrics.jsonl without times, evaluations, and counts of reward calls."""
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return [
         {key: x for key, x in line.items() if not key.startswith(UNCOMPARED) and not key.endswith(CALLS)}
@@ -162,7 +164,7 @@ def logged(root: Path) -> list[dict[str, Any]]:
 
 
 def evaluations(root: Path) -> dict[int, float]:
-    """Mean reward by evaluated version."""
+    """Returns evaluated version → mean reward."""
     found: dict[int, float] = {}
     for text in (root / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)

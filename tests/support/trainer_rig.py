@@ -1,4 +1,7 @@
-"""A real policy, real rollouts and a real trainer rank, all tiny."""
+"""A real policy, real rollouts and a real trainer rank, all tiny, for tests that hand groups to the trainer themselves.
+
+`Sampler.group` makes a group by real rollouts, and `update` trains a `trainer` on groups.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,10 +22,14 @@ from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajecto
 
 TEXTS = ("red red red red", "blue blue blue blue", "green green", "white")
 Handed = tuple[GroupMeta, list[Trajectory]]
+"""One group as the trainer gets it: its metadata, and one trajectory per ticket."""
 
 
 def tiny_config(**trainer: Any) -> Config:
-    """2 prompts x 4 images of 32 px, 4 steps (3 trained), rank 4 LoRA."""
+    """Returns a configuration of 2 prompts × 4 images, 4 denoising steps, and a LoRA of rank 4.
+
+    `trainer` sets fields of the section `trainer`; AttributeError for an unknown one.
+    """
     config = Config(prompts_per_step=2, group_size=4, max_staleness=1, total_steps=50)
     config.model.tiny.heads, config.model.tiny.layers = 4, 2
     config.rollout.num_inference_steps = 4
@@ -58,7 +65,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 class Sampler:
-    """Rollouts of the given weights."""
+    """Generates groups with the weights that `load` has copied into its network."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -75,7 +82,10 @@ class Sampler:
                 parameter.copy_(torch.from_numpy(tensors[name]))
 
     def group(self, step: int, group: int, *, tickets: int = 1, **meta: Any) -> Handed:
-        """One group of `step`, cut into tickets, with seeded advantages."""
+        """Returns a group of `step`, cut into `tickets` tickets, with random seeded advantages of mean 0.
+
+        `meta` replaces fields of its GroupMeta.
+        """
         size = self.config.group_size // tickets
         trajectories = [self._ticket(step, group, range(i * size, (i + 1) * size)) for i in range(tickets)]
         drawn = np.random.default_rng([step, group]).standard_normal(self.config.group_size)
@@ -125,7 +135,7 @@ class Sampler:
 
 
 def read_only(trajectory: Trajectory) -> Trajectory:
-    """Arrays as they come out of the object store."""
+    """Makes the arrays read-only, as they are when they come out of Ray's object store, and returns the trajectory."""
     arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
     for array in arrays:
         array.flags.writeable = False
@@ -139,7 +149,7 @@ def rows(handed: list[Handed]) -> int:
 def update(
     worker: TrainerWorker, step: int, handed: list[Handed], *, plan: StepPlan | None = None, together: bool = False
 ) -> UpdateStats:
-    """One optimizer step; group by group, or all groups in one call."""
+    """Does one optimizer step on the groups, given one by one, or all in one call with `together`."""
     worker.update.begin(step, plan or StepPlan(rows=rows(handed)))
     if together:
         worker.update.accumulate([meta for meta, _ in handed], *[t for _, tickets in handed for t in tickets])
@@ -150,14 +160,14 @@ def update(
 
 
 def finish(worker: TrainerWorker) -> UpdateStats:
-    """The optimizer step of what was accumulated."""
+    """Does the optimizer step on the accumulated gradients and returns its statistics."""
     stats = worker.train(TrainRequest(0, (), finishes=True))
     assert isinstance(stats, UpdateStats)
     return merged([stats])
 
 
 def gradient(worker: TrainerWorker) -> torch.Tensor:
-    """The mean gradient of what was accumulated, [numel] float32; the step is not finished."""
+    """Returns the mean gradient accumulated so far, [numel] float32, without doing the optimizer step."""
     out = torch.empty_like(worker.parameters.gradients)
     worker.update._sum.mean(out, worker.update._plan.rows)
     return out

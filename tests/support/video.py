@@ -1,5 +1,7 @@
-"""A family of one's own with video latents [channels, frames, h, w], for tests: nothing outside a family's file may
-assume how latents are laid out."""
+"""A model family for a video model, written as a user would add one, for tests.
+
+Its latents have the shape [channels, frames, h, w], so code outside a family's file that assumes image latents fails.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ CHANNELS, FRAMES, TEXT = 4, 3, 6
 
 
 class VideoTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """Per position: a linear mix of the latents, the text, the noise level and the mean over frames."""
+    """A small network. At each position it mixes latents, their mean over frames, the text and the noise level."""
 
     @register_to_config
     def __init__(self, width: int = 16) -> None:
@@ -61,7 +63,7 @@ class VideoPolicy(PipelinePolicy):
         return self.transformer(latents, sigma, self._rows(branches, "prompt_embeds", len(latents)))
 
     def decode(self, latents: Tensor, resolution: int) -> Tensor:
-        """The first frame, its first three channels enlarged."""
+        """Returns the first three channels of the first frame, enlarged by 4, as images uint8 [n, H, W, 3]."""
         pixels = torch.sigmoid(latents[:, :3, 0]).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
         return (pixels * 255).byte().movedim(1, -1).contiguous()
 
@@ -87,7 +89,7 @@ class VideoFamily:
 
 
 def build_video(folder: Path) -> Path:
-    """A folder with the model's index and random weights."""
+    """Writes the model's index and random weights into `folder` and returns it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         VideoTransformer().save_pretrained(folder / "transformer")

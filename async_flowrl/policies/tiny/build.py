@@ -1,6 +1,6 @@
-"""Tiny random pipelines, built offline: a family's real architecture and file layout, 4 MB, made in a second.
+"""Builds tiny diffusers pipelines with random weights, offline: `model.path=tiny`, for tests and first trials.
 
-The folder loads with the stock pipeline's `from_pretrained`; whatever runs on it runs on the real model unchanged.
+A tiny model has the architecture and the files of the real family, about 4 MB, and takes about a second to build.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ TINY = {
     "z_image": "async_flowrl.policies.tiny.z_image:tiny_pipeline",
     "sana": "async_flowrl.policies.tiny.sana:tiny_pipeline",
 }
-"""`model.tiny.family` to what makes the pipeline; one of your own is named `pkg.module:attr`."""
+"""`model.tiny.family` → function that builds the pipeline; a function of your own is named `pkg.module:attr`."""
 _RECIPE = 1
-"""Part of the cache key, to be raised when the built bytes change."""
+"""Part of the cache key; increase it when the built bytes change."""
 
 
 def cache_dir() -> Path:
-    """`$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
+    """Returns this package's cache folder: `$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
     return Path(os.environ.get("ASYNC_FLOWRL_CACHE", "~/.cache/async_flowrl")).expanduser()
 
 
 def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
-    """The folder of the tiny pipeline for `config`, built on first use: the same bytes in every process, every time.
+    """Returns the folder of the tiny pipeline for `config`; builds it on first use, always with the same bytes.
 
-    Several processes may call it at once: each builds in its own temporary folder and the first rename wins.
-    The global random state is left as it was. Raises ValueError for an unknown family and for sizes that make no model.
+    Several processes may call it at once: each builds in a temporary folder, and the first rename is kept. The global
+    random state does not change. Raises ValueError for an unknown family and for sizes that make no model.
     """
     if config.family not in TINY and ":" not in config.family:
         raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
@@ -67,7 +67,7 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
 
 
 def _key(config: TinyConfig) -> str:
-    """Random initialisation belongs to the libraries' versions, so they are part of the key."""
+    """Returns the cache key. It contains library versions, because they can change the random initialisation."""
     versions = [version(package) for package in ("diffusers", "transformers", "torch")]
     text = json.dumps([_RECIPE, asdict(config), versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

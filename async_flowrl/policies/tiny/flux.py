@@ -1,4 +1,4 @@
-"""A tiny random FLUX.1-dev: double- and single-stream blocks, embedded guidance."""
+"""Builds a tiny random FLUX.1-dev: double- and single-stream blocks, and the guidance scale as network input."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from async_flowrl.policies.tiny.parts import (
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory, `layers` blocks of each kind; its weights come from the global CPU generator."""
+    """Returns the pipeline, with `layers` blocks of each kind; weights are drawn from the global CPU generator."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     transformer = FluxTransformer2DModel(
         num_layers=config.layers,

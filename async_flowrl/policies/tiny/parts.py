@@ -1,4 +1,4 @@
-"""Parts of several tiny pipelines: CLIP and T5 text encoders with their tokenizers, an image VAE."""
+"""Parts that several tiny pipelines share: CLIP and T5 text encoders with their tokenizers, and an image VAE."""
 
 import string
 from typing import Any
@@ -9,18 +9,18 @@ from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 CLIP_DIM, T5_DIM = 16, 32
-"""Widths of the text encoders' outputs."""
+"""Output widths of the text encoders."""
 
 
 def clip_tokenizer() -> Any:
-    """One token per byte, with CLIP's word ends; 32 tokens in place of CLIP's 77."""
+    """Returns a tokenizer with one token per byte, CLIP's word ends, and at most 32 tokens instead of CLIP's 77."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], model_max_length=32)
 
 
 def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:
-    """`kind` is CLIPTextModel or CLIPTextModelWithProjection."""
+    """Returns a text encoder of class `kind`, which is CLIPTextModel or CLIPTextModelWithProjection."""
     return kind(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -38,7 +38,7 @@ def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:
 
 
 def t5_tokenizer() -> Any:
-    """One token per printable ASCII character."""
+    """Returns a tokenizer with one token per printable ASCII character."""
     letters = [letter for letter in string.printable if not letter.isspace()]
     entries = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
     return T5Tokenizer(vocab=entries, extra_ids=0, model_max_length=512)
@@ -53,7 +53,7 @@ def t5_encoder(tokenizer: Any) -> Any:
 
 
 def image_vae(contrast: float, *, scaling_factor: float, shift_factor: float) -> Any:
-    """16 latent channels at an eighth of the resolution, as SD3.5, FLUX.1 and Z-Image have them."""
+    """Returns a VAE with 16 latent channels and 8 pixels per side of a latent, as in SD3.5, FLUX.1 and Z-Image."""
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,

@@ -1,4 +1,4 @@
-"""A tiny random Qwen-Image: a tokenizer that knows the prompt template, a text encoder, a network and a video VAE."""
+"""Builds a tiny random Qwen-Image: tokenizer, text encoder, transformer and a video VAE."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ _TEXT_IDS = ("endoftext", "im_end", "image_pad", "video_pad", "vision_start", "v
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory; its weights come from the global CPU generator."""
+    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
     tokenizer = _tokenizer()
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
@@ -60,7 +60,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
 
 
 def _scheduler() -> Any:
-    """The settings of Qwen/Qwen-Image."""
+    """Returns a scheduler with the settings of Qwen/Qwen-Image."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -74,10 +74,10 @@ def _scheduler() -> Any:
 
 
 def _tokenizer() -> Any:
-    """A byte-level BPE whose merges come from the pipeline's own prompt template.
+    """Returns a byte-level BPE tokenizer with merges learned from the pipeline's own prompt template.
 
-    The pipeline drops the template's first `prompt_template_encode_start_idx` tokens; only if the template is exactly
-    that long here do the remaining tokens mean the prompt.
+    The pipeline drops the first `prompt_template_encode_start_idx` tokens, so the template before the prompt must have
+    exactly that many tokens. Raises RuntimeError if it has another number.
     """
     bare = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
     template, drop = bare.prompt_template_encode, bare.prompt_template_encode_start_idx

@@ -1,4 +1,4 @@
-"""A tiny random SANA: linear attention over the image, cross-attention to Gemma's text, a deep-compression VAE."""
+"""Builds a tiny random SANA: a transformer with linear attention, a Gemma text encoder, a deep-compression VAE."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory; its weights come from the global CPU generator."""
+    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
     entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
     tokenizer = Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[])
     sizes = {"hidden_size": _TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 1}

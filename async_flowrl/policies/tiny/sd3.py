@@ -1,4 +1,4 @@
-"""A tiny random Stable Diffusion 3.5: three text encoders, dual attention in the first block."""
+"""Builds a tiny random Stable Diffusion 3.5: three text encoders, and dual attention in the first block."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _HEAD_DIM = 16
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory; its weights come from the global CPU generator."""
+    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     transformer = SD3Transformer2DModel(
         sample_size=4,

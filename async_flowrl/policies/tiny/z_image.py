@@ -1,4 +1,4 @@
-"""A tiny random Z-Image: one refiner block for the image, one for the text, then the main layers."""
+"""Builds a tiny random Z-Image: one refiner block for the image, one for the text, then the main layers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _TEMPLATE = (
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """The pipeline in memory; its weights come from the global CPU generator."""
+    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
     entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
     tokenizer = Qwen2Tokenizer(
         vocab={entry: i for i, entry in enumerate(entries)},

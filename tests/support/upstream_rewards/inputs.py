@@ -1,6 +1,6 @@
-"""Tiny CLIP weights, a tiny vocabulary, images and prompts that upstream code and ours are compared on: NumPy alone.
+"""Inputs of the comparison of rewards with upstream code: tiny CLIP weights, a tiny vocabulary, images and prompts.
 
-NumPy promises that RandomState's stream never changes, so neither weights nor images need to be stored.
+They are drawn by NumPy's RandomState, whose numbers never change between versions, so they need not be stored.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 WIDTH, LAYERS, HEADS, EMBED, PATCH, SIDE, TOKENS = 128, 2, 2, 32, 8, 32, 77
-"""Of both towers, which OpenAI's code gives a head per 64 numbers; the vision tower takes images of SIDE pixels."""
+"""Sizes of both CLIP towers; OpenAI's code uses one attention head per 64 numbers. Images have SIDE pixels per side."""
 MERGES = (
     *("t h", "th e</w>", "i n", "e r", "a n", "r e", "o n", "s t", "e n", "in g</w>", "a t", "e d</w>"),
     *("r ed</w>", "f o", "fo x</w>", "o r", "an d</w>", "1 0", "c a", "ca f"),
@@ -22,13 +22,14 @@ PROMPTS = (
     "schÃ¶n 狐 🦊 ﬁre",
     "in the end, " * 30,
 )
-"""Of plain words, of cases and blanks, of what ftfy and HTML change, of broken UTF-8, and longer than 77 tokens."""
+"""Prompts with plain words, capitals and blanks, characters that ftfy and HTML unescaping change, broken UTF-8, and one
+longer than 77 tokens."""
 
 Array = npt.NDArray[np.float32]
 
 
 def images(height: int, width: int, count: int = 4) -> npt.NDArray[np.uint8]:
-    """uint8 [count, height, width, 3]: smooth waves under noise, each of another frequency."""
+    """Returns images uint8 [count, height, width, 3]: smooth waves, each of another frequency, with noise."""
     random = np.random.RandomState(height if height == width else 1000 * height + width)
     rows, columns = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
     waves = [
@@ -41,7 +42,7 @@ def images(height: int, width: int, count: int = 4) -> npt.NDArray[np.uint8]:
 
 
 def vocabulary() -> list[str]:
-    """Entries in the order of their ids, as OpenAI's tokenizer makes them of the merges."""
+    """Returns the entries in the order of their ids, as OpenAI's tokenizer derives them from the merges."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = [chr(byte) for byte in visible] + [chr(256 + place) for place in range(len(hidden))]
@@ -50,13 +51,13 @@ def vocabulary() -> list[str]:
 
 
 def clip_weights(seed: int) -> dict[str, Array]:
-    """A CLIP model of both towers, by OpenAI's and open_clip's names."""
+    """Returns the weights of a CLIP model with both towers, under OpenAI's and open_clip's names."""
     random = np.random.RandomState(seed)
     return {name: _drawn(random, name, shape) for name, shape in _shapes()}
 
 
 def head_weights(seed: int) -> dict[str, Array]:
-    """An aesthetic head of the published shape, but for its first layer, which takes EMBED numbers."""
+    """Returns the weights of an aesthetic head of the published shape, except that its input has EMBED numbers."""
     random, widths = np.random.RandomState(seed), (EMBED, 1024, 128, 64, 16, 1)
     state: dict[str, Array] = {}
     for place, rows, columns in zip((0, 2, 4, 6, 7), widths[1:], widths[:-1], strict=True):
@@ -66,7 +67,7 @@ def head_weights(seed: int) -> dict[str, Array]:
 
 
 def clip_config(activation: str) -> Mapping[str, Any]:
-    """Keyword arguments of transformers' CLIPConfig."""
+    """Returns the keyword arguments of transformers' CLIPConfig."""
     tower = {
         "hidden_size": WIDTH,
         "intermediate_size": 4 * WIDTH,

@@ -1,6 +1,6 @@
-"""python -m tests.support.upstream_rewards.make: expected.json, the scores of upstream code on tiny weights.
+"""`python -m tests.support.upstream_rewards.make` writes expected.json, the scores of upstream code on tiny weights.
 
-It runs in an environment of its own, as upstream's pins clash with ours; README.md beside it says how to make one.
+It needs an environment of its own, because upstream requires other package versions; README.md says how to make one.
 """
 
 import ast
@@ -42,7 +42,7 @@ enlarged. The rows and columns that are cut off or filled up at the two ends are
 
 
 def define_torchvision_operators() -> None:
-    """Names for torchvision's compiled operators, unused by transforms: so its wheel for CUDA imports without CUDA."""
+    """Defines the names of torchvision's compiled operators, so that its CUDA wheel can be imported without CUDA."""
     library = torch.library.Library("torchvision", "DEF")
     backward = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool", "deform_conv2d")
     for name in (*backward, *(f"_{each}_backward" for each in backward), "nms", "qnms", "qroi_align"):
@@ -59,14 +59,14 @@ def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def merges_file(folder: Path) -> Path:
-    """The merges as OpenAI's tokenizer reads them: a header, then one a line, and no empty one at the end."""
+    """Writes the merges in the form that OpenAI's tokenizer reads: a header, then one per line, no empty line."""
     path = folder / "merges.txt.gz"
     path.write_bytes(gzip.compress("\n".join(["#version: tiny", *MERGES]).encode()))
     return path
 
 
 def hpsv2(folder: Path) -> dict[str, Any]:
-    """hpsv2.img_score.score itself, on a tiny model in place of ViT-H-14."""
+    """Returns scores and token ids of hpsv2.img_score.score, with a tiny model in place of ViT-H-14."""
     from hpsv2 import img_score
     from hpsv2.src.open_clip import factory, tokenizer
 
@@ -92,13 +92,13 @@ def hpsv2(folder: Path) -> dict[str, Any]:
 
 
 def aesthetic(folder: Path, upstream: Path) -> dict[str, Any]:
-    """OpenAI's clip and the classes of improved-aesthetic-predictor's simple_inference.py."""
+    """Returns scores of OpenAI's clip with the classes in `upstream`/simple_inference.py (aesthetic predictor)."""
     import clip
     import pytorch_lightning as lightning
 
     weights = tensors(clip_weights(SEEDS["aesthetic"]))
     model = clip.model.build_model(dict(weights)).float().eval()
-    model.load_state_dict(weights)  # building it has rounded them to float16, as the published ones are
+    model.load_state_dict(weights)  # build_model has rounded them to float16
     prepare = clip.clip._transform(SIDE)
     tree = ast.parse((upstream / "simple_inference.py").read_text())
     wanted = [node for node in tree.body if getattr(node, "name", None) in ("MLP", "normalized")]
@@ -116,7 +116,7 @@ def aesthetic(folder: Path, upstream: Path) -> dict[str, Any]:
 
 
 def transformers_clip(seed: int) -> tuple[Any, Any]:
-    """CLIPModel and CLIPProcessor of the transformers installed here."""
+    """Returns CLIPModel and CLIPProcessor of transformers, with weights drawn from `seed`."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
 
     model = CLIPModel(CLIPConfig(**clip_config("quick_gelu"))).eval()
@@ -131,7 +131,10 @@ def transformers_clip(seed: int) -> tuple[Any, Any]:
 
 
 def clip_score(folder: Path) -> dict[str, Any]:
-    """torchmetrics' CLIPScore, one image at a time; without the prompt that it would cut in another way."""
+    """Returns scores of torchmetrics' CLIPScore, one image at a time.
+
+    The last prompt is left out: torchmetrics would truncate it in another way.
+    """
     from torchmetrics.functional.multimodal import clip_score as score
 
     model, processor = transformers_clip(SEEDS["clip_score"])
@@ -147,7 +150,7 @@ def clip_score(folder: Path) -> dict[str, Any]:
 
 
 def pickscore(folder: Path) -> dict[str, Any]:
-    """calc_probs of PickScore's README up to its scores, which it gives to a softmax."""
+    """Returns the scores of calc_probs in PickScore's README, before its softmax."""
     model, processor = transformers_clip(SEEDS["pickscore"])
     options = {"padding": True, "truncation": True, "max_length": 77, "return_tensors": "pt"}
     scores: dict[str, list[list[float]]] = {size: [] for size in SIZES}

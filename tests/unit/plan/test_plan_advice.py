@@ -93,7 +93,7 @@ def test_whole_devices_cost() -> None:
 def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
     short = work(0.3, 0.2, groups=2, cv=0.0)
     said = [s for s in advise(short, Limits(2)).sentences if "runtime.backend=local" in s]
-    assert len(said) == 1 and "50 ms of CPU per step" in said[0] and "17% of this step" in said[0], said
+    assert len(said) == 1 and "30 ms of CPU per step" in said[0] and "10% of this step" in said[0], said
     assert not any("runtime.backend" in s for s in advise(short, Limits(2, backend="local")).sentences)
     assert not any("runtime.backend" in s for s in advise(work(3, 2, groups=2, cv=0.0), Limits(2)).sentences)
 
