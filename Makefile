@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni docs docs-serve docs-release lint prove e2e clean
+.PHONY: setup demo test test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -90,6 +90,20 @@ $(VLLM_OMNI_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt tests/vll
 	  --editable ".[dev]"
 	$(VLLM_OMNI_RUN) -m pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM_OMNI_RUN) $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support
+	touch $@
+
+# The reward vlm_judge at vllm's own server, with a tiny model on a CPU; the server has an environment of its own.
+VLM_SERVER_VENV ?= .venv-vlm-server
+
+test-vlm-server: setup $(VLM_SERVER_VENV)/.installed
+	VLM_SERVER_VENV=$(abspath $(VLM_SERVER_VENV)) $(RUN) -m pytest -m slow tests/vlm_server
+
+$(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt tests/vlm_server/metadata/pyproject.toml $(VLLM_OMNI_SUPPORT)
+	$(PYTHON) -m venv $(VLM_SERVER_VENV)
+	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --upgrade pip
+	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --requirement tests/vlm_server/requirements.txt
+	$(VLM_SERVER_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support tests/vlm_server/metadata
 	touch $@
 
 # The documentation site, into build/site; what documents link to must be there.

@@ -13,7 +13,7 @@ from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.resolution import configured
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import LORA, Config
 from async_flowrl.config.settings import settings
 from async_flowrl.config.shared import shared_obstacle
@@ -161,7 +161,7 @@ def _check_tune(config: Config) -> None:
 
 
 def _check_reward_pools(config: Config) -> None:
-    for pool in reward_pools(config.reward):
+    for pool in scoring_pools(config):
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
             raise ConfigError(

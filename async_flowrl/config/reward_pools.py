@@ -1,22 +1,28 @@
 """The reward pools of a configuration: which workers score by which reward terms.
 
-Terms share one pool; a term that sets workers, gpus_per_worker or threads has a pool of its own.
+Terms share one pool; a term that sets workers, gpus_per_worker or threads has a pool of its own. Held-out terms
+(`evaluate.reward.terms`), which score only evaluations, are scored by the first pool or have pools of their own, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 
 SHARED = "reward"
-"""Name of the shared pool, and prefix of the others."""
+"""Name of the shared pool, and prefix of those of trained terms."""
+HELD_OUT = "held_out"
+"""Prefix of the pools of held-out terms."""
+SECTIONS = {SHARED: "reward.terms", HELD_OUT: "evaluate.reward.terms"}
+"""Prefix of a pool's name → configuration section of its term."""
 
 
 @dataclass(frozen=True)
 class RewardPool:
-    """A pool of workers that score every group by the same terms."""
+    """A pool of workers that score by the same terms: every group, or with held-out terms those of evaluations."""
 
     name: str
-    """`reward` for the shared pool, or `reward/X` for the pool of the term X."""
+    """`reward` for the shared pool, `reward/X` or `held_out/X` for the pool of the trained or held-out term X."""
     terms: tuple[str, ...]
     workers: int
     gpus_per_worker: float
@@ -25,7 +31,7 @@ class RewardPool:
     @property
     def section(self) -> str:
         """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
-        return SHARED if self.name == SHARED else f"reward.terms.{self.terms[0]}"
+        return _section(self.name)
 
     @property
     def workers_key(self) -> str:
@@ -33,8 +39,13 @@ class RewardPool:
         return workers_key(self.name)
 
     def config(self, whole: RewardConfig) -> RewardConfig:
-        """Returns the reward configuration with only this pool's terms, from which its workers build their rewards."""
-        return replace(whole, terms={name: whole.terms[name] for name in self.terms})
+        """Returns the reward configuration with only this pool's trained terms, which its workers build; maybe none."""
+        return replace(whole, terms={name: whole.terms[name] for name in self.terms if self.trained})
+
+    @property
+    def trained(self) -> bool:
+        """Returns False for the pool of a held-out term."""
+        return is_reward_pool(self.name)
 
 
 def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
@@ -44,10 +55,31 @@ def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
     """
     own = {name: term for name, term in config.terms.items() if has_own_pool(term)}
     left = tuple(name for name in config.terms if name not in own)
-    pools = [RewardPool(pool_name(name), (name,), *_seats(config, term)) for name, term in own.items()]
+    pools = [RewardPool(f"{SHARED}/{name}", (name,), *_seats(config, term)) for name, term in own.items()]
     if left or not own:
         pools.insert(0, RewardPool(SHARED, left, config.num_workers, config.gpus_per_worker, config.threads))
     return tuple(pools)
+
+
+def scoring_pools(config: Config) -> tuple[RewardPool, ...]:
+    """Returns the pools of `reward_pools`, then those of held-out terms that have one, in the configuration's order."""
+    held_out = config.evaluate.reward.terms.items()
+    own = ((name, term) for name, term in held_out if has_own_pool(term))
+    pools = (RewardPool(f"{HELD_OUT}/{name}", (name,), *_seats(config.reward, term)) for name, term in own)
+    return *reward_pools(config.reward), *pools
+
+
+def held_out_by_pool(config: Config) -> dict[str, Mapping[str, RewardTerm]]:
+    """Returns pool → the held-out terms that it scores: the first pool those without a pool of their own.
+
+    Pools without any are left out.
+    """
+    terms = config.evaluate.reward.terms
+    first = reward_pools(config.reward)[0].name
+    pools = {name: f"{HELD_OUT}/{name}" if has_own_pool(term) else first for name, term in terms.items()}
+    return {
+        pool: {name: terms[name] for name in pools if pools[name] == pool} for pool in dict.fromkeys(pools.values())
+    }
 
 
 def has_own_pool(term: RewardTerm) -> bool:
@@ -56,19 +88,24 @@ def has_own_pool(term: RewardTerm) -> bool:
 
 
 def is_reward_pool(pool: str) -> bool:
-    """Returns True if a pool of this name scores images."""
+    """Returns True if a pool of this name scores the images that are trained on."""
     return pool == SHARED or pool.startswith(f"{SHARED}/")
 
 
-def pool_name(term: str) -> str:
-    """Returns the name of a term's own pool."""
-    return f"{SHARED}/{term}"
+def is_scoring_pool(pool: str) -> bool:
+    """Returns True if a pool of this name scores images, also if only those of evaluations."""
+    return is_reward_pool(pool) or pool.startswith(f"{HELD_OUT}/")
 
 
 def workers_key(pool: str) -> str:
-    """Returns the key of the setting for the number of workers of a reward pool."""
-    term = pool.removeprefix(f"{SHARED}/")
-    return f"{SHARED}.num_workers" if pool == SHARED else f"{SHARED}.terms.{term}.workers"
+    """Returns the key of the setting for the number of workers of a scoring pool."""
+    return f"{_section(pool)}.{'num_workers' if pool == SHARED else 'workers'}"
+
+
+def _section(pool: str) -> str:
+    """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
+    prefix, _, term = pool.partition("/")
+    return f"{SECTIONS[prefix]}.{term}" if term else pool
 
 
 def _seats(config: RewardConfig, term: RewardTerm) -> tuple[int, float, int]:

@@ -151,8 +151,9 @@ class ServeConfig:
     """Servers that the run starts; groups are spread over them."""
     health: str = setting("/health", changes=NOTHING)
     """HTTP path that answers 200 as soon as the server can score."""
-    requirements: str | None = None
-    """Path of a requirements.txt; the command then runs in its own Python environment, built once per node and kept."""
+    requirements: Any = None
+    """Path of a requirements.txt; the command then runs in its own Python environment, built once per node and kept. Of
+    a list of paths, each file is installed after the one before, and built with its packages (--no-build-isolation)."""
     port: int | None = setting(None, at_least=1, at_most=65535, changes=NOTHING)
     """TCP port of the first replica; further replicas take the next ports. null = any free port."""
     start_seconds: float = setting(900.0, above=0, changes=NOTHING)
@@ -360,7 +361,8 @@ class HeldOutConfig:
 
     terms: dict[str, RewardTerm] = field(default_factory=dict)
     """Name → term as in reward.terms, which is never trained on. The sign of its weight says which direction is better;
-    with weight 0 the scores are only shown. The reward pool's workers score it; its failures do not end the run."""
+    with weight 0 the scores are only shown. The first reward pool scores it, or its own pool if it sets workers,
+    gpus_per_worker or threads; its failures do not end the run."""
 
 
 @dataclass

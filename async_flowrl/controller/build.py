@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.controller.context import Context, Observer, Signal, Steps
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
@@ -42,7 +42,7 @@ def build_context(
         requests=requests,
         table=table,
         rollout=pools[ROLLOUT],
-        rewards={pool.name: pools[pool.name] for pool in reward_pools(config.reward)},
+        rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
         trainer=trainers,
         weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport),
         observer=observer,

@@ -195,7 +195,8 @@ class Context:
     table: TicketTable
     rollout: WorkerGroup
     rewards: Mapping[str, WorkerGroup]
-    """Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms."""
+    """Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms; a pool
+    `held_out/X` scores only those of evaluations."""
     trainer: Trainer
     weights: Weights
     observer: Observer

@@ -1,52 +1,73 @@
-"""Held-out scores of evaluated prompts (`evaluate.reward.terms`), computed by the workers of the first reward pool.
+"""Held-out scores of evaluated prompts (`evaluate.reward.terms`), by the first reward pool or by pools of their own.
 
 dispatch.py calls `ask_held_out` after the reward of a group. Failures of held-out terms do not end the run.
 """
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 
+from async_flowrl.config.reward_pools import held_out_by_pool
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.scoring import FAILURES, Free, reward_failed
-from async_flowrl.rewards.held_out import HeldOutScores
+from async_flowrl.rewards.held_out import HeldOutScores, joined
 from async_flowrl.tickets.table import EVALUATION, Ticket, describe
-from separation.supervise import deadline
+from separation.group import RefLost
+from separation.supervise import deadline, together
 
 
 async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
     """Sets `held_out` of the tickets of an evaluation's group; does nothing for training groups.
 
-    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
-    Terms that still fail are in `HeldOutScores.failed`. Raises RefLost if the images are lost.
+    All pools are asked at the same time. Raises RefLost if the images are lost, once all calls have ended.
     """
-    terms, config = ctx.config.evaluate.reward.terms, ctx.config.reward
-    if group[0].kind != EVALUATION or not terms:
+    if group[0].kind != EVALUATION or not ctx.config.evaluate.reward.terms:
         return
+    pools = held_out_by_pool(ctx.config)
+    answers = await together(*(ask_pool(ctx, pool, terms, group, free) for pool, terms in pools.items()))
+    for answer in answers:
+        if isinstance(answer, RefLost):
+            raise answer
+    held_out = joined(answer for answer in answers if isinstance(answer, HeldOutScores))
+    for name, message in held_out.failed.items():
+        first = group[0]
+        ctx.observer.event(
+            "skipped", kind=first.kind, step=first.step, group=first.group, message=f"held-out {name}: {message}"
+        )
+    for ticket in group:
+        ticket.held_out = held_out
+
+
+async def ask_pool(
+    ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], free: Free
+) -> HeldOutScores | RefLost:
+    """Returns the group's scores by the held-out terms of one pool.
+
+    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
+    Terms that still fail are in `HeldOutScores.failed`. RefLost is returned, because other pools may still be asked.
+    """
+    config = ctx.config.reward
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
     for attempt in range(config.retries + 1):
         await ctx.servers.up(tuple(answer.failed))
         lost = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
         answer = replace(answer, failed={**answer.failed, **lost})
         if asked := tuple(name for name in answer.failed if name not in lost):
-            answer = await _ask(ctx, group, free, answer, asked)
+            try:
+                answer = await _ask(ctx, pool, group, free, answer, asked)
+            except RefLost as gone:
+                return gone
         if answer.failed.keys() == lost.keys():
             break
         if attempt < config.retries:
             await asyncio.sleep(config.backoff * 2**attempt)
-    for name, message in answer.failed.items():
-        first = group[0]
-        ctx.observer.event(
-            "skipped", kind=first.kind, step=first.step, group=first.group, message=f"held-out {name}: {message}"
-        )
-    for ticket in group:
-        ticket.held_out = answer
+    return answer
 
 
 async def _ask(
-    ctx: Context, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
+    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
 ) -> HeldOutScores:
-    """Returns `before`, updated with the result of one call for the terms `asked`."""
-    pool = next(iter(ctx.rewards))
+    """Returns `before`, updated with the result of one call of one worker for the terms `asked`."""
     index = await free[pool].get()
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload[0] for ticket in group]
@@ -63,7 +84,5 @@ async def _ask(
     ctx.servers.heard(answer.served)
     for span in answer.spans:
         book_span(ctx.observer, worker.name, span)
-    extras, distances = {**before.extras, **answer.extras}, {**before.distances, **answer.distances}
     kept = {name: why for name, why in before.failed.items() if name not in asked}
-    by_term, failed = {**before.by_term, **answer.by_term}, {**kept, **answer.failed}
-    return HeldOutScores(by_term, failed, distances=distances, extras=extras)
+    return joined((replace(before, failed=kept), answer))

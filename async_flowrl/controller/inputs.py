@@ -34,7 +34,7 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
 def reward_sources(terms: Mapping[str, RewardTerm], section: str = "reward.terms") -> dict[str, str]:
     """Returns term → SHA-256 (hex) of the source file of its `pkg.module:attr` and of its server's files.
 
-    The server's part is its command, the Python files that the command names, and its requirements file. Terms of this
+    The server's part is its command, the Python files that the command names, and its requirements files. Terms of this
     package without a server are left out. Errors name the terms as keys of `section`.
     """
     sources = {}
@@ -59,7 +59,7 @@ def _server(where: str, serve: ServeConfig | None) -> Iterator[bytes]:
         yield word.encode()
         if word.endswith(".py") and os.path.isfile(word):
             yield Path(word).read_bytes()
-    if (requirements := requirements_of(where, serve)) is not None:
+    for requirements in requirements_of(where, serve):
         yield requirements.read_bytes()
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import is_reward_pool, reward_pools
 from async_flowrl.controller.context import Context, Servers, book_span
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.combine import combined
@@ -30,13 +30,14 @@ def free_workers(ctx: Context) -> Free:
 
 
 async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | None:
-    """Scores a whole group by one call per pool, each on the pool's next idle worker; failures are retried.
+    """Scores a whole group by one call per pool of trained terms, on its next idle worker; failures are retried.
 
     Terms with `required: false` that have no score are in `Scores.failed`. If a required term or every term has no
     score, an error ends the run: the last failure of the term, or RewardError. For evaluations and with
     `reward.on_error=skip`, None is returned instead. Raises RefLost if the images are lost.
     """
-    answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in ctx.rewards))
+    pools = [pool for pool in ctx.rewards if is_reward_pool(pool)]
+    answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in pools))
     for answer in answers:
         if isinstance(answer, RefLost):
             raise answer

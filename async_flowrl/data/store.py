@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import overload
@@ -122,7 +123,8 @@ class Prompts(Sequence[Prompt]):
         self.rows, self._keys, self._places = source.rows, source.keys, source.places[pick]
         self.texts: TextKeys = source.texts[pick]
         self.weights: Weights | None = None if source.weights is None else source.weights[pick]
-        self.digest = digest_all([source.digests[pick].tobytes()])
+        self._digests = source.digests[pick]
+        self.digest = digest_all([self._digests.tobytes()])
         """Digest of the contents of all prompts and of their order."""
         self.special = source.special
         self.sizes = {size: source.rows.where(place) for size, place in source.sizes.items()}
@@ -170,8 +172,14 @@ class Prompts(Sequence[Prompt]):
         return self.rows.where(int(self._places[index]))
 
     def _read(self, index: int) -> Prompt:
-        place = int(self._places[index])
-        return read_prompt(index, self.rows.where(place), self.rows.row(place), self._keys)
+        """Reads a prompt again. Raises PromptError if it is not what it was in the scan: large files stay on disk."""
+        where, row, prompt = self.where(index), int(self._places[index]), None
+        weight = None if self.weights is None else float(self.weights[index])
+        with suppress(PromptError):
+            prompt = read_prompt(index, where, self.rows.row(row), self._keys)
+        if prompt is None or digest(prompt, weight) != self._digests[index].tobytes():
+            raise PromptError(f"{where}: this prompt has changed since the start; restore the file, and resume the run")
+        return prompt
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:

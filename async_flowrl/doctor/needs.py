@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from async_flowrl.algorithms.ema import samples_from_average
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
 
@@ -50,7 +50,7 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     processes = [
         Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
         Process("rollout", config.rollout.num_workers, rollout_bytes(config, plan, on_gpus=on_gpus)),
-        *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in reward_pools(config.reward)),
+        *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
         Process("controller", 1, PROCESS_BYTES),
     ]
     return Needs(

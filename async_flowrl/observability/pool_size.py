@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.ledger import place_of, pool_of
@@ -16,7 +16,7 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
     return {
         "rollout": (config.rollout.num_workers, config.rollout.gpus_per_worker),
         "trainer": (config.trainer.num_workers, config.trainer.gpus_per_worker),
-        **{pool.name: (pool.workers, pool.gpus_per_worker) for pool in reward_pools(config.reward)},
+        **{pool.name: (pool.workers, pool.gpus_per_worker) for pool in scoring_pools(config)},
         **{server_pool(term): (serve.replicas, serve.gpus) for term, serve in served_terms(config)},
     }
 

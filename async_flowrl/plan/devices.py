@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.reward_pools import is_reward_pool
+from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import (
@@ -110,7 +110,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
     """As `check_devices`, but every failure of the planner is raised."""
     warnings = compared_rewards(config, memory)
-    memory = {pool: size for pool, size in memory.items() if not is_reward_pool(pool)}
+    memory = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     model = build_meta_model(config)
     for title, device in _devices(config, memory).items():
         if footprint(title, config, model, device).resident > device.available:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from async_flowrl.config.reward_pools import is_reward_pool
+from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.ledger import pool_of
@@ -70,7 +70,7 @@ def device_memory(config: Config, memory: Mapping[str, int]) -> str:
 
     `memory` is bytes of device memory by pool. The smallest device of the trainer and rollout pools is planned for.
     """
-    sizes = [size for pool, size in memory.items() if not is_reward_pool(pool)]
+    sizes = [size for pool, size in memory.items() if not is_scoring_pool(pool)]
     if not sizes:
         return "no memory: only rewards have GPUs"
     try:

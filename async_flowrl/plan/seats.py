@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import Footprint
@@ -49,17 +49,16 @@ class RewardSeat:
 
 
 def reward_seats(config: Config) -> list[RewardSeat]:
-    """Returns the seats of every reward pool whose workers have GPUs.
+    """Returns the seats of every pool that scores images and whose workers have GPUs.
 
     The rewards' classes are looked up, but no reward is built. The workers of the first pool also score evaluations,
-    so its seat includes the terms of `evaluate.reward`.
+    so its seat includes the terms of `evaluate.reward` that have no pool of their own.
     """
     seats: list[RewardSeat] = []
-    pools = reward_pools(config.reward)
-    for pool in pools:
+    held_out = held_out_by_pool(config)
+    for pool in scoring_pools(config):
         if pool.gpus_per_worker > 0:
-            terms = {name: config.reward.terms[name] for name in pool.terms}
-            terms |= config.evaluate.reward.terms if pool is pools[0] else {}
+            terms = {**pool.config(config.reward).terms, **held_out.get(pool.name, {})}
             said = {name: _gib(name, term) for name, term in terms.items()}
             known = {name: gib for name, gib in said.items() if gib is not None}
             unknown = tuple(name for name, gib in said.items() if gib is None)
@@ -92,7 +91,7 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
             "trainer": [trainer.gpus_per_worker] * trainer.num_workers,
             "rollout": [rollout.gpus_per_worker] * rollout.num_workers,
         }
-    shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in reward_pools(config.reward)}
+    shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}
     shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}
     return {pool: [gpus for gpus in each if gpus > 0] for pool, each in shares.items() if any(each)}
 

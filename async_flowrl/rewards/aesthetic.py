@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_flowrl.rewards.clip import Clip, memory_gib
+from async_flowrl.rewards.clip import Clip, as_openai_prepares, memory_gib
 from async_flowrl.rewards.weights import check_path, check_pins, loading, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
@@ -35,7 +35,7 @@ class Aesthetic:
         device: str = "auto",
     ) -> None:
         check_pins(NAME, revision=(model, revision), head_revision=(head, head_revision))
-        self._clip = Clip(NAME, model, None, revision, batch_size, device)
+        self._clip = Clip(NAME, model, None, revision, batch_size, device, pixels=as_openai_prepares)
         self._head, self._head_file, self._head_revision = head, head_file, head_revision
         self._layers: list[Any] | None = None
 

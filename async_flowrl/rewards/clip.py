@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 77
 """Largest number of tokens of CLIP's text encoder; a longer prompt is cut and keeps its end token."""
 
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1."""
 VIT_H, VIT_L = (3.68, 0.0202), (1.60, 0.0163)
 """Memory of ViT-H/14 and ViT-L/14 in GiB: of the weights in float32, and of the activations per image of a batch."""
 PUBLISHED = {
@@ -154,6 +156,33 @@ def _pixels(prepare: Any) -> Callable[[ByteArray], "torch.Tensor"]:
         return made
 
     return pixels
+
+
+def as_openai_prepares(images: ByteArray, size: int) -> "torch.Tensor":
+    """Scales the shortest side of images uint8 [b, H, W, 3] to `size` (bicubic), crops the centre and normalises.
+
+    The crop begins where it does in OpenAI's package clip, which halves with torchvision's rounding to even numbers;
+    transformers rounds down. Returns float32 [b, 3, size, size].
+    """
+    import numpy as np
+    import torch
+
+    height, width = images.shape[1:3]
+    small = [int(size * side / min(height, width)) for side in (width, height)]
+    left, top = (round((side - size) / 2) for side in small)
+    box = (left, top, left + size, top + size)
+    scaled = (Image.fromarray(image).resize(small, Image.Resampling.BICUBIC) for image in images)
+    cut = [np.asarray(image.crop(box)) for image in scaled]
+    pixels = torch.from_numpy(np.stack(cut)).permute(0, 3, 1, 2).float() / 255
+    return normalised(pixels)
+
+
+def normalised(pixels: "torch.Tensor") -> "torch.Tensor":
+    """Returns pixels [b, 3, h, w] of 0 .. 1 less OpenAI's mean, divided by its standard deviation."""
+    import torch
+
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    return (pixels - mean) / std
 
 
 def _unit(features: Any) -> "torch.Tensor":

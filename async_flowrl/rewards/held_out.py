@@ -47,21 +47,15 @@ def check_held_out(config: Config) -> bool:
     evaluations.
     """
     terms = config.evaluate.reward.terms
-    for name, term in terms.items():
+    for name in terms:
         where = f"evaluate.reward.terms.{name}"
         if name in RESERVED or name.startswith("diversity_"):
             raise ValueError(f"{where}: {name!r} is the name of something else in metrics.jsonl; choose another key")
         if name in config.reward.terms:
             raise ValueError(
                 f"{where}: reward.terms has {name!r} too, and a curve is either trained or held out; choose another "
-                f"key and say name: {term.name or name}"
+                f"key and say name: {terms[name].name or name}"
             )
-        for seat in ("workers", "gpus_per_worker", "threads"):
-            if getattr(term, seat, None) is not None:
-                raise ValueError(
-                    f"{where}.{seat}: held-out terms are scored by the workers of the reward pool; use "
-                    f"reward.{'num_workers' if seat == 'workers' else seat}"
-                )
     try:
         return bool(terms) and check_rewards(RewardConfig(terms=terms))
     except ValueError as error:
@@ -131,6 +125,20 @@ async def score_held_out(
         if found is not None:
             distances[term.name] = found
     return HeldOutScores(by_term, failed, tuple(spans), distances, extras=extras)
+
+
+def joined(answers: Iterable[HeldOutScores]) -> HeldOutScores:
+    """Returns the scores of one group by several sets of terms as one, without `spans` and `served`."""
+    by_term: dict[str, tuple[float, ...]] = {}
+    failed: dict[str, str] = {}
+    distances: dict[str, float] = {}
+    extras: dict[str, Mapping[str, tuple[float | str, ...]]] = {}
+    for answer in answers:
+        by_term |= answer.by_term
+        failed |= answer.failed
+        distances |= answer.distances
+        extras |= answer.extras
+    return HeldOutScores(by_term, failed, distances=distances, extras=extras)
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from async_flowrl.rewards.clip import Clip, memory_gib
+from async_flowrl.rewards.clip import Clip, memory_gib, normalised
 from async_flowrl.rewards.device import check_model_options
 from async_flowrl.rewards.open_clip_weights import to_transformers
 from async_flowrl.rewards.weights import check_package, check_path, check_pins, read_weights, weights_file
@@ -16,9 +16,6 @@ from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
     import torch
-
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1."""
 
 
 class HPSv2:
@@ -120,5 +117,4 @@ def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor"
         pixels = functional.interpolate(pixels, small, mode="bicubic", align_corners=False, antialias=antialias)
         below, right = size - small[0], size - small[1]
         pixels = functional.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
-    return (pixels - mean) / std
+    return normalised(pixels)

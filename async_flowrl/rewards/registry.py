@@ -47,7 +47,12 @@ def build_reward(config: RewardConfig) -> CompositeReward:
     """
     check_rewards(config)
     terms = tuple(_build(key, term) for key, term in config.terms.items())
-    return CompositeReward(terms, Attempts(config.retries, config.backoff, config.concurrency))
+    return CompositeReward(terms, attempts_of(config))
+
+
+def attempts_of(config: RewardConfig) -> Attempts:
+    """Returns the limits of pointwise terms that the configuration sets."""
+    return Attempts(config.retries, config.backoff, config.concurrency)
 
 
 def check_rewards(config: RewardConfig) -> bool:

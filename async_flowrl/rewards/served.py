@@ -94,20 +94,22 @@ def _check_command(where: str, serve: ServeConfig) -> None:
 
 
 def check_served(config: Config) -> None:
-    """Raises ValueError if a requirements file of a server does not exist."""
+    """Raises ValueError if the requirements of a server are no files that exist."""
     for name, serve in served_terms(config):
         requirements_of(term_key(config, name), serve)
 
 
-def requirements_of(where: str, serve: ServeConfig) -> Path | None:
-    """Returns the requirements file, absolute; None if none is set. Raises ValueError if it does not exist.
+def requirements_of(where: str, serve: ServeConfig) -> tuple[Path, ...]:
+    """Returns the requirements files, absolute, in the order of their installation; empty if none is set.
 
-    `where` is the key of the term's section (`term_key`), which the error names.
+    Raises ValueError, which names the key of the term's section `where` (`term_key`), if one does not exist.
     """
-    if serve.requirements is None:
-        return None
+    key, given = f"{where}.serve.requirements", serve.requirements
+    files = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(files, Sequence) or not all(isinstance(file, str) for file in files):
+        raise ValueError(f"{key} must be the path of a requirements.txt, or a list of such paths, got {given!r}")
     try:
-        return find_data(serve.requirements, key=f"{where}.serve.requirements").resolve()
+        return tuple(find_data(file, key=key).resolve() for file in files)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""Python environments of reward servers whose packages conflict with ours: one per requirements file and node.
+"""Python environments of reward servers whose packages conflict with ours: one per node and list of requirements files.
 
 They are kept in ~/.cache/async_flowrl/environments (or below XDG_CACHE_HOME). The folder's name has a hash of the
 requirements, the Python version and the path of this package. `uv` makes the environment if it is installed, else
@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import async_flowrl
@@ -25,17 +26,15 @@ COMPLETE = "complete"
 SHOWN_CHARACTERS = 800
 
 
-def environment_for(requirements: Path) -> Path:
+def environment_for(requirements: Sequence[Path]) -> Path:
     """Returns the environment's folder, after making it if it is missing. A lock makes other processes wait meanwhile.
 
-    Raises ValueError, one sentence with the end of the installer's output, if it cannot be made.
+    The files, of which there is at least one, are installed one after the other. Raises ValueError, one sentence with
+    the end of the installer's output, if the environment cannot be made.
     """
-    try:
-        wanted = requirements.read_bytes()
-    except OSError as error:
-        raise ValueError(f"the requirements {requirements} cannot be read on this node: {error.strerror}") from error
-    key = hashlib.sha256(b"\0".join([wanted, sys.version.encode(), str(PACKAGE).encode()])).hexdigest()[:16]
-    folder = cache() / f"{requirements.parent.name}-{key}"
+    wanted = [_content(file) for file in requirements]
+    key = hashlib.sha256(b"\0".join([*wanted, sys.version.encode(), str(PACKAGE).encode()])).hexdigest()[:16]
+    folder = cache() / f"{requirements[-1].parent.name}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,6 +43,13 @@ def environment_for(requirements: Path) -> Path:
             _make(folder, requirements)
             (folder / COMPLETE).touch()
     return folder
+
+
+def _content(requirements: Path) -> bytes:
+    try:
+        return requirements.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the requirements {requirements} cannot be read on this node: {error.strerror}") from error
 
 
 def cache() -> Path:
@@ -61,15 +67,17 @@ def variables(folder: Path | None) -> dict[str, str]:
     return {**path, "VIRTUAL_ENV": str(folder), "PYTHONNOUSERSITE": "1"}
 
 
-def _make(folder: Path, requirements: Path) -> None:
-    logger.warning("making the environment of %s in %s, once on this node", requirements, folder)
-    python = folder / "bin" / "python"
+def _make(folder: Path, requirements: Sequence[Path]) -> None:
+    logger.warning("making the environment of %s in %s, once on this node", requirements[-1], folder)
+    python = str(folder / "bin" / "python")
     if uv := shutil.which("uv"):
-        _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], requirements)
-        _run([uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(requirements)], requirements)
+        _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], requirements[0])
+        install = [uv, "pip", "install", "--quiet", "--python", python]
     else:
-        _run([sys.executable, "-m", "venv", str(folder)], requirements)
-        _run([str(python), "-m", "pip", "install", "--quiet", "-r", str(requirements)], requirements)
+        _run([sys.executable, "-m", "venv", str(folder)], requirements[0])
+        install = [python, "-m", "pip", "install", "--quiet"]
+    for place, file in enumerate(requirements):
+        _run([*install, *(["--no-build-isolation"] if place else []), "-r", str(file)], file)
     (site,) = folder.glob("lib/python*/site-packages")
     if not (site / PACKAGE.name).exists():
         (site / PACKAGE.name).symlink_to(PACKAGE)

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config.schema import ServeConfig
@@ -43,7 +44,7 @@ class ServerWorker:
         index: int,
         name: str,
         *,
-        requirements: Path | None,
+        requirements: Sequence[Path],
         token: str,
         reachable: str | None,
         log: Path,
@@ -56,8 +57,8 @@ class ServerWorker:
         self._program: Program | None = None
 
     def prepare(self) -> None:
-        """Makes the environment of the requirements file, if there is one. Raises ValueError if it cannot be made."""
-        if self._requirements is not None:
+        """Makes the environment of the requirements, if there are any. Raises ValueError if it cannot be made."""
+        if self._requirements:
             environment_for(self._requirements)
 
     def start(self) -> str:
@@ -73,7 +74,7 @@ class ServerWorker:
         else:
             self._port = free_port(self._host, self._port)
         values = {"host": self._host, "port": str(self._port), "token_file": self._token_file()}
-        environment = environment_for(self._requirements) if self._requirements is not None else None
+        environment = environment_for(self._requirements) if self._requirements else None
         own = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
         command = filled(command_of(serve), values)
         logger.info("%s: %s", self._name, " ".join(command))

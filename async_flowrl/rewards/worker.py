@@ -13,8 +13,9 @@ import numpy as np
 
 from async_flowrl.config.schema import DelaysConfig, RewardConfig, RewardTerm
 from async_flowrl.observability.delays import debug_delay
+from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
-from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rewards.registry import attempts_of, build_reward
 from async_flowrl.rewards.seen import Seen, seen_by
 from async_flowrl.rewards.served import Addresses, Connecting
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -35,12 +36,15 @@ class RewardWorker:
         folder: Path | None = None,
         servers: Mapping[str, Addresses] = MappingProxyType({}),
     ) -> None:
-        """`held_out` are terms that score only evaluations; `folder` is the run directory, or None.
+        """`held_out` are terms that score only evaluations; with them, `config` may have no terms. `folder` is the run
+        directory, or None.
 
         `servers` are the addresses of the servers that the run has started so far, by term.
         """
         self.index, self.name = index, name
-        self.reward, self.held_out = build_reward(config), build_held_out(held_out)
+        evaluates_only = bool(held_out) and not config.terms
+        self.reward = CompositeReward((), attempts_of(config)) if evaluates_only else build_reward(config)
+        self.held_out = build_held_out(held_out)
         self._delays, self._seed = delays or DelaysConfig(), seed
         self._calls = 0
         self._seen: dict[str, Seen] = {}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from async_flowrl.config.reward_pools import is_reward_pool, reward_pools
+from async_flowrl.config.reward_pools import is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.run.tools import CheckDevices
@@ -35,12 +35,12 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
     themselves.
     """
     asked = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
-    asked |= {pool.name: pool.gpus_per_worker for pool in reward_pools(config.reward)}
+    asked |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
     if config.rollout.engine == "vllm_omni":
         del asked[ROLLOUT]
     found: dict[str, int] = {}
     for pool in (name for name, gpus in asked.items() if gpus > 0):
-        lane = "main" if is_reward_pool(pool) else "control"
+        lane = "main" if is_scoring_pool(pool) else "control"
         calls = (
             worker.call("async_flowrl.observability.devices:total_memory", lane=lane) for worker in groups[pool].workers
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.reward_pools import RewardPool, reward_pools
+from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
@@ -124,6 +124,11 @@ def separate_pools(prepared: Prepared) -> list[PoolSpec]:
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
+<<<<<<< HEAD
+=======
+        *(reward_spec(pool, config) for pool in scoring_pools(config)),
+        *server_pools(config),
+>>>>>>> rewards
     ]
 
 
@@ -135,9 +140,7 @@ def told_ahead(prepared: Prepared) -> dict[str, Any]:
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
-    """Returns the spec of a pool of reward workers. The first such pool also scores evaluations by held-out terms."""
-    first = pool.name == reward_pools(config.reward)[0].name
-    held_out = {"held_out": config.evaluate.reward.terms} if first else {}
+    """Returns the spec of a pool of reward workers, with the trained and the held-out terms that they score."""
     return PoolSpec(
         pool.name,
         "async_flowrl.rewards.worker:RewardWorker",
@@ -148,7 +151,7 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
             "seed": config.seed,
             "folder": Path(config.output_dir).absolute(),
             SERVERS: {},
-            **held_out,
+            "held_out": held_out_by_pool(config).get(pool.name, {}),
         },
         gpus_per_worker=pool.gpus_per_worker,
         threads=pool.threads,
@@ -162,7 +165,7 @@ def describe_run(prepared: Prepared) -> str:
     config = prepared.config
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
-    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in reward_pools(config.reward)}
+    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
     rows = [
         (
             spec.name,

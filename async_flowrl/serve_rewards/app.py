@@ -5,121 +5,27 @@
 
 import asyncio
 import hmac
-import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request, Response
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards import http_pickle
-from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
 from async_flowrl.rewards.http_dialects import DIALECTS, flow_factory_request, flow_grpo_request
-from async_flowrl.rewards.results import Result, group_result
-from async_flowrl.serve_rewards.bodies import Full, Room, Share
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.serve_rewards.bodies import Full, Share
+from async_flowrl.serve_rewards.scorer import Asked, Refused, Score, Scorer, Settings, refused
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
-"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image. It is called for one group at a time."""
-
-OWN, FLOW_GRPO, FLOW_FACTORY = "async_flowrl", "flow_grpo", "flow_factory"
+FLOW_GRPO, FLOW_FACTORY = "flow_grpo", "flow_factory"
 BODY_SECONDS = 60.0
 """Seconds within which the whole body of a request must arrive; otherwise the reply is 408."""
-
-
-class Refused(Exception):
-    """Raised to answer a request with an error: HTTP status, one sentence, and optionally seconds for Retry-After."""
-
-    def __init__(self, status: int, sentence: str, *, retry_after: int | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.retry_after = status, retry_after
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the application; server.py makes them from the command line.
-
-    `dialect` is served beside our own contract. `waiting` is the number of requests that may wait beside the one being
-    scored. `all_bytes` limits the bodies of all requests that arrive, wait or are scored, together. `token=None` asks
-    for no token.
-    """
-
-    token: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    dialect: str = OWN
-    waiting: int = 16
-    all_bytes: int = 1024 * 2**20
-
-
-class Scorer:
-    """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe."""
-
-    def __init__(self, score: Score, settings: Settings) -> None:
-        self._score, self._settings = score, settings
-        self.room = Room(settings.all_bytes)
-        self._turn, self._waiting = asyncio.Lock(), 0
-
-    async def reply(self, request: ScoreRequest) -> ScoreReply:
-        """Scores a request.
-
-        Raises Refused: 429 if too many requests wait, 400, 413 or 422 for bad input, 500 if the reward fails.
-        """
-        if self._waiting > self._settings.waiting:
-            raise Refused(429, f"{self._waiting} requests are waiting already; ask again later", retry_after=1)
-        self._waiting += 1
-        try:
-            async with self._turn:
-                return await self._scored(request)
-        finally:
-            self._waiting -= 1
-
-    async def _scored(self, request: ScoreRequest) -> ScoreReply:
-        try:
-            images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
-        except ContractError as error:
-            raise _refused(error) from error
-        pairs = list(zip(images, request.prompts, strict=True))
-        results = [
-            await self._group(np.stack([image for image, _ in group]), group[0][1])
-            for group in (list(members) for _, members in groupby(pairs, key=_group_key))
-        ]
-        scores = tuple(score for result in results for score in result.scores)
-        extras = tuple(extra for result in results for extra in _per_image(result))
-        return ScoreReply(scores, extras if any(extras) else ())
-
-    async def _group(self, images: ByteArray, prompt: Prompt) -> Result:
-        try:
-            returned = await asyncio.to_thread(self._score, images, prompt)
-            if inspect.isawaitable(returned):
-                returned = await returned
-            return group_result("the reward", returned, len(images))
-        except RewardError as error:
-            logger.exception("a group could not be scored")
-            raise Refused(500, str(error)) from error
-        except ValueError as error:
-            raise Refused(422, str(error)) from error
-        except Exception as error:
-            logger.exception("a group could not be scored")
-            raise Refused(500, f"the reward failed: {type(error).__name__}: {error}") from error
-
-
-def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
-    """Returns the key of a group: neighbouring images of equal size and prompt are scored in one call."""
-    image, prompt = pair
-    return image.shape, prompt.text, prompt.target, prompt.negative, repr(prompt.metadata)
-
-
-def _per_image(result: Result) -> list[dict[str, float | str]]:
-    return [{name: values[i] for name, values in result.extras.items()} for i in range(len(result.scores))]
 
 
 def build_app(score: Score, settings: Settings) -> FastAPI:
@@ -162,25 +68,23 @@ async def _answer(
     """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
     try:
         _check_token(request, settings.token)
-        with scorer.room.share() as share:
+        with ExitStack() as held:
+            share = held.enter_context(scorer.room.share())
             try:
-                asked = await read(request, await _body(request, settings.limits.body_bytes, share), settings.limits)
+                body = await _body(request, settings.limits.body_bytes, share)
+                asked = Asked(await read(request, body, settings.limits), request.is_disconnected, held.pop_all())
             except ContractError as error:
-                raise _refused(error) from error
-            return Response(write(await scorer.reply(asked)), media_type="application/json")
-    except Refused as refused:
+                raise refused(error) from error
+        return Response(write(await scorer.reply(asked)), media_type="application/json")
+    except Refused as refusal:
         logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
-                       refused.status, refused)  # fmt: skip
-        headers = {} if refused.retry_after is None else {"Retry-After": str(refused.retry_after)}
-        if refused.status == 401:
+                       refusal.status, refusal)  # fmt: skip
+        headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+        if refusal.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        fields = {"version": contract.VERSION, "error": str(refused)}
+        fields = {"version": contract.VERSION, "error": str(refusal)}
         content = http_pickle.dumps(fields) if write is _pickled else contract.dumps(fields)
-        return Response(content, refused.status, headers, media_type="application/json")
-
-
-def _refused(error: ContractError) -> Refused:
-    return Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
+        return Response(content, refusal.status, headers, media_type="application/json")
 
 
 def _check_token(request: Request, token: str | None) -> None:

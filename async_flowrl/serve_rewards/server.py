@@ -18,8 +18,9 @@ from async_flowrl.config.listening import LOOPBACK, is_loopback, read_token
 from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.rewards.http_dialects import DIALECTS
-from async_flowrl.serve_rewards.app import OWN, Score, Settings, build_app
+from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.connections import Connection
+from async_flowrl.serve_rewards.scorer import OWN, Score, Settings
 from async_flowrl.types import Prompt
 
 ALL = 4

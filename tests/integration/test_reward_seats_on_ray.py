@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.job_config import JobConfig
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.run.launch import reward_spec
 from async_flowrl.types import Prompt, Scores
@@ -22,16 +22,18 @@ from separation.ray_session import import_path
 pytestmark = pytest.mark.serial
 
 PROMPT, IMAGES = Prompt(0, "red"), np.zeros((2, 8, 8, 3), np.uint8)
-JUDGE = "reward/judge"
+JUDGE, LATER = "reward/judge", "held_out/later"
 
 
-def seated(workers: int, gpus: float) -> Config:
-    """A shared pool of one worker, and `workers` of the judge's own."""
+def seated(workers: int, gpus: float, *, held_out: float = 0.0) -> Config:
+    """A shared pool of one worker, `workers` of the judge's own, and one for a held-out term."""
     config = Config()
     config.model.dtype = "float32"
     judge = RewardTerm(name="tests.integration.seated:devices", workers=workers, gpus_per_worker=gpus)
     threads = RewardTerm(name="tests.integration.seated:threads", threads=3)
     config.reward.terms = {"color": RewardTerm(), "judge": judge, "threads": threads}
+    later = RewardTerm(name="tests.integration.seated:devices", gpus_per_worker=held_out)
+    config.evaluate.reward.terms = {"later": later}
     return config
 
 
@@ -39,7 +41,7 @@ def on_ray(config: Config, use: Callable[[Mapping[str, WorkerGroup]], Awaitable[
     """What `use` returns of the reward pools of a configuration."""
 
     async def started() -> Any:
-        async with cluster([reward_spec(pool, config) for pool in reward_pools(config.reward)]) as groups:
+        async with cluster([reward_spec(pool, config) for pool in scoring_pools(config)]) as groups:
             return await use(groups)
 
     return asyncio.run(started())
@@ -48,7 +50,10 @@ def on_ray(config: Config, use: Callable[[Mapping[str, WorkerGroup]], Awaitable[
 async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     """By worker."""
     return {
-        worker.name: await worker.call("score", PROMPT, IMAGES) for group in groups.values() for worker in group.workers
+        worker.name: await worker.call("score", PROMPT, IMAGES)
+        for pool, group in groups.items()
+        for worker in group.workers
+        if pool != LATER
     }
 
 
@@ -60,8 +65,8 @@ def start(**machine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[None]:
-    """A cluster without GPUs, with two devices for the judge."""
-    start(num_gpus=0, resources={JUDGE: 2})
+    """A cluster without GPUs, with two devices for the judge and one for the held-out term."""
+    start(num_gpus=0, resources={JUDGE: 2, LATER: 1})
     yield
     ray.shutdown()
 
@@ -69,11 +74,13 @@ def devices() -> Iterator[None]:
 def test_workers_have_seats_and_see_no_gpu(devices: None) -> None:
     async def use(groups: Mapping[str, WorkerGroup]) -> tuple[dict[str, Scores], dict[str, float], dict[str, Scores]]:
         before, left = await scores(groups), ray.available_resources()
+        later = await groups[LATER].workers[0].call("score_held_out", ("later",), PROMPT, IMAGES)
+        assert later.by_term == {"later": (0.0, 0.0)} and left.get(LATER, 0) == 0
         groups[JUDGE].workers[1].kill()
         await groups[JUDGE].replace(1)
         return before, left, await scores(groups)
 
-    found, left, after = on_ray(seated(2, 0.5), use)
+    found, left, after = on_ray(seated(2, 0.5, held_out=0.75), use)
     assert sorted(found) == ["reward-0", f"{JUDGE}-0", f"{JUDGE}-1", "reward/threads-0"]
     assert [found[f"{JUDGE}-{index}"].by_term["judge"] for index in range(2)] == [(0.0, 0.0)] * 2
     assert found["reward/threads-0"].by_term == {"threads": (3.0, 3.0)}

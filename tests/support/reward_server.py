@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from async_flowrl.serve_rewards.app import Score, Settings, build_app
+from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.connections import Connection
+from async_flowrl.serve_rewards.scorer import Score, Settings
 
 
 @contextmanager

@@ -26,7 +26,7 @@ MAX_TOP_LOGPROBS = 20
 
 @dataclass
 class TinyVLM:
-    """The model; it answers ChatML conversations with images by greedy decoding."""
+    """The given model, or one of its own; it answers ChatML conversations with images by greedy decoding."""
 
     tokenizer: Any = field(default_factory=_tokenizer)
     model: Any = None
@@ -34,6 +34,8 @@ class TinyVLM:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        if self.model is not None:
+            return
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.model = _text_encoder(self.tokenizer).eval()

@@ -13,7 +13,7 @@ from typing import Any
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.elastic import elastic
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
@@ -160,7 +160,7 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     pools: tuple[tuple[str, int, Any], ...] = (
         ("trainer", config.trainer.num_workers, ToyTrainer),
         ("rollout", config.rollout.num_workers, ToyRollout),
-        *((pool.name, pool.workers, ToyReward) for pool in reward_pools(config.reward)),
+        *((pool.name, pool.workers, ToyReward) for pool in scoring_pools(config)),
     )
     made = {name: ToyPool(name, size, partial(factory, config), world) for name, size, factory in pools}
     for worker in made["trainer"].workers:

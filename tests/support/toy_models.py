@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.rewards.results import group_result
@@ -140,8 +140,8 @@ def toy_scores(name: str, prompt: Prompt, result: list[float], count: int) -> tu
 class ToyReward:
     def __init__(self, config: Any, index: int, name: str) -> None:
         self.name, pool = name, name.rpartition("-")[0] or name
-        (terms,) = (own.terms for own in reward_pools(config.reward) if own.name == pool)
-        self.terms = {term: config.reward.terms[term] for term in terms}
+        (own,) = (own for own in scoring_pools(config) if own.name == pool)
+        self.terms = own.config(config.reward).terms
         self.spoil: str | None = None
         """Fault of the next result: "nan" (a NaN in it), "count" (a score too few), or None."""
         self.later = {("later", index) for index in range(10)}

@@ -297,7 +297,6 @@ def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], se
         ({"size": RewardTerm(name="ocr")}, "either trained or held out"),
         ({"reward": RewardTerm(name="ocr")}, "choose another key"),
         ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
-        ({"blue": RewardTerm(name="color", gpus_per_worker=1)}, "use reward.gpus_per_worker"),
         (
             {"away": RewardTerm(name="http")},
             r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve ",

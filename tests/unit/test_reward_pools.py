@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.reward_pools import RewardPool, reward_pools, workers_key
+from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, workers_key
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.observability.pool_size import configured_pools
 from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.advise import Limits, advise
@@ -22,6 +23,7 @@ from async_flowrl.report.document import document
 from separation.group import WorkerFailed
 from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
+from tests.support.toy_pool import once
 
 JUDGE = "reward/judge"
 
@@ -65,11 +67,56 @@ def test_a_term_that_says_anything_of_workers_has_a_pool_of_its_own() -> None:
     assert [pool.name for pool in reward_pools(alone)] == ["reward/b"]
 
 
-def test_more_than_one_gpu_is_a_whole_number() -> None:
+def test_held_out_terms_have_pools_of_their_own_or_that_of_the_first_pool() -> None:
+    config = toy_config(reward__num_workers=3, reward__threads=2)
+    alone, with_others = RewardTerm(gpus_per_worker=0.5), RewardTerm(name="color")
+    config.evaluate.reward.terms = {"a": alone, "b": with_others}
+    *trained, own = scoring_pools(config)
+    assert (tuple(trained), own) == (reward_pools(config.reward), RewardPool("held_out/a", ("a",), 3, 0.5, 2))
+    assert (own.section, workers_key(own.name)) == ("evaluate.reward.terms.a", "evaluate.reward.terms.a.workers")
+    assert held_out_by_pool(config) == {"held_out/a": {"a": alone}, "reward": {"b": with_others}}
+    assert configured_pools(config)["held_out/a"] == (3, 0.5)
+    config.reward.terms["color"].workers = 1
+    assert held_out_by_pool(config)["reward/color"] == {"b": with_others}
+
+
+@pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
+def test_more_than_one_gpu_is_a_whole_number(section: str) -> None:
     config = toy_config()
-    config.reward.terms["color"].gpus_per_worker = 1.5
-    with pytest.raises(ConfigError, match=r"reward\.terms\.color\.gpus_per_worker above 1 must be a whole number"):
+    where = config.evaluate.reward if section.startswith("evaluate") else config.reward
+    where.terms["color"] = RewardTerm(gpus_per_worker=1.5)
+    key = section.replace(".", r"\.")
+    with pytest.raises(ConfigError, match=rf"(?<!\.){key}\.color\.gpus_per_worker above 1 must be a whole number"):
         check(config)
+
+
+def held_out(**seat: Any) -> Config:
+    """The toy run with two evaluations by a trained and two held-out terms, one of which may have seats."""
+    config = toy_config(steps=6, evaluate__every=3)
+    config.evaluate.reward.terms = {"own": RewardTerm(**seat), "other": RewardTerm()}
+    return config
+
+
+def test_a_held_out_term_with_seats_is_scored_there_and_nowhere_else() -> None:
+    shared, own = virtual(held_out()), virtual(held_out(workers=2))
+    assert own.digest == shared.digest
+    assert sorted(own.groups) == ["held_out/own", "reward", "rollout", "trainer"]
+    by_term = [{place: scores.by_term for place, scores in each.held_out.items()} for each in own.evaluated]
+    assert len(by_term) == 2 and all(scores.keys() == {"own", "other"} for each in by_term for scores in each.values())
+    assert by_term == [{place: scores.by_term for place, scores in each.held_out.items()} for each in shared.evaluated]
+    assert [calls_of(own, pool, "score_held_out") for pool in ("held_out/own", "reward")] == [4, 4]
+    assert calls_of(own, "held_out/own", "score") == 0 < calls_of(own, "reward", "score")
+
+
+def calls_of(run: ToyRun, pool: str, method: str) -> int:
+    return sum(worker.calls.get(method, 0) for worker in run.groups[pool].everybody)
+
+
+def test_a_dead_worker_of_a_held_out_terms_pool_is_replaced_and_the_others_go_on() -> None:
+    found = virtual(held_out(workers=1), fault=once("held_out/own-0", "score_held_out", 1, "kill"))
+    assert found.digest == virtual(held_out()).digest and found.groups["held_out/own"].replaced == 1
+    assert [event["worker"] for event in found.observer.of("fault")] == ["held_out/own-0"]
+    assert all(not scores.failed for each in found.evaluated for scores in each.held_out.values())
 
 
 def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:

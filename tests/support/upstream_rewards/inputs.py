@@ -28,16 +28,15 @@ longer than 77 tokens."""
 Array = npt.NDArray[np.float32]
 
 
-def images(side: int, count: int = 4) -> npt.NDArray[np.uint8]:
-    """Returns images uint8 [count, side, side, 3]: smooth waves, each of another frequency, with noise."""
-    random = np.random.RandomState(side)
-    steps = np.linspace(0, 1, side)
-    rows, columns = np.meshgrid(steps, steps, indexing="ij")
+def images(height: int, width: int, count: int = 4) -> npt.NDArray[np.uint8]:
+    """Returns images uint8 [count, height, width, 3]: smooth waves, each of another frequency, with noise."""
+    random = np.random.RandomState(height if height == width else 1000 * height + width)
+    rows, columns = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
     waves = [
         np.stack([np.sin(2 * np.pi * ((n + 1) * rows + channel * columns)) for channel in range(3)], axis=-1)
         for n in range(count)
     ]
-    return np.clip(127 + 90 * np.stack(waves) + 25 * random.standard_normal((count, side, side, 3)), 0, 255).astype(
+    return np.clip(127 + 90 * np.stack(waves) + 25 * random.standard_normal((count, height, width, 3)), 0, 255).astype(
         np.uint8
     )
 
@@ -83,6 +82,22 @@ def clip_config(activation: str) -> Mapping[str, Any]:
         "text_config": {**tower, "vocab_size": len(entries), "max_position_embeddings": TOKENS, **ids},
         "vision_config": {**tower, "image_size": SIDE, "patch_size": PATCH},
         "projection_dim": EMBED,
+    }
+
+
+def published_config(architecture: str) -> Mapping[str, Any]:
+    """Keyword arguments of CLIPConfig as laion/CLIP-ViT-H-14-laion2B-s32B-b79K and openai/clip-vit-large-patch14 have
+    them, the ids of the text model among them: those of the time before transformers knew CLIP's own."""
+    old_ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    sizes = {"ViT-H-14": ("gelu", 1024, 16, 24, 1280, 32), "ViT-L-14": ("quick_gelu", 768, 12, 12, 1024, 24)}
+    activation, width, heads, layers, vision_width, vision_layers = sizes[architecture]
+    text = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    vision = {"hidden_size": vision_width, "intermediate_size": 4 * vision_width, "num_hidden_layers": vision_layers}
+    both = {"hidden_act": activation, "projection_dim": width}
+    return {
+        "text_config": {**text, **both, **old_ids, "num_attention_heads": heads},
+        "vision_config": {**vision, **both, "num_attention_heads": 16, "image_size": 224, "patch_size": 14},
+        "projection_dim": width,
     }
 
 

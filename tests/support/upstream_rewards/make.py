@@ -6,6 +6,7 @@ It needs an environment of its own, because upstream requires other package vers
 import ast
 import gzip
 import json
+import re
 import sys
 import tempfile
 from importlib.metadata import version
@@ -30,12 +31,14 @@ from tests.support.upstream_rewards.inputs import (
     clip_weights,
     head_weights,
     images,
+    published_config,
     vocabulary,
 )
 
 SEEDS = {"hpsv2": 1, "aesthetic": 2, "clip_score": 3, "pickscore": 4}
-SIDES = (48, 128)
-"""Sizes of the images in pixels per side; the model scales both to SIDE (32) pixels."""
+SIZES = {"48": (48, 48), "128": (128, 128), "45x100": (45, 100), "135x64": (135, 64), "30x21": (30, 21)}
+"""Of the images, height and width: little and much larger than what the models see, both ways up, and one that is
+enlarged. The rows and columns that are cut off or filled up at the two ends are not always equally many."""
 
 
 def define_torchvision_operators() -> None:
@@ -47,8 +50,8 @@ def define_torchvision_operators() -> None:
     globals()["_library"] = library
 
 
-def pictures(side: int) -> list[Image.Image]:
-    return [Image.fromarray(image) for image in images(side)]
+def pictures(size: str) -> list[Image.Image]:
+    return [Image.fromarray(image) for image in images(*SIZES[size])]
 
 
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -81,10 +84,8 @@ def hpsv2(folder: Path) -> dict[str, Any]:
     checkpoint = folder / "hps.pt"
     torch.save({"state_dict": tensors(clip_weights(SEEDS["hpsv2"]))}, checkpoint)
     scores = {
-        f"{side}": [
-            [float(x) for x in img_score.score(pictures(side), prompt, cp=str(checkpoint))] for prompt in PROMPTS
-        ]
-        for side in SIDES
+        size: [[float(x) for x in img_score.score(pictures(size), prompt, cp=str(checkpoint))] for prompt in PROMPTS]
+        for size in SIZES
     }
     ids = [tokenizer.tokenize(prompt)[0].tolist() for prompt in PROMPTS]
     return {"scores": scores, "ids": ids, "version": f"hpsv2 {version('hpsv2')}, torchvision {version('torchvision')}"}
@@ -107,10 +108,10 @@ def aesthetic(folder: Path, upstream: Path) -> dict[str, Any]:
     head.load_state_dict(tensors(head_weights(SEEDS["aesthetic"])))
     scores = {}
     with torch.no_grad():
-        for side in SIDES:
-            features = model.encode_image(torch.stack([prepare(picture) for picture in pictures(side)]))
+        for size in SIZES:
+            features = model.encode_image(torch.stack([prepare(picture) for picture in pictures(size)]))
             normal = names["normalized"](features.numpy())
-            scores[f"{side}"] = head(torch.from_numpy(normal).float())[:, 0].tolist()
+            scores[size] = head(torch.from_numpy(normal).float())[:, 0].tolist()
     return {"scores": scores, "version": "openai/CLIP d05afc4, improved-aesthetic-predictor 6934dd8"}
 
 
@@ -138,10 +139,10 @@ def clip_score(folder: Path) -> dict[str, Any]:
 
     model, processor = transformers_clip(SEEDS["clip_score"])
     scores = {}
-    for side in SIDES:
-        chw = [torch.from_numpy(image).permute(2, 0, 1) for image in images(side)]
+    for size in SIZES:
+        chw = [torch.from_numpy(image).permute(2, 0, 1) for image in images(*SIZES[size])]
         each = [[float(score(image, prompt, lambda: (model, processor))) for image in chw] for prompt in PROMPTS[:-1]]
-        scores[f"{side}"] = each
+        scores[size] = each
     return {
         "scores": scores,
         "version": f"torchmetrics {version('torchmetrics')}, transformers {version('transformers')}",
@@ -152,16 +153,40 @@ def pickscore(folder: Path) -> dict[str, Any]:
     """Returns the scores of calc_probs in PickScore's README, before its softmax."""
     model, processor = transformers_clip(SEEDS["pickscore"])
     options = {"padding": True, "truncation": True, "max_length": 77, "return_tensors": "pt"}
-    scores: dict[str, list[list[float]]] = {f"{side}": [] for side in SIDES}
+    scores: dict[str, list[list[float]]] = {size: [] for size in SIZES}
     with torch.no_grad():
-        for side in SIDES:
+        for size in SIZES:
             for prompt in PROMPTS:
-                image_embs = model.get_image_features(**processor(images=pictures(side), **options))
+                image_embs = model.get_image_features(**processor(images=pictures(size), **options))
                 image_embs = image_embs / torch.norm(image_embs, dim=-1, keepdim=True)
                 text_embs = model.get_text_features(**processor(text=prompt, **options))
                 text_embs = text_embs / torch.norm(text_embs, dim=-1, keepdim=True)
-                scores[f"{side}"].append((model.logit_scale.exp() * (text_embs @ image_embs.T)[0]).tolist())
+                scores[size].append((model.logit_scale.exp() * (text_embs @ image_embs.T)[0]).tolist())
     return {"scores": scores, "version": f"PickScore f79607f, transformers {version('transformers')}"}
+
+
+def in_short(state: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Name with # in place of the number of a layer → number of layers and shape."""
+    found: dict[str, list[Any]] = {}
+    for name, tensor in state.items():
+        key = re.sub(r"\.\d+\.", ".#.", name)
+        count, shape = found.setdefault(key, [0, list(tensor.shape)])
+        assert shape == list(tensor.shape), name
+        found[key][0] = count + 1
+    return found
+
+
+def published() -> dict[str, Any]:
+    """Names and shapes of the published checkpoints: of the models, in full size, that upstream loads them into."""
+    from hpsv2.src.open_clip import factory
+    from transformers import CLIPConfig, CLIPModel
+
+    with torch.device("meta"):
+        hps = factory.CLIP(**factory.get_model_config("ViT-H-14"))
+        models = {name: CLIPModel(CLIPConfig(**published_config(name))) for name in ("ViT-H-14", "ViT-L-14")}
+    found = {f"transformers {name}": in_short(model.state_dict()) for name, model in models.items()}
+    versions = f"hpsv2 {version('hpsv2')}, transformers {version('transformers')}"
+    return {"hpsv2": in_short(hps.state_dict()), **found, "version": versions}
 
 
 def main() -> None:
@@ -177,8 +202,8 @@ def main() -> None:
             "clip_score": clip_score(folder),
             "pickscore": pickscore(folder),
         }
-    path = Path(__file__).with_name("expected.json")
-    path.write_text(json.dumps(expected, indent=1) + "\n")
+    for name, content in (("expected", expected), ("published", published())):
+        Path(__file__).with_name(f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

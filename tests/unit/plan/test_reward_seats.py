@@ -81,6 +81,15 @@ def test_seats_are_counted_among_the_devices() -> None:
     assert describe_gpus(config) == "the run takes 5 devices: trainer 1, rollout 1, reward 2 x 0.25, reward/judge 2"
     config.rollout.gpus_per_worker = 0.5
     assert gpus_taken(config) == 4
+    config.evaluate.reward.terms = {"a": judge(5.0, gpus_per_worker=0.5), "b": judge(7.0)}
+    assert [(seat.pool, dict(seat.known)) for seat in reward_seats(config)] == [
+        ("reward", {"b": 7.0}),
+        ("reward/judge", {"judge": 3.0}),
+        ("held_out/a", {"a": 5.0}),
+    ]
+    assert reward_seats(config)[-1].key == "evaluate.reward.terms.a.gpus_per_worker"
+    assert describe_gpus(config).endswith("reward 2 x 0.25, reward/judge 2, held_out/a 2 x 0.5")
+    assert gpus_taken(config) == 5
     assert gpus_taken(seated("placement=colocated", "max_staleness=0", "mode=null", "hand_over=batch")) == 1
 
 

@@ -33,7 +33,7 @@ def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
     monkeypatch.setattr(server_worker, "PORT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serve = ServeConfig(command="sleep 600", port=taken.getsockname()[1])
-        worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+        worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
         with pytest.raises(ServerFailed, match=r"port \d+ is taken .*choose another port"):
             worker.start()
     assert not list(tmp_path.iterdir())
@@ -49,7 +49,7 @@ def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
 )
 def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, command: str, message: str) -> None:
     serve = ServeConfig(command=command, start_seconds=0.5 if "sleep" in command else 60.0)
-    worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+    worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
     with pytest.raises(ServerFailed, match=message):
         worker.start()
     worker.stop()
@@ -178,7 +178,7 @@ def test_a_server_whose_health_path_is_silent_has_hung(
 ) -> None:
     monkeypatch.setattr(server_worker, "GRACE_SECONDS", 0.2)
     serve = ServeConfig(command=["python", "-c", HEALTHY, "{port}", str(tmp_path / "ill")], hung_seconds=0.4)
-    worker = ServerWorker(serve, 0, "server/x-0", requirements=None, token="t", reachable="127.0.0.1", log=tmp_path)
+    worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
     worker.start()
     assert worker._program is not None
     (program,) = psutil.Process(worker._program.pid).children()

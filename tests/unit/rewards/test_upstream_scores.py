@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PreTrainedModel
 
 from async_flowrl.rewards.aesthetic import Aesthetic
@@ -21,10 +23,10 @@ from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared
 from async_flowrl.rewards.open_clip_weights import to_transformers
 from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.rewards.weights import check_package
-from async_flowrl.types import Prompt
+from async_flowrl.types import ByteArray, Prompt
 from tests.support.hub import COMMIT, serving
 from tests.support.upstream_rewards import inputs
-from tests.support.upstream_rewards.make import SEEDS, SIDES
+from tests.support.upstream_rewards.make import SEEDS, SIZES
 
 EXPECTED = json.loads((Path(inputs.__file__).with_name("expected.json")).read_text())
 ANY = Prompt(0, "whatever")
@@ -64,38 +66,77 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def cases(name: str) -> Iterator[tuple[int, Prompt, list[float]]]:
-    for side in SIDES:
-        for place, expected in enumerate(EXPECTED[name]["scores"][str(side)]):
-            yield side, Prompt(place, inputs.PROMPTS[place]), expected
+def cases(name: str) -> Iterator[tuple[ByteArray, Prompt, list[float]]]:
+    for name_of_size, size in SIZES.items():
+        for place, expected in enumerate(EXPECTED[name]["scores"][name_of_size]):
+            yield inputs.images(*size), Prompt(place, inputs.PROMPTS[place]), expected
 
 
 def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
     reward = PickScore(str(folders["pickscore"]), str(folders["pickscore"]), scale=1.0, batch_size=3)
-    for side, prompt, expected in cases("pickscore"):
-        assert reward(inputs.images(side), prompt) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    for images, prompt, expected in cases("pickscore"):
+        assert reward(images, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-4)
     trained_on = PickScore(str(folders["pickscore"]), str(folders["pickscore"]))
-    assert trained_on(inputs.images(side), prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
+    assert trained_on(images, prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
 
 
 def test_clip_score_is_torchmetrics(folders: dict[str, Path]) -> None:
     reward = ClipScore(str(folders["clip_score"]), batch_size=3)
-    for side, prompt, expected in cases("clip_score"):
+    for images, prompt, expected in cases("clip_score"):
         # torchmetrics cuts its answer off at 0, ours goes on below it.
-        scores = reward(inputs.images(side), prompt)
+        scores = reward(images, prompt)
         assert [max(0.0, score) for score in scores] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    divided = ClipScore(str(folders["clip_score"]), scale=30.0, batch_size=3)(inputs.images(side), prompt)
+    divided = ClipScore(str(folders["clip_score"]), scale=30.0, batch_size=3)(images, prompt)
     assert divided == [score / 30 for score in scores]
+
+
+def test_configurations_and_weights_of_the_hub_s_age_change_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Published ones have other ids of special tokens than their tokenizers, and positions among the weights."""
+    old = tmp_path / "old"
+    shutil.copytree(folders["pickscore"], old)
+    config = json.loads((old / "config.json").read_text())
+    config["text_config"] |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    (old / "config.json").write_text(json.dumps(config))
+    weights = load_file(old / "model.safetensors")
+    for tower, places in (("text_model", inputs.TOKENS), ("vision_model", (inputs.SIDE // inputs.PATCH) ** 2 + 1)):
+        weights[f"{tower}.embeddings.position_ids"] = torch.arange(places)[None]
+    save_file(weights, old / "model.safetensors", {"format": "pt"})
+    reward = PickScore(str(old), str(old), scale=1.0, batch_size=3)
+    for images, prompt, expected in cases("pickscore"):
+        assert reward(images, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+
+
+PUBLISHED = json.loads((Path(inputs.__file__).with_name("published.json")).read_text())
+
+
+def at_full_length(name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a published checkpoint, without numbers."""
+    found = {}
+    for key, (count, shape) in PUBLISHED[name].items():
+        for number in range(count):
+            found[key.replace("#", str(number), 1)] = torch.empty(shape, device="meta")
+    return found
+
+
+@pytest.mark.parametrize(("checkpoint", "architecture"), [("hpsv2", "ViT-H-14"), ("ViT-H-14", ""), ("ViT-L-14", "")])
+def test_the_names_and_shapes_of_published_checkpoints_are_those_that_are_loaded(
+    checkpoint: str, architecture: str
+) -> None:
+    with torch.device("meta"):
+        model = CLIPModel(CLIPConfig(**inputs.published_config(architecture or checkpoint)))
+    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    theirs = to_transformers(at_full_length("hpsv2")) if architecture else at_full_length(f"transformers {checkpoint}")
+    assert {name: tensor.shape for name, tensor in theirs.items()} == ours
 
 
 @pytest.mark.parametrize("kind", [HPSv2, HPSv21])
 def test_hpsv2_is_that_of_its_package(kind: type[HPSv2], folders: dict[str, Path]) -> None:
     reward = kind(str(folders["hpsv2"]), str(folders["hpsv2"]), batch_size=3)
-    for side, prompt, expected in cases("hpsv2"):
-        assert reward(inputs.images(side), prompt) == pytest.approx(expected, rel=1e-5, abs=2e-6)
-    assert reward(inputs.images(128), prompt) != kind(str(folders["hpsv2"]), str(folders["hpsv2"]), antialias=False)(
-        inputs.images(128), prompt
-    )
+    for images, prompt, expected in cases("hpsv2"):
+        assert reward(images, prompt) == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    assert reward(inputs.images(128, 128), prompt) != kind(
+        str(folders["hpsv2"]), str(folders["hpsv2"]), antialias=False
+    )(inputs.images(128, 128), prompt)
 
 
 def test_hpsv2_reads_prompts_as_its_package_does() -> None:
@@ -107,15 +148,15 @@ def test_hpsv2_reads_prompts_as_its_package_does() -> None:
 
 def test_the_aesthetic_score_is_its_authors(folders: dict[str, Path]) -> None:
     reward = Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]), batch_size=3)
-    for side in SIDES:
-        expected = EXPECTED["aesthetic"]["scores"][str(side)]
-        assert reward(inputs.images(side), ANY) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for name, size in SIZES.items():
+        expected = EXPECTED["aesthetic"]["scores"][name]
+        assert reward(inputs.images(*size), ANY) == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
 def test_the_expected_scores_tell_images_and_prompts_apart() -> None:
     """Otherwise the comparisons above could not fail."""
     for name, entry in EXPECTED.items():
-        scores = np.asarray([entry["scores"][str(side)] for side in SIDES])
+        scores = np.asarray([entry["scores"][size] for size in SIZES])
         assert np.ptp(scores, axis=-1).min() > 1e-3, name
         assert name == "aesthetic" or np.ptp(scores, axis=-2).min() > 1e-3, name
 
@@ -124,7 +165,7 @@ def test_a_head_of_another_clip_model_is_refused(folders: dict[str, Path], tmp_p
     state = tensors(inputs.head_weights(0)) | {"layers.0.weight": torch.zeros(1024, 768)}
     torch.save(state, tmp_path / "head.pth")
     with pytest.raises(ValueError, match=r"must lead from the 32 numbers of the CLIP model's embedding to 1"):
-        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "head.pth"))(inputs.images(48), ANY)
+        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "head.pth"))(inputs.images(48, 48), ANY)
 
 
 def test_a_head_with_relu_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -134,7 +175,7 @@ def test_a_head_with_relu_is_refused(folders: dict[str, Path], tmp_path: Path) -
     state = {f"layers.{places[int(place)]}.{part}": tensor for (_, place, part), tensor in named.items()}
     torch.save(state, tmp_path / "ava+logos-l14-reluMSE.pth")
     with pytest.raises(ValueError, match=r"must have the linear layers .* a head with ReLU.* is another function"):
-        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "ava+logos-l14-reluMSE.pth"))(inputs.images(48), ANY)
+        Aesthetic(str(folders["aesthetic"]), str(tmp_path / "ava+logos-l14-reluMSE.pth"))(inputs.images(48, 48), ANY)
 
 
 @pytest.mark.parametrize(("sides", "small"), [((105, 192), 123), ((192, 105), 123), ((768, 1024), 168)])
@@ -164,21 +205,21 @@ def test_rewards_that_load_side_by_side_take_turns(folders: dict[str, Path], mon
     tied = PreTrainedModel.tie_weights
     made = [ClipScore(str(folders["clip_score"])), Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]))]
     with ThreadPoolExecutor(2) as executor:
-        list(executor.map(lambda reward: reward(inputs.images(48), ANY), made))
+        list(executor.map(lambda reward: reward(inputs.images(48, 48), ANY), made))
     assert most == [1] and PreTrainedModel.tie_weights is tied
 
 
 def test_loading_leaves_the_global_random_state_alone(folders: dict[str, Path]) -> None:
     before = torch.get_rng_state()
     for reward in (HPSv2(str(folders["hpsv2"]), str(folders["hpsv2"])), ClipScore(str(folders["clip_score"]))):
-        reward(inputs.images(48), ANY)
+        reward(inputs.images(48, 48), ANY)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": Path("/")}}, tmp_path / "hps.pt")
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        HPSv2(str(tmp_path / "hps.pt"), str(folders["hpsv2"]))(inputs.images(48), ANY)
+        HPSv2(str(tmp_path / "hps.pt"), str(folders["hpsv2"]))(inputs.images(48, 48), ANY)
 
 
 def test_missing_files_are_named_before_anything_starts(folders: dict[str, Path]) -> None:
@@ -198,7 +239,7 @@ def test_missing_files_are_named_before_anything_starts(folders: dict[str, Path]
 def test_weights_that_cannot_be_had_are_one_sentence(tmp_path: Path, folders: dict[str, Path]) -> None:
     processor(tmp_path, "quick_gelu")
     with pytest.raises(ValueError, match=r"weights of the PickScore reward cannot be loaded from .*: ") as error:
-        PickScore(str(tmp_path), str(tmp_path))(inputs.images(48), ANY)
+        PickScore(str(tmp_path), str(tmp_path))(inputs.images(48, 48), ANY)
     assert "\n" not in str(error.value)
 
 
@@ -210,7 +251,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
 PINNED = """
 from async_flowrl.rewards import aesthetic, clip_score, hps, pickscore
 import numpy as np, sys
-from async_flowrl.types import Prompt
+from async_flowrl.types import ByteArray, Prompt
 pin = sys.argv[1]
 for reward in (
     pickscore.PickScore("up/pickscore", "up/clip_score", revision=pin, processor_revision=pin),
