@@ -148,11 +148,17 @@ class Departure:
 class Growth(Protocol):
     """How a pool grows and shrinks. Which of its workers serve is the business of whoever asks it."""
 
-    async def next(self) -> Worker:
-        """Waits for a seat for one more worker, at most `max_workers`; returns the worker, built, and in the pool.
+    async def seat(self) -> Any:
+        """Waits for a seat for one more worker, at most `max_workers`; whoever gets it fills it or gives it back."""
+        ...
 
-        Raises what building a worker raises; its seat is given back then.
-        """
+    async def fill(self, seat: Any) -> Worker:
+        """The seat's worker, built, and in the pool; several may be built side by side. Raises what building a worker
+        raises; the seat is still taken then. Cancelled, it leaves no worker behind."""
+        ...
+
+    async def give_back(self, seat: Any) -> None:
+        """Gives back a seat that nobody sits in."""
         ...
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:

@@ -25,6 +25,10 @@ class Machine:
     name: str
     facts: Mapping[str, Any]
     store: float = 0.0
+    resources: Mapping[str, float] | None = None
+    """What Ray has of the node; None if the run starts Ray itself."""
+    address: str = ""
+    """The node's, as Ray knows it; empty if the run starts Ray itself."""
 
     @property
     def memory(self) -> int:
@@ -92,6 +96,19 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
     if lacking:
         advice = "put the module on the import path there, or install it as a package"
         yield Finding("modules of your own", FAILED, f"not found: {', '.join(lacking)}", advice)
+
+
+def interface_findings(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Warns of nodes where gloo would take another address than Ray: it is told an interface, and takes its first."""
+    others = [
+        f"{machine.name} has {', '.join(addresses)} on {name}, and Ray uses {machine.address}"
+        for machine in machines
+        for name, addresses in machine.facts["interfaces"].items()
+        if machine.address in addresses[1:]
+    ]
+    if others:
+        advice = "trainer ranks meet at an interface's first address: give Ray that one (ray start --node-ip-address)"
+        yield Finding("interfaces", WARNING, "; ".join(others), advice)
 
 
 def _all(machines: Sequence[Machine]) -> str:

@@ -1,6 +1,7 @@
 """Findings on machines: what differs, what does not fit, and who is named."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.machines import (
     Machine,
     disk_findings,
+    interface_findings,
     machine_finding,
     memory_findings,
     run_folder,
@@ -22,7 +24,7 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, Process
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
-from async_flowrl.doctor.optional import asks_servers
+from async_flowrl.doctor.optional import Part, asks_servers, finding_of
 from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
 from separation.survey import Node, Offset
 
@@ -53,6 +55,7 @@ def machine(name: str = "a", **changes: Any) -> Machine:
         "lacking": [],
         "marked": True,
         "gpus": [],
+        "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
     }
     return Machine(name, {**facts, **changes})
 
@@ -73,6 +76,24 @@ def test_equal_nodes_are_ok_and_the_one_that_differs_is_named() -> None:
     assert found["versions of the nodes"].sentence == "b has torch 2.12.1 instead of 2.13.0"
     assert found["code"].status == FAILED and "b has another async_flowrl (dddddddddddd" in found["code"].sentence
     assert found["modules of your own"].sentence == "not found: my_rewards on b"
+
+
+def test_an_interface_whose_first_address_is_not_rays_is_named() -> None:
+    two = {"eth0": ["192.168.0.7", "10.0.0.7"]}
+    fine = Machine("a", machine("a").facts, address="10.0.0.1")
+    assert not list(interface_findings([fine, Machine("b", machine("b", interfaces=two).facts, address="192.168.0.7")]))
+    (found,) = interface_findings([fine, Machine("b", machine("b", interfaces=two).facts, address="10.0.0.7")])
+    assert found.status == WARNING and "ray start --node-ip-address" in found.advice
+    assert found.sentence == "b has 192.168.0.7, 10.0.0.7 on eth0, and Ray uses 10.0.0.7"
+
+
+def test_a_gpu_part_that_the_drivers_machine_lacks_is_no_failure_of_a_cluster() -> None:
+    part = Part("weights from GPU to GPU", lambda: "no CUDA device", lambda config: True, on_device=True)
+    config = Config()
+    assert finding_of("NCCL", part, config).status == FAILED
+    config.runtime.address = "10.0.0.1:6379"
+    assert finding_of("NCCL", part, config).status == WARNING
+    assert finding_of("httpx", replace(part, on_device=False), config).status == FAILED
 
 
 def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
