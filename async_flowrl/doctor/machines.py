@@ -136,8 +136,9 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
     advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
     if needs.memory > free:
         yield Finding("memory", FAILED, sentence, advice, figures)
-    elif largest.bytes > best.memory:
-        lacks = f"{sentence}; no node has {largest.bytes / GIB:.1f} GiB for one {largest.pool} process"
+    elif largest.on_a_node > best.memory:
+        processes = f"{largest.per_node} {largest.pool} process{'es' * (largest.per_node > 1)}"
+        lacks = f"{sentence}; no node has {largest.on_a_node / GIB:.1f} GiB for {processes}"
         yield Finding("memory", FAILED, lacks, advice, figures)
     else:
         yield Finding("memory", OK, sentence, figures=figures)

@@ -101,7 +101,17 @@ def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
     assert by_name(memory_findings(NEEDS, [machine(memory=10 * GB)]))["memory"].status == FAILED
     many = [machine(name, memory=int(3.5 * GB)) for name in "abcde"]
     found = by_name(memory_findings(NEEDS, many))["memory"]
-    assert found.status == FAILED and "for one trainer process" in found.sentence
+    assert found.status == FAILED and "GiB for 1 trainer process" in found.sentence
+
+
+def test_workers_of_a_node_must_fit_on_one() -> None:
+    nodes = [machine(name, memory=10 * GB) for name in "abc"]
+    assert by_name(memory_findings(NEEDS, nodes))["memory"].status == OK
+    together_on_one = replace(
+        NEEDS, processes=(Process("trainer", 2, 4 * GB), Process("rollout", 4, 3 * GB, per_node=4))
+    )
+    found = by_name(memory_findings(together_on_one, nodes))["memory"]
+    assert found.status == FAILED and "no node has 11.2 GiB for 4 rollout processes" in found.sentence
 
 
 def test_nodes_of_one_machine_share_its_memory() -> None:
