@@ -24,7 +24,6 @@ COMMAND = re.compile(r"(?:^    |`)((?:ray|async-flowrl|python|sbatch) [a-z-].*?)
 """A command that stands outside of a block: indented, or within a sentence."""
 ELSEWHERE = {
     "sbatch --nodes=8": "tests/integration/test_deploy_slurm.py",
-    "async-flowrl report": "tests/unit/report/test_live_report.py",
     "async-flowrl plan": "tests/integration/test_plan.py",
     "ray get-auth-token": "tests/integration/test_nodes_page.py",
     "python -m": "Makefile",

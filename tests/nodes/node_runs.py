@@ -81,7 +81,7 @@ class RunOnNodes:
 
     @property
     def trained(self) -> list[tuple[int, int]]:
-        """Step and ordinal of every ticket that was trained, on the history that returns to a checkpoint left in force."""
+        """Step and ordinal of every trained ticket, without what a return to a checkpoint made void."""
         found: list[tuple[int, int]] = []
         for event in self.events:
             if event["event"] == "rollback":
