@@ -50,7 +50,7 @@ def node_with(nodes: Nodes, run: RunOnNodes, pool: str) -> int:
     return max(index for index, node in enumerate(nodes.nodes) if node.address in addresses)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_without_the_raylet_of_a_rollout_worker_the_weights_are_the_same(
     how: signal.Signals, ray_nodes: Make, one_node_digest: Digest
 ) -> None:
@@ -109,9 +109,15 @@ def test_five_seconds_without_a_cable_change_nothing(ray_nodes: Make, one_node_d
 def test_a_node_without_a_cable_for_good_counts_as_dead(ray_nodes: Make, one_node_digest: Digest) -> None:
     nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 1}, {"rollout": 1}, {"rollout": 1})
     run = begun(nodes)
-    nodes.nodes[node_with(nodes, run, "rollout")].unplug()
+    cut = nodes.nodes[node_with(nodes, run, "rollout")]
+    cut.unplug()
     same_weights(run, one_node_digest)
-    assert "has been marked dead" in run.log and [event for event in run.events if event["event"] == "fault"]
+    faults = [event for event in run.events if event["event"] == "fault"]
+    assert {event["kind"] for event in faults} == {"WorkerDied"} and "its node has died" in faults[0]["message"]
+    end = time.monotonic() + 300
+    while cut.processes("ray::ProcessHost"):
+        assert time.monotonic() < end, "what was cut off goes on"
+        time.sleep(0.5)
 
 
 def test_a_slow_link_slows_the_run_and_nothing_else(ray_nodes: Make, one_node_digest: Digest) -> None:
