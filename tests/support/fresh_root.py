@@ -41,9 +41,8 @@ class FreshRoot:
     def run(self, text: str, folder: str) -> None:
         """A shell command in a folder of the root. Raises AssertionError with what it says when it fails."""
         options, mounts = pip_options(), [PREPARE]
-        for name in sorted(
-            {found for value in options.values() for found in re.findall(r"(?:file://)?(/[^\s'\"]+)", value)}
-        ):
+        named = {found for value in options.values() for found in re.findall(r"(?:file://)?(/[^\s'\"]+)", value)}
+        for name in sorted(each.removesuffix("/simple") for each in named):  # beside an index lie its files
             there = self.path / name[1:]
             if Path(name).is_dir():
                 there.mkdir(parents=True, exist_ok=True)
