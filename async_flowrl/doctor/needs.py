@@ -20,6 +20,13 @@ class Process:
     pool: str
     count: int
     bytes: int
+    per_node: int = 1
+    """How many must find room on one node (`workers_per_node`)."""
+
+    @property
+    def on_a_node(self) -> int:
+        """Bytes that one node must have for them."""
+        return self.per_node * self.bytes
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,18 @@ class Needs:
 
     @property
     def largest(self) -> Process:
-        """The pool whose processes need the most memory each."""
-        return max(self.processes, key=lambda process: process.bytes)
+        """The pool whose processes need the most memory of one node."""
+        return max(self.processes, key=lambda process: process.on_a_node)
 
 
 def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
-    plan = plan_memory(config)
+    plan, trainer, rollout = plan_memory(config), config.trainer, config.rollout
+    of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
+    of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
     processes = [
-        Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
-        Process("rollout", config.rollout.num_workers, rollout_bytes(config, plan, on_gpus=on_gpus)),
+        Process("trainer", trainer.num_workers, of_a_trainer, trainer.workers_per_node or 1),
+        Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
         Process("controller", 1, PROCESS_BYTES),
     ]
