@@ -5,7 +5,7 @@ every acknowledgement.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint, TrainerEndpoint
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA
@@ -29,7 +29,7 @@ from checkpoint_engine import (
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, verdict
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.group import Worker, WorkerDied, WorkerGroup
+from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
 
 T = TypeVar("T")
@@ -43,6 +43,19 @@ class Canary:
     payload: Any
     probe: dict[str, Any]
 
+    @classmethod
+    async def of(cls, rank: Worker) -> "Canary":
+        """The canary that this trainer rank makes. All make the same."""
+        probe = await rank.call("sender.canary")
+        header = await rank.call("sender.policy.seal", CANARY_VERSION, lane=PUBLISHING)
+        _, (payload,) = await rank.call_split("sender.policy.payload", CANARY_VERSION, returns=2, lane=PUBLISHING)
+        return cls(header, payload, probe)
+
+    async def again(self, rank: Worker) -> "Canary":
+        """The same, for when its payload is lost with the node that held it."""
+        _, (payload,) = await rank.call_split("sender.canary_again", returns=2, lane=PUBLISHING)
+        return Canary(self.header, payload, self.probe)
+
 
 @dataclass
 class PublishedWeights:
@@ -55,6 +68,8 @@ class PublishedWeights:
     observer: Observer
     work: Signal
     transport: str = OBJECT_STORE
+    base_digest: str = ""
+    """Of the base weights that every worker holds."""
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
     ema: EmaWeights | None = None
@@ -62,6 +77,8 @@ class PublishedWeights:
     _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
+    _unsent: set[int] = field(default_factory=set)
+    """Versions that no trainer rank can send any more, though a ticket that was trained before has named them."""
 
     async def publish_first(self) -> None:
         """Proves every worker's binding, then publishes the versions that the first tickets name.
@@ -93,13 +110,14 @@ class PublishedWeights:
 
     def _book(self, state: str) -> None:
         """What the trainer ranks do while they stand still for a version, and after it until the next update."""
-        for rank in self.trainers.workers.workers:
+        for rank in self.trainers.living.workers:
             self.observer.state(rank.name, state)
 
     async def welcome(self, worker: Worker) -> None:
         await self._started.wait()
         await self._prove(worker)
-        await self._join(worker, [version for version in self.table.published if version >= self._oldest_named()])
+        oldest = self._oldest_named()
+        await self._join(worker, [v for v in self.table.published if v >= oldest and v not in self._unsent])
 
     def _oldest_named(self) -> int:
         """The oldest version that a ticket of the current step or a later one can name."""
@@ -145,8 +163,6 @@ class PublishedWeights:
 
     def sealed(self, header: Header) -> None:
         """A version has its digest: tickets that name it exist from now on."""
-        if header.version == CANARY_VERSION:
-            return
         self.table.publish(header.version, header.digest)
         self._sealed[header.version].set()
         self._sent(header)
@@ -171,15 +187,13 @@ class PublishedWeights:
         }
 
     async def _start(self) -> None:
-        config = self.config
-        sender = TrainerEndpoint(self.trainers.workers, self.transport, self.sealed)
+        config, living = self.config, self.trainers.living
+        sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
         options = DeliveryOptions(
             retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
         )
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            probe = await self.trainers.first.call("sender.canary")
-            header = await sender.seal(CANARY_VERSION)
-            self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
+            self.canary = await Canary.of(living.first)
         broadcast = None
         if self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -194,13 +208,19 @@ class PublishedWeights:
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                self.trainers.workers,
+                living,
+                self,
                 options=options,
                 replace=self._give_up,
                 sealed=self._sent,
                 acknowledged=self._acknowledged,
             )
         self._started.set()
+
+    def _moved(self, lost: Sequence[int]) -> None:
+        """Another trainer rank sends from now on; it cannot send these versions, which no ticket waits for."""
+        self._unsent |= set(lost)
+        self.delivery.moved(lost)
 
     async def _admit(self, worker: Worker) -> None:
         """A worker that dies meanwhile is killed for good: its slot in the pool notices and replaces it."""
@@ -232,6 +252,9 @@ class PublishedWeights:
                     raise
                 if attempt == self.config.checkpoint_engine.retries:
                     raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+                if isinstance(error, RefLost):
+                    again = self.canary.again(self.trainers.living.first)
+                    self.canary = await self._in_time("the trainer's canary, again", again)
         proof = await self._in_time(f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.canary.probe, proof, who=worker.name)
 

@@ -167,7 +167,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 await restore(trainers, directory, resume)
-                peak = await peak_of(config, trainers.first)
+                peak = await peak_of(config, trainers.living.first)
             await learnt  # from files that the ledgers are about to go on with
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.watch(ledgers.pools, ledgers.events, peak)

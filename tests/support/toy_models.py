@@ -27,6 +27,7 @@ from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest
 from checkpoint_engine import (
     CANARY_VERSION,
     RING,
+    Header,
     LoraModule,
     Publisher,
     Receiver,
@@ -172,14 +173,40 @@ class ToySender:
             Publisher(tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions),
             retained,
         )
+        self.kept: dict[int, Any] = {}
 
     def canary(self) -> dict[str, torch.Tensor]:
         tensors = canary_tensors(self.policy.layout, 1)
         self.policy.stage(CANARY_VERSION, tensors)
         return binding_probe(toy_lora(tensors))
 
+    def canary_again(self) -> Any:
+        again = Publisher(canary_tensors(self.policy.layout, 1), alpha=LORA_ALPHA, rank=LORA_RANK)
+        again.stage(CANARY_VERSION)
+        again.seal(CANARY_VERSION)
+        return again.payload(CANARY_VERSION)
+
     def stage(self, version: int, stream: str) -> None:
         self.policy.stage(version, self.retained[version])
+
+    def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
+        headers = {}
+        for version in versions:
+            if version not in self.policy.retained():
+                if (tensors := self.retained.get(version) or self.kept.get(version)) is None:
+                    continue
+                self.policy.stage(version, tensors)
+            headers[version] = self.policy.seal(version)
+            if version in held:
+                self.policy.hold(version)
+        return headers
+
+    def keep(self, stream: str, version: int) -> None:
+        if version in self.retained:
+            self.kept[version] = self.retained[version]
+
+    def let_go(self, stream: str, version: int) -> None:
+        self.kept.pop(version, None)
 
 
 class FloatSum(ExactSum):
@@ -232,7 +259,7 @@ class ToyTrainer:
         """"torn" or "full": what goes wrong with the next checkpoint, somewhere inside its writing."""
         self._snapshot: Checkpoint | None = None
         self.retained = {0: self._copy()}
-        self.sender = ToySender(self.tensors, self.retained, config.live_versions)
+        self.sender = self.versions = ToySender(self.tensors, self.retained, config.live_versions)
         self.update = self
         """It has the real worker's parts in one object."""
         self.trained: list[tuple[int, int, int]] = []
@@ -328,16 +355,21 @@ class ToyTrainer:
             self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched, digest=digest
         )
 
-    def state(self) -> tuple[str, Checkpoint]:
-        self.snapshot()
-        found, self._snapshot = self._snapshot, None
+    def state(self) -> tuple[str, tuple[Checkpoint, dict[int, Any]]]:
+        before, _ = self._snapshot, self.snapshot()
+        found, self._snapshot = self._snapshot, before
         assert found is not None
-        return str(found.trainer["weights_digest"]), found
+        return str(found.trainer["weights_digest"]), (found, self.versions.kept)
 
-    def take_over(self, digest: str, state: Checkpoint) -> str:
-        self._restore(state)
+    def take_over(self, digest: str, state: tuple[Checkpoint, dict[int, Any]]) -> str:
+        found, kept = state
+        self._restore(found)
+        self.versions.kept = dict(kept)
         assert digest == self.weights_digest()
         return digest
+
+    def forget_snapshot(self) -> None:
+        self._snapshot = None
 
     def snapshot(self) -> int:
         version = max(self.retained)

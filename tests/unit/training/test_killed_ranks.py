@@ -90,7 +90,7 @@ async def with_ranks(config: Config, given: list[list[rig.Handed]]) -> Found:
             _, stats = await trainers._optimizer_step(ctx, step, 0, len(batch), trainers._taken(handed))
             metrics.append(merged(stats).metrics)
         assert len(set(await trainers.all("weights_digest"))) == 1
-        return Found(await trainers.first.call("weights_digest"), metrics, observer)
+        return Found(await trainers.living.first.call("weights_digest"), metrics, observer)
     finally:
         await trainers.living.settle()
         await pool.close()
