@@ -87,7 +87,9 @@ class Checkpoints:
             "base_digest": self.base_digest,
             "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
         }
-        self._writing = asyncio.create_task(self._write(ctx, version, controller, writers), name=f"checkpoint {version}")
+        self._writing = asyncio.create_task(
+            self._write(ctx, version, controller, writers), name=f"checkpoint {version}"
+        )
 
     async def written(self) -> None:
         """Waits for the checkpoint that is being written, if one is. Raises WorkerDied, WorkerFailed, SaveFailed."""

@@ -64,9 +64,7 @@ def lacking(
     return found
 
 
-async def add_up(
-    ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool
-) -> Whole:
+async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool) -> Whole:
     """Has the living, who have met, add up their sums. Raises NotThePlan where these are not the plan, and what one of
     them raised."""
     trained = [group for group in groups if group.meta is not None]
@@ -121,9 +119,7 @@ async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> St
     ]
 
 
-def _living(
-    calls: Mapping[str, "asyncio.Task[UpdateStats]"], living: Living
-) -> dict[str, "asyncio.Task[UpdateStats]"]:
+def _living(calls: Mapping[str, "asyncio.Task[UpdateStats]"], living: Living) -> dict[str, "asyncio.Task[UpdateStats]"]:
     """The calls, by the names of their workers, to those that live now."""
     return {worker.name: calls[worker.name] for worker in living.workers if worker.name in calls}
 

@@ -17,6 +17,7 @@ from async_flowrl.controller.admission import StartError, check_base
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.download import download_model, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.training.messages import Layout
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
@@ -72,10 +73,14 @@ class Living:
     """Which trainer ranks live, among those of a pool, and which of them is the first."""
 
     def __init__(
-        self, group: WorkerGroup, per_replica: int = 1, died: Callable[[Mapping[int, str]], None] = nobody_asks
+        self,
+        group: WorkerGroup,
+        per_replica: int = 1,
+        died: Callable[[Mapping[int, str]], None] = nobody_asks,
+        layout: Layout | None = None,
     ) -> None:
-        """`died` is called at once with the ranks that are buried, and their names."""
-        self._group, self._per_replica, self._died = group, per_replica, died
+        """`died` is called at once with the ranks that are buried, and their names. `layout`: of successors."""
+        self._group, self._per_replica, self._died, self._layout = group, per_replica, died, layout
         self.dead: set[int] = set()
         self._first = 0
         self._parted = False
@@ -243,6 +248,6 @@ class Living:
         attempt.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
         await download_model(model_of(self._group), [(worker, "transformer")], seconds=config.deadlines.download)
         async with deadline(config.deadlines.load, f"load: model of {worker.name}"):
-            info = await worker.call("load", len(self._group.workers))
+            info = await worker.call("load", len(self._group.workers), self._layout)
         check_base(worker, info["base_digest"], attempt.base_digest)
         return worker

@@ -10,7 +10,7 @@ from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.owners import Owners
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, with_trajectories
-from async_flowrl.training.messages import StepPlan, TrainRequest
+from async_flowrl.training.messages import Layout, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
 from separation.group import WorkerDied, WorkerFailed, WorkerGroup
 
@@ -20,6 +20,8 @@ class ReplicaCalls:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
+        self.layout: Layout | None = None
+        """What the ranks are told of their layout when they load; None: what the configuration says."""
         self._idle_since = 0.0
         self._sums = Sums(-1, StepPlan(rows=0))
         """Of the attempt at an optimizer step under way, or of the last one."""
@@ -30,7 +32,7 @@ class ReplicaCalls:
         self._owners = Owners(ranks, per_replica)
         starts = range(0, ranks, per_replica)
         self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
-        self.living = Living(self.workers, per_replica, self._died)
+        self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
         """Beginnings of optimizer steps until now."""
         self._freed = asyncio.Event()

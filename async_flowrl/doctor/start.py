@@ -28,6 +28,7 @@ from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
 from async_flowrl.doctor.optional import optional_findings
 from async_flowrl.plan.devices import check_devices
+from async_flowrl.plan.layout import resolved
 from async_flowrl.run.launch import check_machine, pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -164,7 +165,8 @@ def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
         return Finding("devices", SKIPPED, "no GPU: everything runs on CPUs", "nothing to plan")
     least = min(int(card["memory"]) for card in cards)
     try:
-        warnings = check_devices(config, {pool: least for pool, gpus in pooled.items() if gpus > 0})
+        memory = {pool: least for pool, gpus in pooled.items() if gpus > 0}
+        warnings = check_devices(resolved(config, memory).applied(config), memory)
     except ConfigError as error:
         return failed("devices", error, "a run would refuse it with this sentence")
     if warnings:

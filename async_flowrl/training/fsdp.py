@@ -156,6 +156,13 @@ def prefetch(policy: Policy, ahead: int) -> None:
             getattr(block, f"set_modules_to_{name}_prefetch")(order[place + 1 : place + 1 + ahead])
 
 
+def unplanned(how: str, device: torch.device) -> str:
+    """`trainer.gradient_checkpointing` where nobody has decided what `auto` is: what is sure to need least on a GPU."""
+    if how != "auto":
+        return how
+    return "full" if device.type == "cuda" else "none"
+
+
 def checkpoint_blocks(policy: Policy, how: str) -> None:
     """Blocks recompute their activations in the backward pass, by `trainer.gradient_checkpointing`: every n-th, or all.
 

@@ -37,8 +37,9 @@ from async_flowrl.training.fsdp import (
     resident_bytes,
     shard,
     smallest_memory,
+    unplanned,
 )
-from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
@@ -89,12 +90,15 @@ class TrainerWorker:
         self._snapshot: tuple[int, Checkpoint] | None = None
         self._warned_of_changes = False
 
-    def load(self, ranks: int = 1) -> dict[str, Any]:
+    def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
 
         `ranks`: of how many it is one, where it takes the place of a rank that held all of the base and died.
-        Returns the base's digest, how it is laid out, and parameter counts.
+        `layout`: what the settings of `trainer` mean here, where they say `auto`. Returns the base's digest, how it is
+        laid out, and parameter counts.
         """
+        if layout is not None:
+            self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
         with ONE_AT_A_TIME:
             return self._load(ranks)
 
@@ -113,7 +117,7 @@ class TrainerWorker:
         tuning = tuning_of(config)
         tuning.attach(policy, config.seed)
         tuning.warm_start(policy)
-        checkpoint_blocks(policy, trainer.gradient_checkpointing)
+        checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
         if trainer.compile:
             compile_blocks(policy)
         layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)

@@ -271,7 +271,7 @@ class ToyTrainer:
         self.given = 0
         self._contribution: torch.Tensor | None = None
 
-    def load(self, ranks: int = 1) -> dict[str, Any]:
+    def load(self, ranks: int = 1, layout: Any = None) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
