@@ -1,9 +1,10 @@
 """The trainer ranks that live: who has died, how the others meet without it, and how a successor takes its place.
 
-Where every rank holds all of the base, a rank is a replica of its own, and its death costs the others what it had not
-handed in yet. One of them, the first, also sends the weights and writes the checkpoints; when it dies, the next one
-does (controller/endpoints.py, controller/checkpoints.py). With the last one, or with one of those that hold the base
-between them, a death goes back to the checkpoint (run/recovery.py).
+A death costs the other replicas what its replica had not handed in yet. Where every rank holds all of the base, a rank
+is a replica of its own, and a successor takes its place; ranks that shared the base with the dead one are ended, and the
+others go on without them. One rank, the first, also sends the weights and writes the checkpoints; when it dies, the next
+one does (controller/endpoints.py, controller/checkpoints.py). With the last replica a death goes back to the checkpoint
+(run/recovery.py).
 """
 
 import asyncio
@@ -131,23 +132,33 @@ class Living:
         if isinstance(error, WorkerDied):
             gone.add(error.worker)
         names = {rank: worker.name for rank, worker in zip(self.ranks, self.workers, strict=True)}
-        names = {rank: name for rank, name in names.items() if name in gone}
+        lost = {rank // self._per_replica for rank, name in names.items() if name in gone}
+        names = {rank: name for rank, name in names.items() if rank // self._per_replica in lost}
         if not names and error.worker in self._buried:
             return {}
-        if not names or len(names) == len(self.ranks) or self._per_replica > 1:
+        if not names or len(names) == len(self.ranks):
             raise error
         for rank, name in names.items():
-            logger.warning("%s died; the other trainer ranks compute its share of this step", name)
+            if name in gone:
+                logger.warning("%s died; the other trainer ranks compute its share of this step", name)
+            else:
+                logger.warning("%s is ended: it shared the base with a rank that died", name)
+                self._group.workers[rank].kill()
             attempt.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
             self.dead.add(rank)
             self._buried.add(name)
-        self._parted = True
+        self._parted, counts = True, (len(self.ranks), len(self._group.workers))
         if self._first in self.dead:
             self._first = self.ranks[0]
             logger.warning("%s sends the weights and writes the checkpoints from now on", self.first.name)
         self._died(names)
-        for rank in names:
-            self._call_successor(attempt, rank)
+        if self._per_replica > 1:
+            logger.warning(
+                "%d of %d trainer ranks go on; successors come with the next start from a checkpoint", *counts
+            )
+        else:
+            for rank in names:
+                self._call_successor(attempt, rank)
         return names
 
     def _call_successor(self, attempt: Attempt, rank: int) -> None:
@@ -171,7 +182,10 @@ class Living:
             # Before they meet, so that a death meanwhile has them meet again.
             self._parted = False
             try:
-                await join_process_group(self._group, timeout=group_timeout(attempt.config), members=self.workers)
+                seconds = group_timeout(attempt.config)
+                # Ranks that share the base do so in groups within the default one, which must not be left.
+                apart = self._per_replica > 1
+                await join_process_group(self._group, timeout=seconds, members=self.workers, apart=apart)
             except BaseException:
                 self._parted = True
                 raise

@@ -107,7 +107,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
         rollout=rollout_footprint(config, model, sampling_bytes),
         host=host_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
-        payload=stored_bytes(config, shapes),
+        payload=stored_bytes(config, shapes, model.adapter_parameters),
         adapter_bytes=model.version_bytes,
         peaks=Peaks(activations, sampling_bytes),
     )

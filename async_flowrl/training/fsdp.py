@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
+from separation.rendezvous import sum_ranks
 
 WHOLE_SHARE = 0.6
 """trainer.shard=auto: largest share of a GPU's memory that base, adapter and optimizer may take where every rank holds
@@ -38,8 +39,8 @@ class World(Place):
 
         A rank that has left the group, because no other lives, has the sum already.
         """
-        if self.size > 1 and dist.is_initialized():
-            dist.all_reduce(values)
+        if self.size > 1:
+            sum_ranks(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """`values` of every rank, in rank order."""
