@@ -130,7 +130,7 @@ class TrainerEndpoint:
                 await self._living.bury(self._attempt, error)
 
     async def _move_to(self, rank: Worker) -> None:
-        """Has the rank publish what the sender before it had. Raises RuntimeError where a digest is another one then."""
+        """Has the rank publish what the sender before it had. Raises RuntimeError where a digest differs then."""
         published, before = self._published, self._sender
         arguments = self._stream, published.versions, sorted(published.held)
         headers: dict[int, Header] = await rank.call("sender.take_over", *arguments, lane=PUBLISHING)

@@ -1,10 +1,10 @@
 """The trainer ranks that live: who has died, how the others meet without it, and how a successor takes its place.
 
-A death costs the other replicas what its replica had not handed in yet. Where every rank holds all of the base, a rank
-is a replica of its own, and a successor takes its place; ranks that shared the base with the dead one are ended, and the
-others go on without them. One rank, the first, also sends the weights and writes the checkpoints; when it dies, the next
-one does (controller/endpoints.py, controller/checkpoints.py). With the last replica a death goes back to the checkpoint
-(run/recovery.py).
+A death costs the other replicas what its replica had not handed in yet. Where every rank holds all of the base, a
+rank is a replica of its own, and a successor takes its place; ranks that shared the base with the dead one are ended,
+and the others go on without them. One rank, the first, also sends the weights and writes the checkpoints; when it dies,
+the next one does (controller/endpoints.py, controller/checkpoints.py). With the last replica a death goes back to the
+checkpoint (run/recovery.py).
 """
 
 import asyncio

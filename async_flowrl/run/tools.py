@@ -13,7 +13,7 @@ Predict = Callable[[Path], str | None]
 CheckDevices = Callable[[Config, Mapping[str, int]], Sequence[str]]
 """Compares the planned memory with the bytes of device memory by pool. Returns warnings or raises ConfigError."""
 ChooseLayout = Callable[[Config, Mapping[str, int]], tuple[Layout, Sequence[str]]]
-"""Decides what `auto` is in the trainer's layout, from bytes of device memory by pool. Returns it, and sentences why."""
+"""Decides what `auto` is in the trainer's layout, from bytes of device memory by pool. Returns it, and why."""
 ForetellSteps = Callable[[Config, Path], str]
 """Predicts the step time from the earlier steps in a run's directory. Returns a sentence, or why there is none."""
 ForetellMemory = Callable[[Config, Mapping[str, int]], str]

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from async_flowrl.controller import collect
+from async_flowrl.controller.replica_calls import ReplicaCalls
 from async_flowrl.training.checkpoint import checkpoint_step, written
 from async_flowrl.training.manifests import NotThePlan, check_plan, missing
 from async_flowrl.training.messages import Manifest
@@ -142,6 +143,23 @@ def test_the_role_goes_from_one_first_rank_to_the_next() -> None:
     check(found, "stream")
     moves = [(event["before"], event["worker"]) for event in found.observer.of("sender")]
     assert moves[0] == ("trainer-0", "trainer-1") and len(moves) == 2 and moves[1][0] == "trainer-1"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["train", "add_up", "take_step", "seal"])
+def test_with_a_rank_its_replica_is_ended_and_the_other_replicas_go_on(mode: str, method: str) -> None:
+    """Two ranks hold one copy of the base. Nobody is called in their place."""
+    arrange = ReplicaCalls._arrange
+
+    def in_twos(calls: ReplicaCalls, per_replica: int) -> None:
+        arrange(calls, min(2, len(calls.workers.workers)))
+
+    with mock.patch.object(ReplicaCalls, "_arrange", in_twos):
+        found = virtual(config(mode, 4), SHAKEN, killing(("trainer-0", method, 3)))
+    check(found, mode)
+    assert [event["worker"] for event in found.observer.of("fault")] == ["trainer-0", "trainer-1"]
+    assert [event["worker"] for event in found.observer.of("sender")] == ["trainer-2"]
+    assert not found.observer.of("rejoined") and found.groups["trainer"].replaced == 0
 
 
 @pytest.mark.parametrize("method", ["hold", "payload", "train"])

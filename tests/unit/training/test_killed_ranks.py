@@ -132,6 +132,23 @@ def test_ranks_killed_at_every_place_of_a_step_leave_the_weights_as_they_are(who
     assert [event["worker"] for event in found.observer.of("rejoined")] == successors
 
 
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", ["micro-batch", "manifest", "all-reduce", "stepped"])
+def test_a_shard_group_that_loses_a_rank_leaves_the_weights_to_the_others(place: str) -> None:
+    """Two replicas of two ranks; the first one is that of the rank that sends the weights."""
+    config = configuration(num_workers=4)
+    config.trainer.shard, config.trainer.shard_size, config.deadlines.update = "hybrid", 2, 120.0
+    given = batches(config)[:3]
+    found = asyncio.run(with_ranks(config, given, {"trainer-1": (1, place)}))
+    calm = alone(configuration(), given)
+    assert found.digest == calm.digest
+    assert [each["loss"] for each in found.metrics] == [each["loss"] for each in calm.metrics]
+    assert {event["worker"] for event in found.observer.of("fault")} == {"trainer-0", "trainer-1"}
+    assert len(found.observer.of("recomputed")) == (place != "stepped")
+
+
 def in_two_updates(*, late: bool, forgets: bool = False) -> str:
     """Weights after a batch of two optimizer steps; `late`: the second one's old predictions are made after the first.
 
