@@ -271,9 +271,10 @@ class TrainerConfig:
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base: full (FSDP2: a share each, gathered block by block), none (each all of
     it, nothing to gather: then a rank that dies costs its share of one step), hybrid (every shard_size ranks hold it
-    once between them, and end together), or auto: none on CPUs, and where the planned memory of a trainer rank, activations included,
-    takes at most 90 % of its GPU (with the rollout worker where placement=colocated); elsewhere full, or hybrid over
-    the ranks of a node where workers_per_node says how many these are. The start and `plan --memory` say which."""
+    once between them, and end together), or auto: none on CPUs, and where the planned memory of a trainer rank,
+    activations included, takes at most 90 % of its GPU (with the rollout worker where placement=colocated); elsewhere
+    full, or hybrid over the ranks of a node where workers_per_node says how many these are. The start and
+    `plan --memory` say which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that hold the base once between them with shard=hybrid, those of a node for example; must divide
     num_workers."""

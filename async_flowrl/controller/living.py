@@ -126,7 +126,8 @@ class Living:
     async def bury(self, attempt: Attempt, error: WorkerDied | WorkerFailed) -> dict[int, str]:
         """The ranks whose death shows in `error`, with their names; none where another call has buried them meanwhile.
 
-        Raises it where nobody has died, nobody is left, or one has that the others cannot do without.
+        With a rank go those that shared the base with it, which are killed. Raises it where nobody has died, or nobody
+        would be left.
         """
         gone = {worker.name for worker in await dead_among(self.workers)}
         if isinstance(error, WorkerDied):
@@ -143,7 +144,7 @@ class Living:
                 logger.warning("%s died; the other trainer ranks compute its share of this step", name)
             else:
                 logger.warning("%s is ended: it shared the base with a rank that died", name)
-                self._group.workers[rank].kill()
+            self._group.workers[rank].kill()
             attempt.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
             self.dead.add(rank)
             self._buried.add(name)
