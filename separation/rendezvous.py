@@ -76,7 +76,7 @@ def sum_ranks(values: Any) -> None:
     import torch.distributed as dist
 
     if _apart:
-        options: Any = dist.AllreduceOptions()  # type: ignore[attr-defined]
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         _apart[0].allreduce([values], options).wait()
     elif dist.is_initialized():

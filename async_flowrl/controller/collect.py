@@ -47,6 +47,11 @@ def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
     return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
 
 
+def complete(groups: Sequence[HandedGroup], sums: Sums) -> bool:
+    """Whether every part of the groups is in somebody's sum."""
+    return not missing(planned_parts(groups), sums.manifests.values())
+
+
 def lacking(
     groups: Sequence[HandedGroup], sums: Sums, owned: Callable[[HandedGroup], HandedGroup]
 ) -> list[HandedGroup]:

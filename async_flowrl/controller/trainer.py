@@ -13,7 +13,7 @@ import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.collect import Stepped, Sums, add_up, lacking, planned_parts, take_step
+from async_flowrl.controller.collect import Stepped, Sums, add_up, complete, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.owners import idle_ranks, repeating_ranks
@@ -24,7 +24,6 @@ from async_flowrl.controller.replicas import (
     with_trajectories,
 )
 from async_flowrl.controller.step_metrics import StepStatistics
-from async_flowrl.training.manifests import missing
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import NOBODY, cut
@@ -217,7 +216,7 @@ class TrainerGroup(ReplicaCalls):
                 self._book_state(ctx, replica, "busy")
             try:
                 await self.living.meet(ctx)
-                if missing(planned_parts(groups), sums.manifests.values()):
+                if not complete(groups, sums):
                     continue  # one has died in the meantime
                 summed = await add_up(ctx, self.living, sums, groups, measures=self._measures)
             except (WorkerDied, WorkerFailed) as error:

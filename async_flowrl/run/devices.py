@@ -33,12 +33,13 @@ async def lay_out(
     config = prepared.config
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
-    trainers.layout, reasons = await asyncio.to_thread(choose, prepared.at_largest, memory)
+    layout, reasons = await asyncio.to_thread(choose, prepared.at_largest, memory)
+    trainers.layout = layout
     for sentence in reasons:
         logger.info("%s", sentence)
     if reasons and config.console != "quiet":
         say(named_lines([("layout", sentence) for sentence in reasons], 10))
-    settled = replace(config, trainer=trainers.layout.applied(config.trainer))
+    settled = replace(config, trainer=layout.applied(config.trainer))
     return replace(prepared, config=settled), memory
 
 
