@@ -299,10 +299,11 @@ class TrainerConfig:
     max_grad_norm: float = setting(1.0, above=0, infinite=True)
     """L2 norm of the whole gradient above which it is scaled down to it."""
     gradient_checkpointing: str = setting(
-        "none", choices=("none", "every_4", "every_3", "every_2", "full"), changes=ROUNDING
+        "none", choices=("none", "every_4", "every_3", "every_2", "full", "auto"), changes=ROUNDING
     )
     """Blocks that recompute their activations in the backward pass: none, every fourth, third or second, or all of them
-    (full: least memory, about a third more time). `plan --memory` says which of them fits."""
+    (full: least memory, about a third more time). auto: the first of these with which the planned memory of a trainer
+    rank, activations included, takes at most 90 % of its GPU; none on CPUs. The start and `plan --memory` say which."""
     compile: bool = setting(False, changes=ROUNDING)
     """torch.compile of each block. Its kernels round differently from those of a rollout that does not compile."""
     cpu_offload: bool = setting(False, changes=ROUNDING)

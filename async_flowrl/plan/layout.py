@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.plan.devices import GIB, ROLLOUT, TIGHT, TRAINER, Device, footprint, titled_devices
 from async_flowrl.plan.memory import sampling_peak, training_peak
-from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
         held = footprint(title, now, model, device).resident
         if held <= device.available and how not in peaks:
             # Checkpointing cannot be removed from a network, so each way takes a new one.
-            peaks[how] = training_peak(now, model if how == "none" else build_meta_model(now))
+            peaks[how] = _peak(now, model if how == "none" else build_meta_model(now))
         whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
         total = whole.total if held <= device.available else max(held, whole.total)
         tried.append((layout, total))
@@ -95,6 +95,12 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
             break
     layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else min(tried, key=lambda one: one[1])
     return _chosen(layout, asked, _why(title, tried, layout, total, device))
+
+
+def _peak(config: Config, model: MetaModel) -> int:
+    """Of training, after sampling has made what a network makes once and keeps, as in a plan of both."""
+    sampling_peak(config, model)
+    return training_peak(config, model)
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, device: Device) -> str:

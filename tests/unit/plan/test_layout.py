@@ -20,7 +20,7 @@ WHOLE, HALF, ALL = Layout("none", None, "none"), Layout("none", None, "every_2")
 
 
 def config(*overrides: str) -> Config:
-    sizes = ["model.tiny.layers=4", "model.tiny.heads=8", "lora.rank=4"]
+    sizes = ["model.tiny.layers=4", "model.tiny.heads=8", "lora.rank=1"]
     return compose_config("one_step_off", [*sizes, *overrides])
 
 
@@ -44,14 +44,13 @@ def test_as_few_blocks_are_checkpointed_as_fit() -> None:
 
 
 def test_ranks_share_the_base_where_nothing_else_fits_and_activations_count() -> None:
-    given = config("trainer.num_workers=2", "trainer.micro_batch_size=16", "model.dtype=float32", "model.tiny.heads=24")
+    deep = ("model.tiny.layers=12", "model.dtype=float32", "trainer.micro_batch_size=16")
+    given = config("trainer.num_workers=2", *deep)
     whole = needed(given, WHOLE)
     assert resolved(given, {"trainer": whole}).layout.shard == "none"
     found = resolved(given, {"trainer": whole - 2})
     assert found.layout == Layout("full", None, "none") and "with shard=none" in found.reasons[0]
-    by_node = config(
-        "trainer.num_workers=4", "trainer.workers_per_node=2", "model.dtype=float32", "model.tiny.heads=24"
-    )
+    by_node = config("trainer.num_workers=4", "trainer.workers_per_node=2", *deep)
     shared = resolved(by_node, {"trainer": needed(by_node, WHOLE) - 2}).layout
     assert (shared.shard, shared.shard_size) == ("hybrid", 2)
 
