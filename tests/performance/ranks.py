@@ -100,7 +100,7 @@ def adding(kind: type[ExactSum]) -> Iterator[None]:
 
 
 def prepared_for(overrides: Sequence[str]) -> Prepared:
-    return prepare(compose_config("one_step_off", [*overrides, "max_staleness=0", "output_dir=outputs/none"]))
+    return prepare(compose_config("one_step_off", [*overrides, "output_dir=outputs/none"]))
 
 
 def step_of(workers: Workers) -> Callable[[], None]:
