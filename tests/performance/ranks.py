@@ -65,6 +65,7 @@ ORDER_RUN = (
     "total_steps=10",
     "prompts_per_step=8",
     "group_size=8",
+    "trainer.micro_batch_size=8",
     "reward.num_workers=4",
     "save.every=0",
     "evaluate.before_training=false",
