@@ -10,6 +10,7 @@ from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.findings import OK, SKIPPED, WARNING, Finding, failed
 from async_flowrl.doctor.machines import GIB, Machine
 from async_flowrl.plan.devices import check_devices
+from async_flowrl.plan.layout import resolved
 from separation.by_node import holds, share_of_node
 from separation.group import PoolSpec
 from separation.placement import needs_of, totals
@@ -32,11 +33,11 @@ def devices(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machi
     largest = {pool: sizes[min(counts[pool], len(sizes)) - 1][0] for pool, sizes in offered.items()}
     smallest = {pool: sizes[-1][0] for pool, sizes in offered.items()}
     try:
-        warnings = check_devices(config, largest)
+        warnings = check_devices(resolved(config, largest).applied(config), largest)
     except ConfigError as error:
         return failed(NAME, error, "a run would refuse it with this sentence")
     try:
-        warnings = check_devices(config, smallest)
+        warnings = check_devices(resolved(config, smallest).applied(config), smallest)
     except ConfigError as error:
         small = {name for pool, sizes in offered.items() for size, name in sizes if size < largest[pool]}
         sentence = f"on the smaller GPUs of {', '.join(sorted(small))}: {error}"

@@ -310,7 +310,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
             await join_process_group(group, timeout=group_timeout(config))
-        infos: list[dict[str, Any]] = await trainers.all("load")
+        infos: list[dict[str, Any]] = await trainers.all("load", 1, trainers.layout)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 
