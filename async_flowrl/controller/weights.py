@@ -15,7 +15,8 @@ from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint, TrainerEndpoint
-from async_flowrl.controller.shared import delivery_options, endpoint_of
+from async_flowrl.controller.own_versions import endpoint_of
+from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY

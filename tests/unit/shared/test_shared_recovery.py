@@ -16,7 +16,7 @@ SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
 
 @pytest.fixture(autouse=True)
 def _toys() -> Iterator[None]:
-    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
         targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets

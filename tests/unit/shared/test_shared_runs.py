@@ -26,7 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
 def _toy_ranks_meet() -> Iterator[None]:
     """Toy ranks add up without a process group: those that meet are those whose sums are added."""
 
-    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
         targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets
