@@ -139,8 +139,9 @@ def sums(rounds: int) -> Iterator[tuple[str, ...]]:
 class BareLoop:
     """A process with a bare loop of some threads."""
 
-    def __init__(self, prepared: Prepared, threads: int, index: int, name: str) -> None:
+    def __init__(self, overrides: Sequence[str], threads: int, index: int, name: str) -> None:
         torch.set_num_threads(threads)
+        prepared = prepared_for(overrides)
         config = prepared.config
         workers = Workers(prepared)
         self.bare = bare_of(prepared, workers)
@@ -172,7 +173,11 @@ class Ranks:
         infos = await self.trainers.all("load")
         self.trainers.laid_out(self.config, infos[0]["ranks_per_replica"])
         self.ctx: Any = SimpleNamespace(
-            config=self.config, observer=ListObserver(), requests=self.requests, base_digest=infos[0]["base_digest"]
+            config=self.config,
+            observer=ListObserver(),
+            requests=self.requests,
+            base_digest=infos[0]["base_digest"],
+            table=SimpleNamespace(ready_groups=lambda step: []),
         )
 
     async def update(self, workers: Workers) -> Times:
@@ -199,10 +204,12 @@ async def updates(rounds: int) -> list[tuple[str, ...]]:
     torch.set_num_threads(1)
     found: list[tuple[str, ...]] = []
     for name, overrides in MODELS.items():
-        prepared = prepared_for([*overrides, "trainer.timesteps_per_forward=null"])
+        given = [*overrides, "trainer.timesteps_per_forward=null"]
+        prepared = prepared_for(given)
         workers = Workers(prepared)
         workers.generate()
-        bare = {n: ProcessPool("bare", 1, f"{__name__}:BareLoop", {"prepared": prepared, "threads": n}) for n in (1, 2)}
+        loop = "tests.performance.ranks:BareLoop"
+        bare = {n: ProcessPool("bare", 1, loop, {"overrides": given, "threads": n}) for n in (1, 2)}
         ranks = {n: Ranks(prepared, n) for n in (1, 2)}
         try:
             for each in ranks.values():
