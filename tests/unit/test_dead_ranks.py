@@ -325,3 +325,18 @@ def unchecked(*arguments: Any) -> None:
 def test_a_mutant_that_counts_a_dead_ranks_sum_is_caught(mutant: Callable[[], Any]) -> None:
     with mutant(), pytest.raises((NotThePlan, WorkerFailed), match=r"is in no rank's sum|is not Account"):
         virtual(config("batch", 3), SHAKEN, killing(("trainer-1", "add_up", 3)))
+
+
+def test_a_rank_that_died_before_the_last_one_loads_again_with_it(tmp_path: Path) -> None:
+    """The run goes back with a rank whose successor has not come yet."""
+    kill, calls = killing(("trainer-1", "train", 4), ("trainer-0", "take_step", 4)), list[tuple[str, str]]()
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        calls.append((worker, method))
+        return kill(worker, method, number)
+
+    given = toy_config(1, steps=6, trainer__num_workers=2, save__every=2, monitor__progress=False)
+    assert run_controller(given, tmp_path, World(Timing(update=0.3), fault, ListObserver())) is None
+    assert len(rollbacks(tmp_path)) == 1
+    restored = [worker for worker, method in calls if method == "restore"]
+    assert len(restored) == 2 and {(worker, "load") for worker in restored} <= set(calls)
