@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
+from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, in_one, plan_memory
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
@@ -47,9 +48,15 @@ class Needs:
 def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
     plan = plan_memory(config)
+    if config.placement == SHARED:
+        pools = [Process(SHARED, config.trainer.num_workers, shared_bytes(config, plan, on_gpus=on_gpus))]
+    else:
+        pools = [
+            Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
+            Process("rollout", config.rollout.num_workers, rollout_bytes(config, plan, on_gpus=on_gpus)),
+        ]
     processes = [
-        Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
-        Process("rollout", config.rollout.num_workers, rollout_bytes(config, plan, on_gpus=on_gpus)),
+        *pools,
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in reward_pools(config.reward)),
         Process("controller", 1, PROCESS_BYTES),
     ]
@@ -82,6 +89,14 @@ def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
             + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
         )
     return PROCESS_BYTES + on_host(plan.rollout)
+
+
+def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
+    """Host memory of a process that samples and trains: on a GPU what both need there, on a CPU one base for both."""
+    if on_gpus and config.trainer.gpus_per_worker > 0:
+        sampling = rollout_bytes(config, plan, on_gpus=True)
+        return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
+    return PROCESS_BYTES + on_host(in_one(plan.trainer, plan.rollout, full=plan.model.full))
 
 
 def on_host(footprint: Footprint) -> int:
