@@ -186,7 +186,7 @@ def test_one_worker_and_a_reward_that_is_stuck() -> None:
     assert found.observer.of("injected")
 
 
-@pytest.mark.parametrize("mode", ["one step off", "fully async"])
+@pytest.mark.parametrize("mode", ["one step off", pytest.param("fully async", marks=pytest.mark.slow)])
 def test_one_worker_loses_a_payload_of_a_step_while_the_next_is_made(mode: str) -> None:
     async def lose(ctx: Any, groups: Any) -> None:
         while True:
