@@ -10,14 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import ray
 
+from separation.processes import descendants, kill
 from separation.ray_group import node_address
 from separation.ray_watch import ray_patience
 
 SHARE = 0.8
 """Of the time after which Ray gives a head up: later than the driver does, which then says so, and sooner than Ray."""
+ATTEMPT, PAUSE = 1 / 8, 1 / 16
+"""Of the time that the head may be out of reach: the limit of an attempt to connect, and the pause after it."""
+FEWEST_FAILURES = 4
+LAST_WORDS_SECONDS = 2.0
 
 
 def settle_in(fenced: bool) -> str:
@@ -34,22 +40,25 @@ def settle_in(fenced: bool) -> str:
 
 
 def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str], None]) -> None:
-    """Connects to an address four times in `seconds`; calls `give_up` when that has failed for `seconds`, and returns.
+    """Connects to an address again and again; calls `give_up` when that has failed for `seconds`, and returns.
 
-    They count from the first attempt that failed, so a process that was itself stopped for a while asks again.
+    They count from the first attempt that failed. An attempt is short, since TCP asks again after ever longer pauses:
+    one long attempt would miss a cable that was put back. A few must have failed, so that a process that was itself
+    stopped for a while asks again.
     """
-    failing_since: float | None = None
+    failures, failing_since = 0, 0.0
     while True:
         began = time.monotonic()
-        why = unreachable(host, port, seconds)
+        why = unreachable(host, port, ATTEMPT * seconds)
         if why is None:
-            failing_since = None
+            failures = 0
         else:
-            failing_since = began if failing_since is None else failing_since
-            if time.monotonic() - failing_since >= seconds:
+            failing_since = failing_since if failures else began
+            failures += 1
+            if failures >= FEWEST_FAILURES and time.monotonic() - failing_since >= seconds:
                 give_up(f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why}): this worker ends itself")
                 return
-        time.sleep(seconds / 4)
+        time.sleep(PAUSE * seconds)
 
 
 def unreachable(host: str, port: int, seconds: float) -> str | None:
@@ -62,7 +71,22 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
 
 
 def end(why: str) -> None:
-    """Ends this process at once, whatever its other threads wait for; its log says why."""
-    sys.stderr.write(f"{why}\n")
-    sys.stderr.flush()
-    os._exit(1)
+    """Ends this process, and those that it has started, at once, whatever its other threads wait for.
+
+    Its log says why where that can be written: the disk may be full, or on the other side of the cable.
+    """
+    try:
+        telling = threading.Thread(target=tell, args=(why,), name="last words", daemon=True)
+        telling.start()
+        telling.join(LAST_WORDS_SECONDS)
+        for process in descendants(os.getpid()):
+            kill(process)
+    finally:
+        os._exit(1)
+
+
+def tell(why: str) -> None:
+    """Writes a line to the log; what the disk refuses is not said."""
+    with suppress(OSError):
+        sys.stderr.write(f"{why}\n")
+        sys.stderr.flush()
