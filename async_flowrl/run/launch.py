@@ -56,7 +56,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
     """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
     config = prepared.config
     training = [shared_pool(prepared)] if config.placement == SHARED else separate_pools(prepared)
-    return [*training, *(reward_spec(pool, config) for pool in reward_pools(config.reward)), *server_pools(config)]
+    return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
 
 
 def shared_pool(prepared: Prepared) -> PoolSpec:
@@ -124,11 +124,6 @@ def separate_pools(prepared: Prepared) -> list[PoolSpec]:
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
             allocator="" if vllm_omni else EXPANDABLE,
         ),
-<<<<<<< HEAD
-=======
-        *(reward_spec(pool, config) for pool in scoring_pools(config)),
-        *server_pools(config),
->>>>>>> rewards
     ]
 
 
