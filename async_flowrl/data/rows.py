@@ -51,7 +51,7 @@ class Rows(Protocol):
 class LineRows:
     """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`.
 
-    The file stays open, and everything is read from it, so that a file that replaces it changes nothing.
+    A large file stays open, and everything is read from it, so that a file that replaces it changes nothing.
     """
 
     left_out: tuple[str, ...] = ()
@@ -62,6 +62,8 @@ class LineRows:
         self._file = path.open("rb", buffering=0)
         kept = os.fstat(self._file.fileno()).st_size <= IN_MEMORY_BYTES
         self._bytes = self._file.read() if kept else None
+        if kept:
+            self._file.close()
         self._starts, self._lengths, self._numbers = array("q"), array("I"), array("I")
         start = 0
         with self._opened() as file:

@@ -38,8 +38,9 @@ benchmark's own judgement. It returns the scores, the judgement (0 or 1), the st
 def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, float]]]:
     """Returns the scoring function, which returns one dictionary per image and raises ValueError for an incomplete row.
 
-    `score` is the share of the requested things in the image, which flow_grpo trains on. `correct` is the benchmark's
-    judgement, and `strict` is the same with exact counts.
+    `score` is the share of the requested things in the image, which flow_grpo trains on: 1 at most, and below 0 if the
+    image has more than twice as many objects as requested. `correct` is the benchmark's judgement, and `strict` is the
+    same with exact counts.
     """
 
     def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
