@@ -27,7 +27,7 @@ IN_MEMORY_BYTES = 32 * 2**20
 class TableRows:
     """The rows of parquet files, or of the Arrow files of a dataset folder; `key` is the prompt's column.
 
-    Raises PromptError if the files have different columns or lack `key`.
+    Raises PromptError if the files have different columns, or lack `key` or have it as bytes.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], key: str) -> None:
@@ -43,6 +43,8 @@ class TableRows:
             raise PromptError(f"{path}: its files have different columns: {first_line(error)}") from error
         self.left_out = tuple(dict.fromkeys(name for _, names in tables for name in names))
         self._table = table.drop_columns([name for name in self.left_out if name in table.column_names])
+        if key in self.left_out:
+            raise PromptError(f"{path}: data.prompt_key={key} is a column of bytes; prompts must be written as text")
         if key not in self._table.column_names:
             raise PromptError(f"{path}: {unknown_name('data.prompt_key', key, self._table.column_names)}")
 

@@ -61,7 +61,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-SOME = [{"prompt": f"ein schöner Prompt {i}", "tag": {"n": [i]}, "w": i % 3} for i in range(200)]
+SOME: list[dict[str, Any]] = [{"prompt": f"ein schöner Prompt {i}", "tag": {"n": [i]}, "w": i % 3} for i in range(200)]
 
 
 def some(folder: Path, kind: str) -> Path:
@@ -133,6 +133,15 @@ def test_a_copy_has_no_name_while_it_is_written(tmp_path: Path, on_disk: Path, m
     monkeypatch.setattr(tables, "_batches", watched)
     assert len(load(some(tmp_path, "parquet"), held_out=0).train) == len(SOME)
     assert not written
+
+
+def test_a_prompt_of_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"a fox"], "id": [1]}), path)
+    with pytest.raises(
+        PromptError, match=r"bytes\.parquet: data\.prompt_key=prompt is a column of bytes; prompts must"
+    ):
+        load(path)
 
 
 def test_a_copy_that_cannot_be_written_is_named(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
