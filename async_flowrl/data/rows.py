@@ -51,7 +51,7 @@ class Rows(Protocol):
 class LineRows:
     """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`.
 
-    The file stays open, so that a file that replaces it changes nothing.
+    A large file stays open, and everything is read from it, so that a file that replaces it changes nothing.
     """
 
     left_out: tuple[str, ...] = ()
@@ -61,7 +61,9 @@ class LineRows:
         self._key, self._json = key, path.suffix == ".jsonl"
         self._file = path.open("rb", buffering=0)
         kept = os.fstat(self._file.fileno()).st_size <= IN_MEMORY_BYTES
-        self._bytes = path.read_bytes() if kept else None
+        self._bytes = self._file.read() if kept else None
+        if kept:
+            self._file.close()
         self._starts, self._lengths, self._numbers = array("q"), array("I"), array("I")
         start = 0
         with self._opened() as file:
@@ -83,7 +85,10 @@ class LineRows:
         start, length = self._starts[index], self._lengths[index]
         if self._bytes is not None:
             return self._parsed(index, self._bytes[start : start + length])
-        return self._parsed(index, os.pread(self._file.fileno(), length, start))
+        try:
+            return self._parsed(index, os.pread(self._file.fileno(), length, start))
+        except OSError as error:  # network file systems lose files that are replaced
+            raise PromptError(f"{self.where(index)}: the file cannot be read any more: {error}") from error
 
     def scan(self) -> Iterator[Row | PromptError]:
         with self._opened() as file:
@@ -95,10 +100,10 @@ class LineRows:
                     yield refusal
 
     def _opened(self) -> BinaryIO:
-        """Returns the file, open at its beginning."""
+        """Returns the file, at its beginning, with a position of its own."""
         if self._bytes is not None:
             return io.BytesIO(self._bytes)
-        return self.path.open("rb", buffering=BUFFER_BYTES)
+        return io.BufferedReader(_Again(self._file), BUFFER_BYTES)
 
     def _parsed(self, index: int, line: bytes) -> Row:
         try:
@@ -114,6 +119,28 @@ class LineRows:
         if not isinstance(row, dict):
             raise PromptError(f"{self.where(index)}: expected a JSON object, got {type(row).__name__}")
         return row
+
+
+class _Again(io.RawIOBase):
+    """An open file from its beginning, whatever its path names by now; many may read it at a time."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._file.fileno(), [buffer], self._position)
+        self._position += count
+        return count
 
 
 def open_rows(path: Path, key: str) -> Rows:

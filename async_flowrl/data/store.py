@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import Keys, digest, digest_all, no_target, read_prompt, read_weight, text_key
-from async_flowrl.data.rows import Rows
+from async_flowrl.data.rows import Row, Rows
 from async_flowrl.types import Prompt, Resolution
 
 DIGEST_BYTES = 16
@@ -150,8 +150,8 @@ class Prompts(Sequence[Prompt]):
         wanted = iter(self._places.tolist())
         next_place, index = next(wanted, None), 0
         for place, row in enumerate(self.rows.scan()):
-            if place == next_place and not isinstance(row, PromptError):
-                yield read_prompt(index, self.rows.where(place), row, self._keys)
+            if place == next_place:
+                yield self._checked(index, row)
                 next_place, index = next(wanted, None), index + 1
                 if next_place is None:
                     return
@@ -173,10 +173,19 @@ class Prompts(Sequence[Prompt]):
 
     def _read(self, index: int) -> Prompt:
         """Reads a prompt again. Raises PromptError if it is not what it was in the scan: large files stay on disk."""
-        where, row, prompt = self.where(index), int(self._places[index]), None
+        try:
+            row: Row | PromptError = self.rows.row(int(self._places[index]))
+        except PromptError as refusal:
+            row = refusal
+        return self._checked(index, row)
+
+    def _checked(self, index: int, row: Row | PromptError) -> Prompt:
+        """Returns the prompt of a row that was read again. Raises PromptError if it is not what it was in the scan."""
+        where, prompt = self.where(index), None
         weight = None if self.weights is None else float(self.weights[index])
-        with suppress(PromptError):
-            prompt = read_prompt(index, where, self.rows.row(row), self._keys)
+        if not isinstance(row, PromptError):
+            with suppress(PromptError):
+                prompt = read_prompt(index, where, row, self._keys)
         if prompt is None or digest(prompt, weight) != self._digests[index].tobytes():
             raise PromptError(f"{where}: this prompt has changed since the start; restore the file, and resume the run")
         return prompt

@@ -1,11 +1,12 @@
 """Rows of tables: parquet files, and datasets that `save_to_disk` of the library `datasets` wrote (Arrow IPC streams).
 
 Datasets are memory-mapped. A large parquet file, whose compressed columns give no access to single rows, is copied to a
-temporary Arrow file, which is memory-mapped, too. It is deleted as soon as it is mapped, so nothing is left of it,
-however the process ends.
+temporary Arrow file, which is memory-mapped, too. That file has no name, so nothing is left of it, however the process
+ends.
 """
 
 import json
+import mmap
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ IN_MEMORY_BYTES = 32 * 2**20
 class TableRows:
     """The rows of parquet files, or of the Arrow files of a dataset folder; `key` is the prompt's column.
 
-    Raises PromptError if the files have different columns or lack `key`.
+    Raises PromptError if the files have different columns, or lack `key` or have it as bytes.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], key: str) -> None:
@@ -42,6 +43,8 @@ class TableRows:
             raise PromptError(f"{path}: its files have different columns: {first_line(error)}") from error
         self.left_out = tuple(dict.fromkeys(name for _, names in tables for name in names))
         self._table = table.drop_columns([name for name in self.left_out if name in table.column_names])
+        if key in self.left_out:
+            raise PromptError(f"{path}: data.prompt_key={key} is a column of bytes; prompts must be written as text")
         if key not in self._table.column_names:
             raise PromptError(f"{path}: {unknown_name('data.prompt_key', key, self._table.column_names)}")
 
@@ -102,18 +105,27 @@ def _copied(path: Path, file: Any, columns: list[str] | None) -> Any:
 
     schema = file.schema_arrow if columns is None else _chosen(file.schema_arrow, columns)
     try:
-        with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
+        with tempfile.TemporaryFile() as copy:
             with pyarrow.ipc.new_stream(copy, schema) as writer:
-                for batch in file.iter_batches(columns=columns):
+                for batch in _batches(path, file, columns):
                     writer.write_batch(batch)
             copy.flush()
             pyarrow.default_memory_pool().release_unused()
-            return _mapped(Path(copy.name))
+            mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+        return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all()
     except OSError as error:
         raise PromptError(
             f"{path} is large, and a copy of it for random access cannot be written to {tempfile.gettempdir()}: "
             f"{first_line(error)}; the variable TMPDIR names another folder"
         ) from error
+
+
+def _batches(path: Path, file: Any, columns: list[str] | None) -> Iterator[Any]:
+    """Yields the batches of an open parquet file. Raises PromptError, which its writer does not take for its own."""
+    try:
+        yield from file.iter_batches(columns=columns)
+    except OSError as error:
+        raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
 
 
 def _chosen(schema: Any, columns: Sequence[str]) -> Any:

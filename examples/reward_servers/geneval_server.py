@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ benchmark's own judgement. It returns the scores, the judgement (0 or 1), the st
 def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, float]]]:
     """Returns the scoring function, which returns one dictionary per image and raises ValueError for an incomplete row.
 
-    `score` is the share of the requested things in the image, which flow_grpo trains on. `correct` is the benchmark's
-    judgement, and `strict` is the same with exact counts.
+    `score` is the share of the requested things in the image, which flow_grpo trains on: 1 at most, and below 0 if the
+    image has more than twice as many objects as requested. `correct` is the benchmark's judgement, and `strict` is the
+    same with exact counts.
     """
 
     def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
@@ -61,19 +63,27 @@ def cloned(folder: Path, repository: str = REPOSITORY, commit: str = COMMIT) -> 
     if not (target / ".git").exists():
         if shutil.which("git") is None:
             raise server.ServeError(f"{repository} cannot be cloned without git; --checkout names a checkout")
-        partial = folder / f"{commit}.{os.getpid()}"
-        partial.mkdir(parents=True)
-        for words in (["init"], ["fetch", "--depth=1", repository, commit], ["checkout", commit]):
-            ran = subprocess.run(["git", "-C", str(partial), *words], capture_output=True, text=True, check=False)
-            if ran.returncode:
-                said = " ".join(ran.stderr.split())
-                raise server.ServeError(f"git {words[0]} of {repository} failed ({said}); --checkout names a checkout")
-        try:
-            partial.rename(target)
-        except OSError:  # another server of this node was faster
-            if not target.exists():
-                raise
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f"{commit}.", ignore_cleanup_errors=True) as made:
+            partial = Path(made) / commit
+            partial.mkdir()
+            for words in (["init"], ["fetch", "--depth=1", repository, commit], ["checkout", commit]):
+                git(repository, partial, words)
+            try:
+                partial.rename(target)
+            except OSError:  # another server of this node was faster
+                if not target.exists():
+                    raise
     return target
+
+
+def git(repository: str, folder: Path, words: Sequence[str]) -> None:
+    """Runs git in `folder`; it asks nobody for a password. Raises ServeError if it fails."""
+    silent = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    ran = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False, env=silent)
+    if ran.returncode:
+        said = " ".join(ran.stderr.split())
+        raise server.ServeError(f"git {words[0]} of {repository} failed ({said}); --checkout names a checkout")
 
 
 def config_of_mmdet() -> Path:

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.config.schema import DataConfig
+from async_flowrl.data import tables
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import MAX_CHARACTERS, digest, text_key
@@ -59,7 +61,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-SOME = [{"prompt": f"ein schöner Prompt {i}", "tag": {"n": [i]}, "w": i % 3} for i in range(200)]
+SOME: list[dict[str, Any]] = [{"prompt": f"ein schöner Prompt {i}", "tag": {"n": [i]}, "w": i % 3} for i in range(200)]
 
 
 def some(folder: Path, kind: str) -> Path:
@@ -96,15 +98,50 @@ def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: P
     path.replace(tmp_path / "moved")
     path.write_text("another file\n")
     assert prompts[last - 1].text == SOME[last - 1]["prompt"]
+    assert [prompt.text for prompt in prompts] == [row["prompt"] for row in SOME]
     with (tmp_path / "moved").open("r+b") as file:
         file.write(before.replace(b"Prompt 1", b"Prompt 2"))
     assert prompts[last] == expected, "it is still in the cache"
     with pytest.raises(PromptError, match=rf"some\.{kind}:199: this prompt has changed since the start; restore the"):
         prompts[last - 2]
     assert prompts[20].text == SOME[20]["prompt"], "this one has not changed"
+    with pytest.raises(PromptError, match=rf"some\.{kind}:3: this prompt has changed since the start"):
+        list(prompts)
     os.truncate(tmp_path / "moved", 40)
     with pytest.raises(PromptError, match="has changed since the start"):
         prompts[21]
+
+
+def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, on_disk: Path) -> None:
+    path = some(tmp_path, "parquet")
+    written = bytearray(path.read_bytes())
+    written[40:400] = bytes(360)
+    path.write_bytes(written)
+    with pytest.raises(PromptError, match=r"some\.parquet is not a parquet file: "):
+        load(path)
+
+
+def test_a_copy_has_no_name_while_it_is_written(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed in the middle leaves nothing behind."""
+    written, batches = list[Path](), tables._batches
+
+    def watched(*given: Any) -> Iterator[Any]:
+        for batch in batches(*given):
+            yield batch
+            written.extend(on_disk.iterdir())
+
+    monkeypatch.setattr(tables, "_batches", watched)
+    assert len(load(some(tmp_path, "parquet"), held_out=0).train) == len(SOME)
+    assert not written
+
+
+def test_a_prompt_of_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"a fox"], "id": [1]}), path)
+    with pytest.raises(
+        PromptError, match=r"bytes\.parquet: data\.prompt_key=prompt is a column of bytes; prompts must"
+    ):
+        load(path)
 
 
 def test_a_copy_that_cannot_be_written_is_named(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def test_geneval_clones_its_code_once_at_a_fixed_commit(tmp_path: Path) -> None:
         module.server.ServeError, match=r"git fetch of .*gone failed \(.*\); --checkout names a checkout"
     ):
         module.cloned(cache, str(tmp_path / "gone"), "0" * 40)
+    assert [each.name for each in cache.iterdir()] == [commit], "a failure leaves nothing that the next start finds"
 
 
 def test_geneval_takes_the_configuration_of_mmdet_and_checks_its_weights(
