@@ -24,7 +24,7 @@ from async_flowrl.algorithms import dpo
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
-from async_flowrl.rollout import registry as rollout_loading
+from async_flowrl.policies import one_base
 from async_flowrl.training import base_weights, exact, fsdp
 from async_flowrl.training import worker as training
 
@@ -72,8 +72,8 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (training, "smallest_memory", lambda *_: memory),
         (base_weights, "_stored", lambda _: _Files()),
         (base_weights, "_same_names", lambda *_: None),
-        (rollout_loading, "load_policy", load_policy),
-        (rollout_loading, "base_digest", lambda _: ""),
+        (one_base, "load_policy", load_policy),
+        (one_base, "base_digest", lambda _: ""),
         (exact, "_read", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
