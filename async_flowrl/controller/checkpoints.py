@@ -42,7 +42,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass
 class Checkpoints:
-    """Starts the writing of checkpoints on the first trainer rank that lives and keeps count of those that were written."""
+    """Starts the writing of checkpoints on the first trainer rank that lives, and keeps count of those written."""
 
     config: Config
     directory: RunDirectory

@@ -54,7 +54,9 @@ def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
     ],
     ids=str,
 )
-def test_the_weights_are_the_same_whoever_dies(tmp_path: Path, workers: int, faults: list[Fault], goes_back: bool) -> None:
+def test_the_weights_are_the_same_whoever_dies(
+    tmp_path: Path, workers: int, faults: list[Fault], goes_back: bool
+) -> None:
     calm = ran(tmp_path / "calm", 1)
     found = ran(tmp_path / "found", workers, *faults)
     assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
