@@ -131,8 +131,8 @@ class Checkpoints:
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
     async def _copied(self, ctx: Context) -> list[Worker]:
-        """The ranks that hold a copy of the present state: the first, which writes it, and one of another replica, which
-        does if the first dies.
+        """The ranks that hold a copy of the present state: the first, which writes it, and one of another replica,
+        which does if the first dies.
 
         With tune=full the first alone: a copy of whole weights with their optimizer is host memory that a second rank
         of the same node may not have.
