@@ -42,7 +42,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass
 class Checkpoints:
-    """Starts the writing of checkpoints on trainer rank 0 and keeps count of those that were written."""
+    """Starts the writing of checkpoints on the first trainer rank that lives, and keeps count of those written."""
 
     config: Config
     directory: RunDirectory
@@ -131,15 +131,15 @@ class Checkpoints:
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
     async def _copied(self, ctx: Context) -> list[Worker]:
-        """The ranks that hold a copy of the present state: the first, which writes it, and the next one, which does if
-        the first dies.
+        """The ranks that hold a copy of the present state: the first, which writes it, and one of another replica,
+        which does if the first dies.
 
         With tune=full the first alone: a copy of whole weights with their optimizer is host memory that a second rank
         of the same node may not have.
         """
         living = self.trainers.living
         while True:
-            writers = [living.first, *([] if self.config.tune == FULL else living.others[:1])]
+            writers = [living.first, *([] if self.config.tune == FULL else living.heirs[:1])]
             try:
                 await together(*(writer.call("snapshot") for writer in writers))
             except WorkerDied as error:

@@ -72,7 +72,8 @@ class TrainerEndpoint:
         return reference
 
     async def hold(self, version: int) -> None:
-        """The other ranks keep its weights, too: any of them may be the next sender."""
+        """All ranks keep its weights: any of them may be the next sender, or tell its successor what it must be able to
+        send."""
         await self._keep(version, lane=PUBLISHING)
         self._published.held.add(version)
         await self._publish(f"{self._stream}.hold", version)
@@ -142,8 +143,9 @@ class TrainerEndpoint:
         self._on_moved(lost)
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        """On all ranks that may become the sender."""
-        await self._on_ranks(self._living.others, "keep", version, lane=lane)
+        """On all ranks, unless no other can ever become the sender."""
+        if self._attempt.config.trainer.num_workers > 1:
+            await self._on_ranks(self._living.workers, "keep", version, lane=lane)
 
     async def _on_ranks(self, ranks: Sequence[Worker], method: str, version: int, *, lane: str) -> None:
         """Calls a method of `Versions` on the ranks."""

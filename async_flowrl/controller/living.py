@@ -109,9 +109,10 @@ class Living:
         return self._group.workers[self._first]
 
     @property
-    def others(self) -> list[Worker]:
-        """Those that live besides the first, the lowest rank first."""
-        return [self._group.workers[rank] for rank in self.ranks if rank != self._first]
+    def heirs(self) -> list[Worker]:
+        """Those that live and would go on if the first died, the lowest rank first."""
+        own = self._first // self._per_replica
+        return [self._group.workers[rank] for rank in self.ranks if rank // self._per_replica != own]
 
     async def on_first(self, attempt: Attempt, method: str, *args: Any, lane: str = "main") -> Any:
         """The method's result on the first rank; where that dies before it answers, on the next one that is the first.

@@ -266,10 +266,18 @@ class PublishedWeights:
                 if attempt == self.config.checkpoint_engine.retries:
                     raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
                 if isinstance(error, RefLost):
-                    again = self.canary.again(self.trainers.living.first)
-                    self.canary = await self._in_time("the trainer's canary, again", again)
+                    self.canary = await self._in_time("the trainer's canary, again", self._canary_again())
         proof = await self._in_time(f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.canary.probe, proof, who=worker.name)
+
+    async def _canary_again(self) -> Canary:
+        """By the first rank, or, where that dies meanwhile, by the next one. Raises WorkerDied where none is left."""
+        living = self.trainers.living
+        while True:
+            try:
+                return await self.canary.again(living.first)
+            except WorkerDied as error:
+                await living.bury(self, error)
 
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         async with deadline(self.config.deadlines.publish, f"publish: {what}"):

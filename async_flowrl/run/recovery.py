@@ -1,6 +1,6 @@
 """Recovery from a trainer rank's death: the attempt ends, and the next one begins at the last checkpoint.
 
-This is for a death that the other ranks cannot make up for (controller/living.py), e.g. that of the first rank.
+This is for a death that the other ranks cannot make up for (controller/living.py), e.g. that of the last one.
 `run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. It begins in the same way
 as a run with `resume` after the death of its controller: the ticket table is built anew, the versions that its tickets
 name are published again, and all images since the checkpoint are generated again, identically.

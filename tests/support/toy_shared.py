@@ -37,10 +37,6 @@ class ToySharedRollout(ToyRollout):
 
 class ToySharedTrainer(ToyTrainer):
     @property
-    def versions(self) -> Any:
-        return SimpleNamespace(retained=self.retained)
-
-    @property
     def parameters(self) -> Any:
         return SimpleNamespace(named=lambda tensors: tensors)
 

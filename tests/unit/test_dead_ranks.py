@@ -340,3 +340,52 @@ def test_a_rank_that_died_before_the_last_one_loads_again_with_it(tmp_path: Path
     assert len(rollbacks(tmp_path)) == 1
     restored = [worker for worker, method in calls if method == "restore"]
     assert len(restored) == 2 and {(worker, "load") for worker in restored} <= set(calls)
+
+
+def test_an_evaluated_version_outlives_a_successor_that_sends_it() -> None:
+    """The successor has made no such version: it takes the copy over from its peer."""
+    given, calm = config("batch", 2), config("batch", 1)
+    for one in (given, calm):
+        one.total_steps, one.evaluate.every, one.max_staleness, one.evaluate.before_training = 20, 16, 0, True
+
+    async def disturb(ctx: Any, groups: Any) -> None:
+        seen = ctx.observer.of
+        while not seen("evaluation") and ctx.table.step < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        groups["trainer"].workers[1].kill()
+        while not seen("rejoined"):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        groups["trainer"].workers[0].kill()
+        while not seen("sender"):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        groups["rollout"].workers[0].kill()
+
+    found, expected = virtual(given, SHAKEN, disturb=disturb), virtual(calm, SHAKEN)
+    assert [event["worker"] for event in found.observer.of("sender")] == ["trainer-1.1"]
+    assert found.digest == expected.digest
+    assert [one.means() for one in found.evaluated] == [one.means() for one in expected.evaluated]
+
+
+def test_a_canary_that_is_lost_with_its_sender_is_made_by_the_next_rank() -> None:
+    async def lose(ctx: Any, groups: Any) -> None:
+        while ctx.table.step < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        ctx.weights.canary.payload.lost = True
+        groups["rollout"].workers[0].kill()
+
+    found = virtual(config("stream", 2), SHAKEN, killing(("trainer-0", "canary_again", 1)), disturb=lose)
+    check(found, "stream")
+    assert found.observer.of("injected") and [e["worker"] for e in found.observer.of("sender")] == ["trainer-1"]
+    assert [e["worker"] for e in found.observer.of("replaced")] == ["rollout-0", "trainer-0"]
+
+
+def test_a_checkpoint_is_copied_by_ranks_that_do_not_end_together(tmp_path: Path) -> None:
+    arrange = ReplicaCalls._arrange
+
+    def in_twos(calls: ReplicaCalls, per_replica: int) -> None:
+        arrange(calls, min(2, len(calls.workers.workers)))
+
+    with mock.patch.object(ReplicaCalls, "_arrange", in_twos):
+        found = whole_run(tmp_path / "found", ("trainer-0", "save", 2), ranks=4)
+    calm = whole_run(tmp_path / "calm", ranks=1)
+    assert rollbacks(found) == [] and checkpoints(found) == checkpoints(calm)
