@@ -22,6 +22,23 @@ PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
 """Before a seat is tried again after a newcomer that was turned away; doubled each time, up to the longest."""
 
 
+class Pauses:
+    """Counts failures that come together, as those of nodes that arrived together do, as one."""
+
+    def __init__(self) -> None:
+        self._last = self._counts_from = 0.0
+
+    def after_failure(self) -> float:
+        now = asyncio.get_running_loop().time()
+        if now >= self._counts_from:
+            self._last = min(LONGEST_PAUSE_SECONDS, 2 * self._last or PAUSE_SECONDS)
+            self._counts_from = now + self._last / 2
+        return self._last
+
+    def forget(self) -> None:
+        self._last = self._counts_from = 0.0
+
+
 class PoolTooSmall(RuntimeError):
     """The rollout pool has had fewer workers than it may have for too long."""
 
@@ -36,46 +53,40 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
     """A worker for every seat that comes, all side by side. A seat whose worker cannot serve is kept for a pause."""
-    failures, arrivals = 0, ctx.arrivals
+    pauses, arrivals = Pauses(), ctx.arrivals
     unfilled: list[Any] = []
 
-    def pause() -> float:
-        return min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2.0 ** (failures - 1))
-
     async def fill(seat: Any) -> Worker | None:
-        nonlocal failures
         arrivals.starting += 1
         try:
             worker = await growth.fill(seat)
         except TURNED_AWAY as error:
-            failures += 1
+            pause = pauses.after_failure()
             refuse(ctx, "a new rollout worker", error)
         else:
             unfilled.remove(seat)
             return worker
         finally:
             arrivals.starting -= 1
-        await asyncio.sleep(pause())
+        await asyncio.sleep(pause)
         unfilled.remove(seat)
         await growth.give_back(seat)
         return None
 
     async def bring_in(seat: Any) -> None:
-        nonlocal failures
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)
         try:
             await admit(ctx, worker, newcomer=True)
         except TURNED_AWAY as error:
-            failures += 1
             refuse(ctx, worker.name, error)
             arrivals.refused.add(worker.name)
             arrivals.under_way.discard(worker.name)
-            await take_out(ctx, worker, keep_seat=pause())
+            await take_out(ctx, worker, keep_seat=pauses.after_failure())
             arrivals.refused.discard(worker.name)
             return
-        failures = 0
+        pauses.forget()
         arrivals.under_way.discard(worker.name)
         ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=serving(ctx))
         logger.warning("%s on %s joined: %s", worker.name, worker.node, counted(ctx))

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.reward_pools import is_reward_pool
+from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.findings import OK, SKIPPED, WARNING, Finding, failed
 from async_flowrl.doctor.machines import GIB, Machine
@@ -50,7 +51,7 @@ def devices(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machi
 
 def judged(spec: PoolSpec, config: Config) -> bool:
     """Whether the plan says what a worker of the pool needs of a GPU; the engine vllm_omni plans by itself."""
-    known = spec.name == TRAINER or is_reward_pool(spec.name)
+    known = spec.name in (TRAINER, SHARED) or is_scoring_pool(spec.name)
     return spec.gpus_per_worker > 0 and (known or (spec.name == ROLLOUT and config.rollout.engine != "vllm_omni"))
 
 

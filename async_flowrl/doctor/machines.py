@@ -99,11 +99,14 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
 
 
 def interface_findings(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Warns of nodes where gloo would take another address than Ray: it is told an interface, and takes its first."""
+    """Warns of nodes where gloo would take another address than Ray: it is told an interface, and takes its first.
+
+    A node with older code, which another finding names, does not tell its interfaces.
+    """
     others = [
         f"{machine.name} has {', '.join(addresses)} on {name}, and Ray uses {machine.address}"
         for machine in machines
-        for name, addresses in machine.facts["interfaces"].items()
+        for name, addresses in machine.facts.get("interfaces", {}).items()
         if machine.address in addresses[1:]
     ]
     if others:

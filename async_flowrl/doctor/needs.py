@@ -54,19 +54,9 @@ class Needs:
 
 def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
-    plan, trainer, rollout = plan_memory(config), config.trainer, config.rollout
-    per_node = trainer.workers_per_node or 1
-    if config.placement == SHARED:
-        pools = [Process(SHARED, trainer.num_workers, shared_bytes(config, plan, on_gpus=on_gpus), per_node)]
-    else:
-        of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
-        of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
-        pools = [
-            Process("trainer", trainer.num_workers, of_a_trainer, per_node),
-            Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
-        ]
+    plan = plan_memory(config)
     processes = [
-        *pools,
+        *training_processes(config, plan, on_gpus=on_gpus),
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
         Process("controller", 1, PROCESS_BYTES),
     ]
@@ -77,6 +67,22 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
         model_files=model_bytes(config, plan),
         version=plan.adapter_bytes,
     )
+
+
+def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
+    """Trainer ranks and rollout workers, or with `placement=shared` the processes that are both."""
+    trainer, rollout = config.trainer, config.rollout
+    of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
+    of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
+    if config.placement == SHARED:
+        of_both = PROCESS_BYTES + on_host(in_one(plan.trainer, plan.rollout, full=plan.model.full))
+        if on_gpus and trainer.gpus_per_worker > 0:
+            of_both = of_a_trainer + of_a_rollout - PROCESS_BYTES
+        return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1)]
+    return [
+        Process("trainer", trainer.num_workers, of_a_trainer, trainer.workers_per_node or 1),
+        Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
+    ]
 
 
 def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:

@@ -107,6 +107,27 @@ def test_a_seat_whose_process_cannot_be_started_is_tried_again_after_a_pause(mon
     assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-2"]
 
 
+def test_seats_whose_processes_fail_together_are_all_tried_again_after_the_first_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill, tried = ToyGrowth.fill, list[float]()
+
+    async def fails_at_first(self: ToyGrowth, seat: int) -> Any:
+        tried.append(asyncio.get_running_loop().time())
+        if len(tried) <= 4:
+            raise WorkerDied("rollout-2", "no network yet")
+        return await fill(self, seat)
+
+    async def four_arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        for _ in range(4):
+            growth_of(pools).arrive()
+
+    monkeypatch.setattr(ToyGrowth, "fill", fails_at_first)
+    run_while(four_arrive, elastic_config(most=6), Timing(generate=6.0))
+    assert [later - tried[0] for later in tried[4:]] == pytest.approx([1.0] * 4)
+
+
 def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
     async def drain(ctx: Context, pools: Pools) -> None:
         await until(lambda: any(t.worker == "rollout-0" and t.state is State.RUNNING for t in ctx.table.live()))

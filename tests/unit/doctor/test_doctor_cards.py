@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
 from async_flowrl.doctor.machines import GIB, Machine
+from async_flowrl.doctor.needs import PROCESS_BYTES, needs_of
 from separation.group import PoolSpec
 
 LARGE, SMALL = 80 * GIB, 2**20
@@ -69,3 +70,27 @@ def test_each_pool_has_its_own_smallest_card(config: Config) -> None:
 def test_a_run_with_a_cluster_of_its_own_has_all_cards_of_the_machine(config: Config) -> None:
     here = Machine("here", {"gpus": [{"name": "H100", "memory": LARGE}]})
     assert devices(config, pools(), [here]).status == OK
+
+
+def test_processes_that_sample_and_train_are_judged(config: Config) -> None:
+    config.placement = "shared"
+    both = [PoolSpec("shared", "a:b", 1, gpus_per_worker=1.0)]
+    assert devices(config, both, [machine("a", LARGE)]).status == OK
+    found = devices(config, both, [machine("a", SMALL)])
+    assert found.status == FAILED and "a process that samples and trains holds" in found.sentence
+
+
+def test_pools_of_held_out_terms_are_judged(config: Config) -> None:
+    config.evaluate.reward.terms = {"liked": RewardTerm(name="pickscore", gpus_per_worker=1.0)}
+    apart = [PoolSpec("held_out/liked", "a:b", 1, gpus_per_worker=1.0)]
+    found = devices(config, apart, [machine("a", SMALL)])
+    assert found.status == FAILED and "evaluate.reward.terms.liked.gpus_per_worker" in found.sentence
+
+
+def test_processes_that_sample_and_train_are_counted_once(config: Config) -> None:
+    config.trainer.num_workers = config.rollout.num_workers = 2
+    apart = needs_of(config, on_gpus=False).memory
+    config.placement = "shared"
+    needs = needs_of(config, on_gpus=False)
+    assert [process.pool for process in needs.processes] == ["shared", "reward", "controller"]
+    assert needs.memory < apart - PROCESS_BYTES

@@ -87,6 +87,11 @@ def test_an_interface_whose_first_address_is_not_rays_is_named() -> None:
     assert found.sentence == "b has 192.168.0.7, 10.0.0.7 on eth0, and Ray uses 10.0.0.7"
 
 
+def test_a_node_whose_older_code_tells_no_interfaces_does_not_end_the_doctor() -> None:
+    told = {name: fact for name, fact in machine("a").facts.items() if name != "interfaces"}
+    assert not list(interface_findings([Machine("a", told, address="10.0.0.1")]))
+
+
 def test_a_gpu_part_that_the_drivers_machine_lacks_is_no_failure_of_a_cluster() -> None:
     part = Part("weights from GPU to GPU", lambda: "no CUDA device", lambda config: True, on_device=True)
     config = Config()
