@@ -41,6 +41,7 @@ from separation.imports import without_collections
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Prepared
+    from async_flowrl.training.messages import Layout
 
 
 class GuardError(RuntimeError):
@@ -78,7 +79,8 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     with without_collections():
         from async_flowrl.run.job import run
         from async_flowrl.run.tools import Tools
-    return run(config, hydra_record, Tools(predict, check_devices, foretell_steps, foretell_memory, report, preflight))
+    tools = Tools(predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight)
+    return run(config, hydra_record, tools)
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:
@@ -93,6 +95,14 @@ def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
     from async_flowrl.plan import foretell
 
     return foretell.device_memory(config, memory)
+
+
+def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":
+    """What `auto` is in the trainer's layout on devices of `memory` (pool → bytes), and a sentence on why."""
+    from async_flowrl.plan import layout
+
+    chosen = layout.resolved(config, memory)
+    return chosen.layout, chosen.reasons
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:

@@ -24,7 +24,7 @@ from checkpoint_engine.base import (
     SenderEndpoint,
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import Verdict, VersionGone, verdict
+from checkpoint_engine.errors import Verdict, VersionGone, error_names, verdict
 from checkpoint_engine.fanout import depth, parents
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
 
@@ -51,7 +51,9 @@ class Delivery:
         self._staged: set[int] = set()
         self._retained: dict[int, Header] = {}
         self._evaluated: Header | None = None
-        self._events = QueueEvents(acknowledged=self._acknowledged, retired=self._retire, failed=self._fail)
+        self._events = QueueEvents(
+            acknowledged=self._acknowledged, retired=self._retire, failed=self._fail, payload=self._payload
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
@@ -118,10 +120,21 @@ class Delivery:
             queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
             jobs = []
             for version in wanted:
-                jobs += await self._enqueue(self._headers[version], RING, [queue])
+                if (header := self._headers.get(version)) is not None:
+                    jobs += await self._enqueue(header, RING, [queue])
             if self._evaluated is not None:
                 jobs += await self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
+
+    def moved(self, lost: Sequence[int]) -> None:
+        """The sender's part was taken over elsewhere, where the sealed versions `lost` cannot be sent any more.
+
+        Nothing else is lost: what is under way is sent from there. The group of a collective transport is formed anew.
+        """
+        for version in lost:
+            self._headers.pop(version, None)
+        if self._broadcast is not None:
+            self._broadcast.moved()
 
     async def leave(self, name: str) -> None:
         """Stops serving a receiver; does nothing if it has left already."""
@@ -216,7 +229,12 @@ class Delivery:
         """Puts a version into the queues. `holders` (by node) have it already and pass it on within their nodes."""
         if not queues:
             return []
-        payload = await self._call(self._sender.payload(header.version))
+        try:
+            payload = await self._payload(header)
+        except Exception as error:
+            if "VersionGone" in error_names(error) and slot == RING and header.version not in self._headers:
+                return []  # lost, when the sender moved during the call
+            raise
         jobs = {queue.name: Job(header, slot, payload, self._future()) for queue in queues}
         ends = {queue.name: queue.endpoint for queue in queues}
         sources = {name: (ends[name], jobs[name]) for name in jobs} | {
@@ -238,6 +256,9 @@ class Delivery:
             else:
                 jobs[queue.name].settle(False)
         return list(jobs.values())
+
+    async def _payload(self, header: Header) -> Any:
+        return await self._call(self._sender.payload(header.version))
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
         """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""

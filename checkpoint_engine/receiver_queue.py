@@ -5,7 +5,7 @@ A version is sent until the receiver acknowledges it or all retries have failed;
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class QueueEvents:
     """Called if the receiver must be replaced, with the last error."""
     failed: Callable[[BaseException], None]
     """Called with an error that must stop the run."""
+    payload: Callable[[Header], Awaitable[Any]]
+    """Returns the sender's payload of a version once more, after the one of a job was lost with its node."""
 
 
 class ReceiverQueue:
@@ -117,6 +119,8 @@ class ReceiverQueue:
         for attempt in range(self._options.retries + 1):
             self._stats.retries += attempt > 0
             try:
+                if error is not None and "RefLost" in error_names(error) and job.parent is None:
+                    await self._renew(job)
                 payload = await self._payload(job)
                 async with asyncio.timeout(self._options.deadline):
                     ack = await self.endpoint.receive(job.header, payload, job.slot)
@@ -132,6 +136,14 @@ class ReceiverQueue:
                 self.acknowledge(job, ack)
                 return None
         return error
+
+    async def _renew(self, job: Job) -> None:
+        """Gives the job the payload that the sender has now, if it still has the version."""
+        try:
+            job.payload = await self._events.payload(job.header)
+        except Exception as error:
+            if "VersionGone" not in error_names(error):
+                raise
 
     async def _payload(self, job: Job) -> Any:
         """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload.

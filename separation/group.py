@@ -178,12 +178,17 @@ class Growth(Protocol):
     The caller decides which workers of the pool get work (controller/pool_size.py).
     """
 
-    async def next(self) -> Worker:
-        """Waits for a seat, while the pool has fewer than `max_workers`, and returns a new worker that sits there.
+    async def seat(self) -> Any:
+        """Waits for a seat for one more worker, at most `max_workers`; whoever gets it fills it or gives it back."""
+        ...
 
-        The worker is built and is in the pool's list. Raises the errors of building a worker, and then gives the seat
-        back.
-        """
+    async def fill(self, seat: Any) -> Worker:
+        """The seat's worker, built, and in the pool; several may be built side by side. Raises what building a worker
+        raises; the seat is still taken then. Cancelled, it leaves no worker behind."""
+        ...
+
+    async def give_back(self, seat: Any) -> None:
+        """Gives back a seat that nobody sits in."""
         ...
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:

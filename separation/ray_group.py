@@ -55,9 +55,12 @@ class RayWorker:
         *,
         place: Place,
         log_dir: Path | None,
-        code: Mapping[str, str],
+        code: Mapping[str, str] | None,
     ) -> None:
-        """Creates the actor without waiting for its process. `code` (see `code_of`) is compared with the node's."""
+        """Creates the actor without waiting for its process.
+
+        `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
+        """
         if _WATCH in spec.lanes:
             raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
@@ -79,7 +82,7 @@ class RayWorker:
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
         self.process = process_of(self.pid, *created_on)
-        self.node = await self.call("separation.ray_group:node_address")
+        self.node = await self.call("separation.ray_fence:settle_in", self._code is not None)
         if self._code:
             there = await self.call("separation.node_checks:code_of", list(self._code))
             compare_code(self._code, there, node=self.node, worker=self.name)
@@ -208,7 +211,7 @@ class RayGroup:
         self.spec = spec
         self.growth: Growth | None = None
         several = seats is not None or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
-        self._code = code_of(spec.same_code) if several else {}
+        self._code = code_of(spec.same_code) if several else None
         self._places = dict(enumerate(places))
         self._seats = seats
         self._log_dir = log_dir
@@ -239,10 +242,8 @@ class RayGroup:
         return self._places[index]
 
     async def add(self, place: Place) -> Worker:
-        """Builds one more worker at `place` and adds it to the pool; its index is the lowest that no worker has.
-
-        Raises as `start` does; the place is then given back.
-        """
+        """One more worker, in a seat of its own; its index is the lowest that nobody has. Several may be added side by
+        side. Raises as `start` does, and the seat is still taken then."""
         index = next(index for index in range(self.spec.most) if index not in self._hosts)
         self._places[index] = place
         self._incarnations[index] = self._incarnations.get(index, -1) + 1
@@ -251,7 +252,8 @@ class RayGroup:
             async with deadline(self._start_deadline, f"starting {fresh.name}"):
                 await fresh.build()
         except BaseException:
-            await self.remove(index)
+            fresh.kill()
+            del self._hosts[index], self._places[index]
             raise
         self.workers.append(fresh)
         self.workers.sort(key=lambda worker: worker.index)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from separation.group import Departure, Worker
 from separation.ray_group import RayGroup
-from separation.ray_seats import POLL_SECONDS, Seats
+from separation.ray_seats import POLL_SECONDS, Place, Seats
 
 
 class RayGrowth:
@@ -14,8 +14,14 @@ class RayGrowth:
     def __init__(self, pool: RayGroup, seats: Seats) -> None:
         self._pool, self._seats = pool, seats
 
-    async def next(self) -> Worker:
-        return await self._pool.add(await self._seats.next())
+    async def seat(self) -> Place:
+        return await self._seats.next()
+
+    async def fill(self, seat: Place) -> Worker:
+        return await self._pool.add(seat)
+
+    async def give_back(self, seat: Place) -> None:
+        await self._seats.give_back(seat)
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
         while True:

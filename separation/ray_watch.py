@@ -20,10 +20,15 @@ class HeadLost(RuntimeError):
 
 def patience() -> float:
     """Seconds that a head may be out of reach before a run counts it as lost."""
+    return SHARE * ray_patience()
+
+
+def ray_patience() -> float:
+    """Seconds after which Ray's own processes give a head up."""
     try:
-        return SHARE * float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
+        return float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
     except ValueError:
-        return SHARE * RAY_PATIENCE_SECONDS
+        return RAY_PATIENCE_SECONDS
 
 
 async def watch_head() -> NoReturn:

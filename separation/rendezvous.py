@@ -17,6 +17,8 @@ LONGEST_TIMEOUT = 20 * 86_400.0
 """Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _stores: dict[int, Any] = {}
+_apart: list[Any] = []
+"""The group that this process has joined beside the default one, if any, and its store."""
 
 
 def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
@@ -45,6 +47,40 @@ def open_store(world: int, timeout: float) -> int:
     store = TCPStore("0.0.0.0", 0, world, True, timedelta(seconds=timeout), wait_for_workers=False)
     _stores[store.port] = store
     return int(store.port)
+
+
+def join_apart(environment: Mapping[str, str], device: str | None = None) -> None:
+    """Joins a group beside the default one, in place of any such group before; the arguments are those of `join`.
+
+    The default group stays as it is, so that groups made within it go on, though one of its ranks may have died.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    _apart.clear()
+    rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
+    store = TCPStore(environment["MASTER_ADDR"], port, world, False, limit, wait_for_workers=False)
+    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    made: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
+    prefixed = PrefixStore(f"apart-{port}", store)
+    _apart[:] = [made(prefixed, rank, world, limit), store]
+
+
+def sum_ranks(values: Any) -> None:
+    """Sums a tensor, in place, over the ranks of the group beside the default one, else over those of the default one.
+
+    A process that is in neither has the sum already.
+    """
+    import torch.distributed as dist
+
+    if _apart:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        _apart[0].allreduce([values], options).wait()
+    elif dist.is_initialized():
+        dist.all_reduce(values)
 
 
 def join(environment: Mapping[str, str], device: str | None = None) -> None:
@@ -103,9 +139,10 @@ def interface_towards(host: str) -> str | None:
 
 
 def leave() -> None:
-    """Leaves the default group if the process is in one. Other ranks may be dead already."""
+    """Leaves the default group if the process is in one, and the one beside it. Other ranks may be dead already."""
     import torch.distributed as dist
 
+    _apart.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     _stores.clear()
@@ -121,6 +158,9 @@ def abort() -> None:
     import torch.distributed as dist
 
     _stores.clear()
+    if _apart:
+        _apart[0].abort()
+        return
     if not dist.is_initialized():
         return
     group: Any = dist.group.WORLD
@@ -128,18 +168,22 @@ def abort() -> None:
         group._get_backend(device).abort()
 
 
-async def join_process_group(group: WorkerGroup, *, timeout: float, members: Sequence[Worker] | None = None) -> None:
+async def join_process_group(
+    group: WorkerGroup, *, timeout: float, members: Sequence[Worker] | None = None, apart: bool = False
+) -> None:
     """Makes the group's workers, or some of them, the ranks 0..n-1 of a new default process group.
 
     Each leaves any earlier one first; a single one of `members` stays outside of any. `timeout`, seconds, is that of
-    joining and of every collective of the group later. Raises DeadlineExceeded.
+    joining and of every collective of the group later. With `apart` the default group is neither left nor replaced;
+    the new one stands beside it, for `sum_ranks`. Raises DeadlineExceeded.
     """
     workers = group.workers if members is None else members
     world, timeout = len(workers), min(timeout, LONGEST_TIMEOUT)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
-        await together(*(worker.call("separation.rendezvous:leave") for worker in workers))
-        if members is not None and world == 1:
-            return
+        if not apart:
+            await together(*(worker.call("separation.rendezvous:leave") for worker in workers))
+            if members is not None and world == 1:
+                return
         master = workers[0]
         port = await master.call("separation.rendezvous:open_store", world, timeout)
         environments = [
@@ -147,4 +191,5 @@ async def join_process_group(group: WorkerGroup, *, timeout: float, members: Seq
             for rank in range(world)
         ]
         calls = zip(workers, environments, strict=True)
-        await together(*(worker.call("separation.rendezvous:join", environment) for worker, environment in calls))
+        method = "separation.rendezvous:" + ("join_apart" if apart else "join")
+        await together(*(worker.call(method, environment) for worker, environment in calls))

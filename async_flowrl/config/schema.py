@@ -279,9 +279,10 @@ class TrainerConfig:
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base. full: each holds a share (FSDP2), and blocks are gathered one by one.
     none: each holds all of it, so nothing is gathered, and a rank that dies costs only its share of one step. hybrid:
-    each set of shard_size ranks holds it once. auto: none on CPUs, with placement=shared, and if base, LoRA and
-    optimizer take at most 60 % of a GPU's memory (the base counts twice with placement=colocated, where a rollout
-    worker holds it, too); otherwise hybrid over the ranks of a node if workers_per_node is above 1, else full."""
+    each set of shard_size ranks holds it once, and ends together. auto: none on CPUs, with placement=shared, and if the
+    planned memory of a trainer rank, activations included, takes at most 90 % of its GPU (with the rollout worker where
+    placement=colocated); otherwise hybrid over the ranks of a node if workers_per_node is above 1, else full. The start
+    and `plan --memory` say which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
@@ -306,10 +307,11 @@ class TrainerConfig:
     max_grad_norm: float = setting(1.0, above=0, infinite=True)
     """Largest L2 norm of the whole gradient; a gradient with a larger norm is scaled down to it."""
     gradient_checkpointing: str = setting(
-        "none", choices=("none", "every_4", "every_3", "every_2", "full"), changes=ROUNDING
+        "none", choices=("none", "every_4", "every_3", "every_2", "full", "auto"), changes=ROUNDING
     )
     """Blocks that recompute their activations in the backward pass: none, every fourth, third or second, or all of them
-    (full: least memory, about a third more time). `plan --memory` says which of them fits."""
+    (full: least memory, about a third more time). auto: the first of these with which the planned memory of a trainer
+    rank, activations included, takes at most 90 % of its GPU; none on CPUs. The start and `plan --memory` say which."""
     compile: bool = setting(False, changes=ROUNDING)
     """Compile each block with torch.compile. Its kernels round differently from those of a rollout without compile."""
     cpu_offload: bool = setting(False, changes=ROUNDING)

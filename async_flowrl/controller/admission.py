@@ -12,11 +12,13 @@ class StartError(RuntimeError):
     """A worker came up, but it does not fit the others."""
 
 
-async def admit(ctx: Context, worker: Worker) -> None:
+async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None:
     """Brings a worker that was just built to where the gate gives it tickets. Raises StartError and what `load`,
     downloads and the proof of its weights raise. One that is cancelled leaves no worker behind: what goes on after
-    the death of a trainer rank would take it for one whose base weights were compared."""
-    ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
+    the death of a trainer rank would take it for one whose base weights were compared. `newcomer`: it takes nobody's
+    place, and its event says so."""
+    more = {"newcomer": True} if newcomer else {}
+    ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, **more)
     try:
         await download_model(model_of(ctx.rollout), loaders([worker]), seconds=ctx.config.deadlines.download)
         check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)

@@ -90,7 +90,7 @@ class AfterStep:
         Raises SaveFailed if the checkpoint cannot be written. An evaluation that fails is only recorded as a failure.
         """
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
-        await self.checkpoints.insist(ctx.table, ctx.table.step)
+        await self.checkpoints.insist(ctx, ctx.table.step)
         self.trained = True
         if ctx.table.step == ctx.config.total_steps and self._lacking(ctx.config, ctx.config.total_steps):
             await self.evaluations.start(ctx, ctx.config.total_steps)
@@ -126,7 +126,7 @@ class AfterStep:
     async def _save(self, ctx: Context, version: int) -> None:
         """Starts a checkpoint once `version` is sealed, because the checkpoint contains the version's digest."""
         await ctx.work.until(lambda: version in ctx.table.published)
-        await self.checkpoints.save(ctx.table, version)
+        await self.checkpoints.save(ctx, version)
 
     def abandon(self) -> None:
         """Cancels the evaluations and the checkpoint that are still under way when the loop has ended or failed."""

@@ -44,7 +44,7 @@ def build_context(
         rollout=pools[ROLLOUT],
         rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
         trainer=trainers,
-        weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport),
+        weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest),
         observer=observer,
         steps=steps,
         base_digest=base_digest,

@@ -7,23 +7,24 @@ use `find_resume` and the functions below it.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.curves import best_curve, evaluation_due
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
-from separation.group import WorkerFailed
-from separation.supervise import deadline
+from separation.group import Worker, WorkerDied, WorkerFailed
+from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +73,19 @@ class Checkpoints:
         evaluated = best_curve(self.config) is not None and evaluation_due(self.config, version)
         return evaluated or version == self.config.total_steps or (every > 0 and version % every == 0)
 
-    async def insist(self, table: TicketTable, version: int) -> None:
+    async def insist(self, ctx: Context, version: int) -> None:
         """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
 
         Raises SaveFailed after MAX_MISSED_CHECKPOINTS failures in a row, and the errors that `save` raises.
         """
         await self.written()
         while version not in self.saved:
-            await self.save(table, version)
+            await self.save(ctx, version)
             await self.written()
             if version not in self.saved:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def save(self, table: TicketTable, version: int) -> None:
+    async def save(self, ctx: Context, version: int) -> None:
         """Starts the checkpoint of `version`, unless it is saved already; returns when the trainer's state is copied.
 
         The copy is written during the next updates. Only one checkpoint is written at a time, so this call first waits
@@ -95,17 +96,19 @@ class Checkpoints:
         if version in self.saved:
             return
         async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
-            await self.trainers.first.call("snapshot")
+            writers = await self._copied(ctx)
         controller = {
             "version": version,
-            "published": {str(v): digest for v, digest in table.published.items()},
+            "published": {str(v): digest for v, digest in ctx.table.published.items()},
             "config_hash": config_hash(self.config),
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
             "base_digest": self.base_digest,
             "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
         }
-        self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
+        self._writing = asyncio.create_task(
+            self._write(ctx, version, controller, writers), name=f"checkpoint {version}"
+        )
 
     async def written(self) -> None:
         """Waits for the checkpoint that is being written, if there is one.
@@ -127,21 +130,54 @@ class Checkpoints:
         if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
-    async def _write(self, version: int, controller: dict[str, Any]) -> None:
-        writer = self.trainers.first
-        try:
-            async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
-                await writer.call("save", str(self.directory.checkpoints), controller, self.spare(), lane="save")
-        except WorkerFailed as error:
-            if error.kind not in DISK_ERRORS:
-                raise
-            self.misses += 1
-            logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
-            if self.misses >= MAX_MISSED_CHECKPOINTS:
-                raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
+    async def _copied(self, ctx: Context) -> list[Worker]:
+        """The ranks that hold a copy of the present state: the first, which writes it, and the next one, which does if
+        the first dies.
+
+        With tune=full the first alone: a copy of whole weights with their optimizer is host memory that a second rank
+        of the same node may not have.
+        """
+        living = self.trainers.living
+        while True:
+            writers = [living.first, *([] if self.config.tune == FULL else living.others[:1])]
+            try:
+                await together(*(writer.call("snapshot") for writer in writers))
+            except WorkerDied as error:
+                await living.bury(ctx, error)
+            else:
+                return writers
+
+    async def _write(self, ctx: Context, version: int, controller: dict[str, Any], writers: Sequence[Worker]) -> None:
+        """Has the first of the writers that lives write its copy, and the others drop theirs."""
+        lost: WorkerDied | None = None
+        for place, writer in enumerate(writers):
+            try:
+                async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
+                    await writer.call("save", str(self.directory.checkpoints), controller, self.spare(), lane="save")
+            except WorkerDied as error:
+                lost = error
+                await self.trainers.living.bury(ctx, error)
+                continue
+            except WorkerFailed as error:
+                if error.kind not in DISK_ERRORS:
+                    raise
+                self._missed(version, error.message, error)
+            else:
+                self.misses = 0
+                self.saved.append(version)
+            for other in writers[place + 1 :]:
+                with suppress(WorkerDied):  # the next call to it shows that
+                    await other.call("forget_snapshot", lane="save")
             return
-        self.misses = 0
-        self.saved.append(version)
+        assert lost is not None
+        self._missed(version, f"the ranks that had a copy of it died: {lost}", lost)
+
+    def _missed(self, version: int, why: str, error: Exception) -> None:
+        """Counts a checkpoint that does not exist. Raises SaveFailed for one too many in a row."""
+        self.misses += 1
+        logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
+        if self.misses >= MAX_MISSED_CHECKPOINTS:
+            raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {why}") from error
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from async_flowrl.training.parts import NOBODY
 from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import deadline
 
+Whole = list[tuple[Worker, Summed]]
+"""What each rank said when the sums of all were added up."""
 Stepped = list[tuple[Worker, UpdateStats]]
 """What an optimizer step did, by rank."""
 
@@ -46,6 +48,11 @@ def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
     return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
 
 
+def complete(groups: Sequence[HandedGroup], sums: Sums) -> bool:
+    """Whether every part of the groups is in somebody's sum."""
+    return not missing(planned_parts(groups), sums.manifests.values())
+
+
 def lacking(
     groups: Sequence[HandedGroup], sums: Sums, owned: Callable[[HandedGroup], HandedGroup]
 ) -> list[HandedGroup]:
@@ -63,16 +70,14 @@ def lacking(
     return found
 
 
-async def add_up(
-    ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool
-) -> dict[int, Summed]:
-    """Has the living add up their sums, once these are the plan. Raises NotThePlan, and what one of them raised."""
+async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool) -> Whole:
+    """Has the living, who have met, add up their sums. Raises NotThePlan where these are not the plan, and what one of
+    them raised."""
     trained = [group for group in groups if group.meta is not None]
     planned, step, plan = planned_parts(trained), sums.step, sums.plan
-    names = {rank: worker.name for rank, worker in zip(living.ranks, living.workers, strict=True)}
-    by_name = {name: sums.manifests[rank] for rank, name in names.items() if rank in sums.manifests}
+    ranks, workers = living.ranks, living.workers
+    by_name = {w.name: sums.manifests[rank] for rank, w in zip(ranks, workers, strict=True) if rank in sums.manifests}
     check_plan(step, plan.update, plan.attempt, planned, by_name)
-    await living.meet(ctx)
     requests = [
         TrainRequest(
             step,
@@ -82,50 +87,48 @@ async def add_up(
             planned=tuple(planned.items()),
             attempt=plan.attempt,
         )
-        for rank in living.ranks
+        for rank in ranks
     ]
     probe = next((group for group in trained if group.meta and group.meta.selected), None) if measures else None
-    found: list[Summed] = await with_probe(ctx, living.workers, probe, requests)
-    return dict(zip(living.ranks, found, strict=True))
+    found: list[Summed] = await with_probe(ctx, workers, probe, requests)
+    return list(zip(workers, found, strict=True))
 
 
-async def take_step(
-    ctx: Context, living: Living, step: int, summed: Mapping[int, Summed]
-) -> tuple[Stepped, Mapping[int, str]]:
-    """Has each of the living step by what was added up, and compares their weights; those that died on the way, too.
+async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> Stepped:
+    """Has each of the living step by what was added up, and compares their weights.
 
-    A rank that dies now takes nothing along: its share is in the sum that all others have. Raises what one of the
-    living raised, and RuntimeError where they end up with different weights.
+    A rank that has died since then took nothing along: its share is in the sum that all others have. Raises what one of
+    the living raised, and RuntimeError where they end up with different weights.
     """
-    workers = dict(zip(living.ranks, living.workers, strict=True))
-    calls = {rank: asyncio.create_task(worker.call("take_step")) for rank, worker in workers.items()}
-    buried: dict[int, str] = {}
+    calls = {worker.name: asyncio.create_task(worker.call("take_step")) for worker in living.workers}
     try:
         async with deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
-            while left := [call for rank, call in calls.items() if rank not in buried and not _answered(call)]:
+            while left := [call for call in _living(calls, living).values() if not _answered(call)]:
                 await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
-                buried |= await _failed(ctx, living, {rank: calls[rank] for rank in calls if rank not in buried})
+                for call in _living(calls, living).values():
+                    if call.done() and (error := call.exception()) is not None:
+                        if not isinstance(error, WorkerDied | WorkerFailed):
+                            raise error
+                        await living.bury(ctx, error)
+                        break  # which of the others died is known again
     finally:
         for call in calls.values():
             call.cancel()
-    stepped = [(workers[rank], call.result()) for rank, call in calls.items() if rank not in buried]
-    if len({stats.digest for _, stats in stepped}) > 1:
-        digests = ", ".join(f"{worker.name} {stats.digest}" for worker, stats in stepped)
+    did = {name: call.result() for name, call in _living(calls, living).items()}
+    if len({stats.digest for stats in did.values()}) > 1:
+        digests = ", ".join(f"{name} {stats.digest}" for name, stats in did.items())
         raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
-    for rank in buried:
-        stepped.append((workers[rank], replace(stepped[0][1], parts=summed[rank].parts, spans=(), fetched=Fetched())))
-    return stepped, buried
+    alike = replace(next(iter(did.values())), spans=(), fetched=Fetched())
+    survivors = [(worker, did[worker.name]) for worker, _ in whole if worker.name in did]
+    return survivors + [
+        (worker, replace(alike, parts=summed.parts)) for worker, summed in whole if worker.name not in did
+    ]
+
+
+def _living(calls: Mapping[str, "asyncio.Task[UpdateStats]"], living: Living) -> dict[str, "asyncio.Task[UpdateStats]"]:
+    """The calls, by the names of their workers, to those that live now."""
+    return {worker.name: calls[worker.name] for worker in living.workers if worker.name in calls}
 
 
 def _answered(call: "asyncio.Task[UpdateStats]") -> bool:
     return call.done() and call.exception() is None
-
-
-async def _failed(ctx: Context, living: Living, calls: Mapping[int, "asyncio.Task[UpdateStats]"]) -> Mapping[int, str]:
-    """The ranks that died, where calls failed because of that; else the first failure is raised."""
-    for call in calls.values():
-        if call.done() and (error := call.exception()) is not None:
-            if not isinstance(error, WorkerDied | WorkerFailed):
-                raise error
-            return await living.bury(ctx, error)
-    return {}

@@ -52,6 +52,8 @@ class Departures:
 class Arrivals:
     """Rollout workers in the pool that do not serve, by their names: they have come while the run goes on."""
 
+    starting: int = 0
+    """How many processes are being started, which are not in the pool yet."""
     under_way: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     """Those that cannot serve and have not left their seats yet."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from async_flowrl.controller.endpoints import EmaEndpoint
+from async_flowrl.controller.living import Attempt, Living
 from checkpoint_engine import Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
-from separation.group import WorkerGroup
 
 
 class EmaWeights:
@@ -18,20 +18,21 @@ class EmaWeights:
 
     def __init__(
         self,
-        trainers: WorkerGroup,
+        living: Living,
+        attempt: Attempt,
         *,
         options: DeliveryOptions,
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         sealed: Callable[[Header], None],
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
-        self._sender = EmaEndpoint(trainers, sealed)
+        self._sender = EmaEndpoint(living, attempt, sealed)
         self.delivery = Delivery(self._sender, replace=replace, options=options)
         self.delivery.on_ack(acknowledged)
         self._current: int | None = None
 
     async def retain(self, version: int) -> None:
-        """Keeps a copy of the EMA as it is now, as `version`, on the first trainer rank."""
+        """Keeps a copy of the EMA as it is now, as `version`, on the trainer ranks."""
         await self._sender.retain(version)
 
     async def deliver(self, version: int) -> None:

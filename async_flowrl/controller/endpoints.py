@@ -1,17 +1,23 @@
-"""The two ends of a delivery of weights: trainer rank 0 as sender and the rollout workers as receivers.
+"""The two ends of a delivery of weights: the first trainer rank as sender and the rollout workers as receivers.
 
 The classes implement the protocols SenderEndpoint and ReceiverEndpoint of checkpoint_engine/base.py, whose docstrings
 describe the methods, by calls of the workers that hold the tensors.
 """
 
-from collections.abc import Callable
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from async_flowrl.controller.context import Observer
+from async_flowrl.controller.living import Attempt, Living
+from async_flowrl.controller.published import Published
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import RING, Ack, Draft, Header
 from checkpoint_engine.process_group import Epoch
-from separation.group import Worker, WorkerGroup
+from separation.group import Worker, WorkerDied
+from separation.supervise import together
+
+T = TypeVar("T")
 
 DELIVERIES, CONTROL = "sync", "control"
 """Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
@@ -20,72 +26,149 @@ PUBLISHING = "publish"
 
 
 class TrainerEndpoint:
-    """Trainer rank 0 as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
+    """The first trainer rank as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
 
-    `on_sealed` is called with every version's header before a receiver can acknowledge the version.
+    Where that rank dies, the next first one publishes the same versions from the same weights, with the same digests,
+    and the call that found the death is made again there.
     """
 
     def __init__(
-        self, trainers: WorkerGroup, transport: str, on_sealed: Callable[[Header], None], stream: str = POLICY
+        self,
+        living: Living,
+        attempt: Attempt,
+        transport: str,
+        on_sealed: Callable[[Header], None],
+        *,
+        stream: str = POLICY,
+        on_moved: Callable[[Sequence[int]], None] = lambda lost: None,
     ) -> None:
-        self._trainers, self._transport, self._on_sealed, self._stream = trainers, transport, on_sealed, stream
+        """`on_sealed` is called with every version's header before a receiver can acknowledge the version.
+
+        `on_moved` is called when another rank has become the sender, with the sealed versions that it cannot send: only
+        those that no ticket names any more.
+        """
+        self._living, self._attempt = living, attempt
+        self._transport, self._on_sealed, self._stream, self._on_moved = transport, on_sealed, stream, on_moved
+        self._published = Published(attempt.config.live_versions)
+        self._sender = living.first.name
+        """Name of the rank that has published what is in `_published`."""
+        self._moving = asyncio.Lock()
 
     async def stage(self, version: int) -> None:
-        await self._rank.call("sender.stage", version, self._stream)
+        await self._on_first(lambda rank: rank.call("sender.stage", version, self._stream))
+        self._published.staged.add(version)
 
     async def seal(self, version: int) -> Header:
         header: Header = await self._publish(f"{self._stream}.seal", version)
+        self._published.sealed_one(header)
         self._on_sealed(header)
         return header
 
     async def payload(self, version: int) -> Any:
-        call = self._rank.call_split(f"sender.{self._stream}.payload", version, returns=2, lane=PUBLISHING)
-        _, (reference,) = await call
+        method = f"sender.{self._stream}.payload"
+        _, (reference,) = await self._on_first(
+            lambda rank: rank.call_split(method, version, returns=2, lane=PUBLISHING)
+        )
         return reference
 
     async def hold(self, version: int) -> None:
+        """The other ranks keep its weights, too: any of them may be the next sender."""
+        await self._keep(version, lane=PUBLISHING)
+        self._published.held.add(version)
         await self._publish(f"{self._stream}.hold", version)
 
     async def release(self, version: int) -> None:
+        self._published.release(version)
         await self._publish(f"{self._stream}.release", version)
+        await self._on_ranks(self._living.workers, "let_go", version, lane=PUBLISHING)
 
     async def address(self) -> tuple[str, int]:
-        host_and_port: tuple[str, int] = await self._publish("collective.address", self._transport, self._rank.node)
-        return host_and_port
+        def asked(rank: Worker) -> Awaitable[tuple[str, int]]:
+            return rank.call("sender.collective.address", self._transport, rank.node, lane=PUBLISHING)
 
-    async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._publish("collective.sender.open", epoch, rank)
+        return await self._on_first(asked)
 
     async def draft(self, version: int) -> Draft:
         draft: Draft = await self._publish(f"{self._stream}.draft", version)
         return draft
 
+    # A group has the rank in it that opened it: none of these is made again on another one. Where its death ends a
+    # broadcast, the version goes by the object store, and the next group is formed with the next first rank.
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        await self._first.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
+
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._publish("collective.sender.ready", epoch, draft)
+        await self._first.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
 
     async def send(self, draft: Draft) -> None:
-        await self._publish("collective.sender.send", draft)
+        await self._first.call("sender.collective.sender.send", draft, lane=PUBLISHING)
 
     async def abort_group(self) -> None:
-        await self._rank.call("sender.collective.abort", lane=CONTROL)
-
-    async def _publish(self, method: str, *arguments: Any) -> Any:
-        return await self._rank.call(f"sender.{method}", *arguments, lane=PUBLISHING)
+        await self._first.call("sender.collective.abort", lane=CONTROL)
 
     @property
-    def _rank(self) -> Worker:
-        return self._trainers.workers[0]
+    def _first(self) -> Worker:
+        return self._living.first
+
+    async def _publish(self, method: str, *arguments: Any) -> Any:
+        return await self._on_first(lambda rank: rank.call(f"sender.{method}", *arguments, lane=PUBLISHING))
+
+    async def _on_first(self, call: Callable[[Worker], Awaitable[T]]) -> T:
+        """The call's result on the first rank, which has published everything that can be asked for.
+
+        Raises WorkerDied where no rank is left that could.
+        """
+        while True:
+            try:
+                async with self._moving:
+                    rank = self._first
+                    if rank.name != self._sender:
+                        await self._move_to(rank)
+                return await call(rank)
+            except WorkerDied as error:
+                await self._living.bury(self._attempt, error)
+
+    async def _move_to(self, rank: Worker) -> None:
+        """Has the rank publish what the sender before it had. Raises RuntimeError where a digest differs then."""
+        published, before = self._published, self._sender
+        arguments = self._stream, published.versions, sorted(published.held)
+        headers: dict[int, Header] = await rank.call("sender.take_over", *arguments, lane=PUBLISHING)
+        lost = published.moved(headers, before, rank.name)
+        self._sender = rank.name
+        self._attempt.observer.event(
+            "sender", worker=rank.name, before=before, stream=self._stream, versions=sorted(headers)
+        )
+        self._on_moved(lost)
+
+    async def _keep(self, version: int, *, lane: str) -> None:
+        """On all ranks that may become the sender."""
+        await self._on_ranks(self._living.others, "keep", version, lane=lane)
+
+    async def _on_ranks(self, ranks: Sequence[Worker], method: str, version: int, *, lane: str) -> None:
+        """Calls a method of `Versions` on the ranks."""
+
+        async def on(rank: Worker) -> None:
+            try:
+                await rank.call(f"versions.{method}", self._stream, version, lane=lane)
+            except WorkerDied as error:
+                await self._living.bury(self._attempt, error)
+
+        await together(*(on(rank) for rank in ranks))
 
 
 class EmaEndpoint(TrainerEndpoint):
-    """Trainer rank 0 as the sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
+    """The sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
 
-    def __init__(self, trainers: WorkerGroup, on_sealed: Callable[[Header], None]) -> None:
-        super().__init__(trainers, "", on_sealed, EMA)
+    def __init__(self, living: Living, attempt: Attempt, on_sealed: Callable[[Header], None]) -> None:
+        super().__init__(living, attempt, "", on_sealed, stream=EMA)
 
     async def retain(self, version: int) -> None:
         """Stages and seals the EMA as it is now, and retains it until `release`."""
+        # On the main lane, between two updates, because the EMA changes with the next one.
+        await self._keep(version, lane="main")
         await super().stage(version)
+        self._published.held.add(version)
         await self.seal(version)
         await self.hold(version)
 

@@ -6,6 +6,7 @@ None of it shows in the weights: a ticket is a function of its ordinal and its v
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
@@ -34,16 +35,38 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
-    """A worker for every seat that comes, several at a time. A seat whose worker cannot serve is kept for a pause."""
+    """A worker for every seat that comes, all side by side. A seat whose worker cannot serve is kept for a pause."""
     failures, arrivals = 0, ctx.arrivals
+    unfilled: list[Any] = []
 
     def pause() -> float:
         return min(LONGEST_PAUSE_SECONDS, PAUSE_SECONDS * 2.0 ** (failures - 1))
 
-    async def bring_in(worker: Worker) -> None:
+    async def fill(seat: Any) -> Worker | None:
         nonlocal failures
+        arrivals.starting += 1
         try:
-            await admit(ctx, worker)
+            worker = await growth.fill(seat)
+        except TURNED_AWAY as error:
+            failures += 1
+            refuse(ctx, "a new rollout worker", error)
+        else:
+            unfilled.remove(seat)
+            return worker
+        finally:
+            arrivals.starting -= 1
+        await asyncio.sleep(pause())
+        unfilled.remove(seat)
+        await growth.give_back(seat)
+        return None
+
+    async def bring_in(seat: Any) -> None:
+        nonlocal failures
+        if (worker := await fill(seat)) is None:
+            return
+        arrivals.under_way.add(worker.name)
+        try:
+            await admit(ctx, worker, newcomer=True)
         except TURNED_AWAY as error:
             failures += 1
             refuse(ctx, worker.name, error)
@@ -58,16 +81,13 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         logger.warning("%s on %s joined: %s", worker.name, worker.node, counted(ctx))
         serve(worker.index)
 
-    while True:
-        try:
-            worker = await growth.next()
-        except TURNED_AWAY as error:
-            failures += 1
-            refuse(ctx, "a new rollout worker", error)
-            await asyncio.sleep(pause())
-        else:
-            arrivals.under_way.add(worker.name)
-            tasks.create_task(bring_in(worker), name=f"arrival of {worker.name}")
+    try:
+        while True:
+            unfilled.append(seat := await growth.seat())
+            tasks.create_task(bring_in(seat), name="arrival of a rollout worker")
+    finally:
+        for seat in unfilled:
+            await growth.give_back(seat)
 
 
 def refuse(ctx: Context, who: str, error: BaseException) -> None:
@@ -123,7 +143,7 @@ async def watch_size(ctx: Context) -> None:
     while True:
         if serving(ctx) >= least:
             enough = clock()
-        elif clock() - enough > seconds and not ctx.arrivals.under_way:
+        elif clock() - enough > seconds and not (ctx.arrivals.starting or ctx.arrivals.under_way):
             raise PoolTooSmall(
                 f"{counted(ctx)} for {seconds:g} s, and rollout.min_workers={least}: go on with resume=auto when nodes "
                 "are there, or with fewer"

@@ -11,7 +11,7 @@ from async_flowrl.controller.living import Living
 from async_flowrl.controller.owners import Owners
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, with_trajectories
 from async_flowrl.controller.shared import occupy
-from async_flowrl.training.messages import TrainRequest
+from async_flowrl.training.messages import Layout, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
 from separation.group import WorkerDied, WorkerFailed, WorkerGroup
 
@@ -21,7 +21,11 @@ class ReplicaCalls:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
+        self.layout: Layout | None = None
+        """What the ranks are told of their layout when they load; None: what the configuration says."""
         self._idle_since = 0.0
+        self._sums = Sums(-1, StepPlan(rows=0))
+        """Of the attempt at an optimizer step under way, or of the last one."""
         self._arrange(1)
 
     def _arrange(self, per_replica: int) -> None:
@@ -29,7 +33,7 @@ class ReplicaCalls:
         self._owners = Owners(ranks, per_replica)
         starts = range(0, ranks, per_replica)
         self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
-        self.living = Living(self.workers, per_replica)
+        self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
         """Beginnings of optimizer steps until now."""
         self._freed = asyncio.Event()
@@ -104,17 +108,19 @@ class ReplicaCalls:
         request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None, more=more)
         replica.begun |= trains
         try:
-            answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
+            # As they are now: a successor that takes the place of one of them meanwhile knows nothing of this step.
+            answers = await with_trajectories(ctx, list(self.workers.workers), replica, groups, method, request)
         except (WorkerDied, WorkerFailed) as error:
-            self._died(sums, await self.living.bury(ctx, error))
+            await self.living.bury(ctx, error)
             if not replica.dead:
                 raise
             return
         if trains:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
 
-    def _died(self, sums: Sums, buried: Mapping[int, str]) -> None:
-        sums.forget(buried)
+    def _died(self, buried: Mapping[int, str]) -> None:
+        """What these ranks had in their sums is lost, and they are given nothing any more; whoever has noticed."""
+        self._sums.forget(buried)
         for index, replica in enumerate(self._replicas):
             if any(rank in buried for rank in replica.ranks):
                 replica.dead = True

@@ -1,41 +1,20 @@
-"""What `placement=shared` changes for the controller: versions that need not be sent, and how long calls may take.
+"""What `placement=shared` changes for the controller: how versions are announced, and how long calls may take.
 
-Every worker makes each version itself, because all ranks step by the same exact sum. So a version is announced, not
-sent: the worker takes it from its own trainer rank and compares it with the digest of the first rank's. Only who has
-not made it, a newcomer, gets its bytes.
+How a worker takes a version that it has made itself is in own_versions.py.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.endpoints import RolloutEndpoint
 from async_flowrl.types import POLICY
-from checkpoint_engine import RING, Ack, DeliveryOptions, Header
+from checkpoint_engine import DeliveryOptions
 from separation.group import seated
 
 EVERYONE = 1 << 30
 """Receivers that a sender serves where nothing is sent: nobody passes anything on."""
-
-
-class OwnVersions(RolloutEndpoint):
-    """A worker that trains, too, as a receiver."""
-
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        """Raises WeightsMismatch where the worker has made something else of the version."""
-        if header.stream == POLICY:
-            own: Ack | None = await self._deliver("keep_own", header, slot)
-            if own is not None:
-                return own
-        return await super().receive(header, payload, slot)
-
-
-def endpoint_of(config: Config) -> type[RolloutEndpoint]:
-    """How the rollout workers of this run get their versions."""
-    return OwnVersions if config.placement == SHARED else RolloutEndpoint
 
 
 def delivery_options(config: Config, stream: str) -> DeliveryOptions:

@@ -13,7 +13,7 @@ import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.collect import Stepped, Sums, add_up, lacking, take_step
+from async_flowrl.controller.collect import Stepped, Sums, add_up, complete, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.owners import idle_ranks, repeating_ranks
@@ -28,7 +28,7 @@ from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import NOBODY, cut
-from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
+from separation.group import WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,6 @@ class TrainerGroup(ReplicaCalls):
     def _most_selected(self, config: Config) -> list[int]:
         """What the algorithm trains of a group whose images all differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
-
-    @property
-    def first(self) -> Worker:
-        """Rank 0, which sends the weights and writes the checkpoints."""
-        return self.workers.workers[0]
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
         """The method's results on every rank that lives, in rank order; the first failure is raised."""
@@ -170,7 +165,7 @@ class TrainerGroup(ReplicaCalls):
         """The groups by rising number, and what was done, or the exponent with which it must be done again."""
         groups: list[HandedGroup] = []
         found: Stepped | int = []
-        sums = Sums(step, StepPlan(rows=0))
+        sums = self._sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
         for replica in self._replicas:
             replica.begun = False
@@ -213,7 +208,7 @@ class TrainerGroup(ReplicaCalls):
         if isinstance(summed, Summed):
             assert summed.overflow is not None, "a rank alone steps at once"
             return summed.overflow
-        return [(self.first, summed)]
+        return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
         """Has the living add up what they have, which is the whole step then, and step."""
@@ -222,16 +217,17 @@ class TrainerGroup(ReplicaCalls):
             for replica in self._alive:
                 self._book_state(ctx, replica, "busy")
             try:
+                await self.living.meet(ctx)
+                if not complete(groups, sums):
+                    continue  # one has died in the meantime
                 summed = await add_up(ctx, self.living, sums, groups, measures=self._measures)
             except (WorkerDied, WorkerFailed) as error:
-                self._died(sums, await self.living.bury(ctx, error))
+                await self.living.bury(ctx, error)
                 await self.living.abort()
                 continue
-            if (overflow := summed[self.living.ranks[0]].overflow) is not None:
+            if (overflow := summed[0][1].overflow) is not None:
                 return overflow
-            stepped, buried = await take_step(ctx, self.living, sums.step, summed)
-            self._died(sums, buried)
-            return stepped
+            return await take_step(ctx, self.living, sums.step, summed)
 
     async def _complete(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> None:
         """Has the living compute again what is in nobody's sum, because the rank that had it died."""

@@ -6,7 +6,7 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
-from async_flowrl.controller.shared import delivery_options, endpoint_of
+from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.own_versions import endpoint_of
+from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
@@ -30,7 +31,7 @@ from checkpoint_engine import (
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, verdict
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.group import Worker, WorkerDied, WorkerGroup
+from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
 
 T = TypeVar("T")
@@ -45,6 +46,19 @@ class Canary:
     """The weights' bytes, or a reference to them in the object store."""
     probe: dict[str, Any]
     """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
+
+    @classmethod
+    async def of(cls, rank: Worker) -> "Canary":
+        """The canary that this trainer rank makes. All make the same."""
+        probe = await rank.call("sender.canary")
+        header = await rank.call("sender.policy.seal", CANARY_VERSION, lane=PUBLISHING)
+        _, (payload,) = await rank.call_split("sender.policy.payload", CANARY_VERSION, returns=2, lane=PUBLISHING)
+        return cls(header, payload, probe)
+
+    async def again(self, rank: Worker) -> "Canary":
+        """The same, for when its payload is lost with the node that held it."""
+        _, (payload,) = await rank.call_split("sender.canary_again", returns=2, lane=PUBLISHING)
+        return Canary(self.header, payload, self.probe)
 
 
 @dataclass
@@ -63,6 +77,8 @@ class PublishedWeights:
     work: Signal
     """Notified when a version is published or acknowledged, and when a worker is given up."""
     transport: str = OBJECT_STORE
+    base_digest: str = ""
+    """Of the base weights that every worker holds."""
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
     ema: EmaWeights | None = None
@@ -72,6 +88,8 @@ class PublishedWeights:
     _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
+    _unsent: set[int] = field(default_factory=set)
+    """Versions that no trainer rank can send any more, though a ticket that was trained before has named them."""
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -106,13 +124,14 @@ class PublishedWeights:
 
     def _book(self, state: str) -> None:
         """Records the state of all trainer ranks: `sync` during `publish`, `idle` from then until the next update."""
-        for rank in self.trainers.workers.workers:
+        for rank in self.trainers.living.workers:
             self.observer.state(rank.name, state)
 
     async def welcome(self, worker: Worker) -> None:
         await self._started.wait()
         await self._prove(worker)
-        await self._join(worker, [version for version in self.table.published if version >= self._oldest_named()])
+        oldest = self._oldest_named()
+        await self._join(worker, [v for v in self.table.published if v >= oldest and v not in self._unsent])
 
     def _oldest_named(self) -> int:
         """Returns the oldest version that a ticket of the current step or a later one can name."""
@@ -158,8 +177,6 @@ class PublishedWeights:
 
     def sealed(self, header: Header) -> None:
         """Publishes a sealed version in the ticket table, which then issues the tickets that name it."""
-        if header.version == CANARY_VERSION:
-            return
         self.table.publish(header.version, header.digest)
         self._sealed[header.version].set()
         self._sent(header)
@@ -184,12 +201,10 @@ class PublishedWeights:
         }
 
     async def _start(self) -> None:
-        config = self.config
-        sender = TrainerEndpoint(self.trainers.workers, self.transport, self.sealed)
+        config, living = self.config, self.trainers.living
+        sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            probe = await self.trainers.first.call("sender.canary")
-            header = await sender.seal(CANARY_VERSION)
-            self.canary = Canary(header, await sender.payload(CANARY_VERSION), probe)
+            self.canary = await Canary.of(living.first)
         broadcast = None
         if self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -206,13 +221,19 @@ class PublishedWeights:
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                self.trainers.workers,
+                living,
+                self,
                 options=delivery_options(config, EMA),
                 replace=self._give_up,
                 sealed=self._sent,
                 acknowledged=self._acknowledged,
             )
         self._started.set()
+
+    def _moved(self, lost: Sequence[int]) -> None:
+        """Another trainer rank sends from now on; it cannot send these versions, which no ticket waits for."""
+        self._unsent |= set(lost)
+        self.delivery.moved(lost)
 
     async def _admit(self, worker: Worker) -> None:
         """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""
@@ -244,6 +265,9 @@ class PublishedWeights:
                     raise
                 if attempt == self.config.checkpoint_engine.retries:
                     raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+                if isinstance(error, RefLost):
+                    again = self.canary.again(self.trainers.living.first)
+                    self.canary = await self._in_time("the trainer's canary, again", again)
         proof = await self._in_time(f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.canary.probe, proof, who=worker.name)
 

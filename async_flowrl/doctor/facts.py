@@ -64,6 +64,7 @@ def facts(asked: Asked) -> dict[str, Any]:
         "lacking": [module for module in asked.modules if not importable(module)],
         "marked": not asked.mark or sees(asked.mark, asked.text),
         "gpus": gpus(),
+        "interfaces": interfaces(),
     }
 
 
@@ -77,6 +78,14 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Name of every network interface → its IPv4 addresses, the first of them first."""
+    return {
+        name: [each.address for each in addresses if each.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
 
 
 def free_memory() -> int:

@@ -25,6 +25,10 @@ class Machine:
     name: str
     facts: Mapping[str, Any]
     store: float = 0.0
+    resources: Mapping[str, float] | None = None
+    """What Ray has of the node; None if the run starts Ray itself."""
+    address: str = ""
+    """The node's, as Ray knows it; empty if the run starts Ray itself."""
 
     @property
     def memory(self) -> int:
@@ -94,6 +98,19 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
         yield Finding("modules of your own", FAILED, f"not found: {', '.join(lacking)}", advice)
 
 
+def interface_findings(machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Warns of nodes where gloo would take another address than Ray: it is told an interface, and takes its first."""
+    others = [
+        f"{machine.name} has {', '.join(addresses)} on {name}, and Ray uses {machine.address}"
+        for machine in machines
+        for name, addresses in machine.facts["interfaces"].items()
+        if machine.address in addresses[1:]
+    ]
+    if others:
+        advice = "trainer ranks meet at an interface's first address: give Ray that one (ray start --node-ip-address)"
+        yield Finding("interfaces", WARNING, "; ".join(others), advice)
+
+
 def _all(machines: Sequence[Machine]) -> str:
     return "this machine" if len(machines) == 1 else f"all {len(machines)} nodes"
 
@@ -119,8 +136,9 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
     advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
     if needs.memory > free:
         yield Finding("memory", FAILED, sentence, advice, figures)
-    elif largest.bytes > best.memory:
-        lacks = f"{sentence}; no node has {largest.bytes / GIB:.1f} GiB for one {largest.pool} process"
+    elif largest.on_a_node > best.memory:
+        processes = f"{largest.per_node} {largest.pool} process{'es' * (largest.per_node > 1)}"
+        lacks = f"{sentence}; no node has {largest.on_a_node / GIB:.1f} GiB for {processes}"
         yield Finding("memory", FAILED, lacks, advice, figures)
     else:
         yield Finding("memory", OK, sentence, figures=figures)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, plan_memory
+from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, in_one, plan_memory
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
@@ -20,6 +21,13 @@ class Process:
     pool: str
     count: int
     bytes: int
+    per_node: int = 1
+    """How many must find room on one node (`workers_per_node`)."""
+
+    @property
+    def on_a_node(self) -> int:
+        """Bytes that one node must have for them."""
+        return self.per_node * self.bytes
 
 
 @dataclass(frozen=True)
@@ -40,16 +48,25 @@ class Needs:
 
     @property
     def largest(self) -> Process:
-        """The pool whose processes need the most memory each."""
-        return max(self.processes, key=lambda process: process.bytes)
+        """The pool whose processes need the most memory of one node."""
+        return max(self.processes, key=lambda process: process.on_a_node)
 
 
 def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
-    plan = plan_memory(config)
+    plan, trainer, rollout = plan_memory(config), config.trainer, config.rollout
+    per_node = trainer.workers_per_node or 1
+    if config.placement == SHARED:
+        pools = [Process(SHARED, trainer.num_workers, shared_bytes(config, plan, on_gpus=on_gpus), per_node)]
+    else:
+        of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
+        of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
+        pools = [
+            Process("trainer", trainer.num_workers, of_a_trainer, per_node),
+            Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
+        ]
     processes = [
-        Process("trainer", config.trainer.num_workers, trainer_bytes(config, plan, on_gpus=on_gpus)),
-        Process("rollout", config.rollout.num_workers, rollout_bytes(config, plan, on_gpus=on_gpus)),
+        *pools,
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
         Process("controller", 1, PROCESS_BYTES),
     ]
@@ -82,6 +99,14 @@ def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
             + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
         )
     return PROCESS_BYTES + on_host(plan.rollout)
+
+
+def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
+    """Host memory of a process that samples and trains: on a GPU what both need there, on a CPU one base for both."""
+    if on_gpus and config.trainer.gpus_per_worker > 0:
+        sampling = rollout_bytes(config, plan, on_gpus=True)
+        return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
+    return PROCESS_BYTES + on_host(in_one(plan.trainer, plan.rollout, full=plan.model.full))
 
 
 def on_host(footprint: Footprint) -> int:

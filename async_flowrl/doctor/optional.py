@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor.facts import importable
-from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
 from async_flowrl.doctor.machine import nccl_version
 from async_flowrl.rewards import http_post
 from async_flowrl.rewards.served import HTTP_NAME
@@ -32,6 +32,8 @@ class Part:
     what: str
     lack: Callable[[], str | None]
     wanted: Callable[[Config], bool]
+    on_device: bool = False
+    """Whether it needs a GPU, which the driver's machine need not have."""
 
 
 def why_not(check: Callable[[], object]) -> str | None:
@@ -72,8 +74,8 @@ def asks_servers(config: Config) -> bool:
 
 
 PARTS: Mapping[str, Part] = {
-    "NCCL": Part("weights from GPU to GPU", nccl, lambda config: config.checkpoint_engine.transport == NCCL),
-    "cupy": Part("transport pynccl", pynccl, lambda config: config.checkpoint_engine.transport == PYNCCL),
+    "NCCL": Part("weights from GPU to GPU", nccl, lambda config: config.checkpoint_engine.transport == NCCL, True),
+    "cupy": Part("transport pynccl", pynccl, lambda config: config.checkpoint_engine.transport == PYNCCL, True),
     "vllm-omni": Part(
         "rollout.engine=vllm_omni",
         lambda: why_not(vllm_omni.check_installed),
@@ -88,7 +90,10 @@ PARTS: Mapping[str, Part] = {
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
-    """One finding per part: ok or skipped, or failed if the configuration needs a missing part."""
+    """One finding per part: ok or skipped, or failed if the configuration needs a missing part.
+
+    A warning where workers on other machines need it, and this one has no GPU.
+    """
     return [finding_of(name, part, config) for name, part in PARTS.items()]
 
 
@@ -98,5 +103,7 @@ def finding_of(name: str, part: Part, config: Config | None) -> Finding:
         number = f" {nccl_version()}" if name == "NCCL" else ""
         return Finding(f"optional {name}", OK, f"here{number}, for {part.what}")
     if config is not None and part.wanted(config):
+        if part.on_device and config.runtime.address is not None and not torch.cuda.is_available():
+            return Finding(f"optional {name}", WARNING, lack, "the workers need it, and look when they start")
         return Finding(f"optional {name}", FAILED, lack, f"this configuration asks for it ({part.what})")
     return Finding(f"optional {name}", SKIPPED, lack, f"needed for {part.what} alone")

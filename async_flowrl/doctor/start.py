@@ -7,18 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
+from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.facts import Asked, facts
-from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed
+from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding, failed
 from async_flowrl.doctor.machines import (
     Machine,
     disk_findings,
+    interface_findings,
     machine_finding,
     memory_findings,
     run_folder,
@@ -27,7 +28,6 @@ from async_flowrl.doctor.machines import (
 from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
 from async_flowrl.doctor.optional import optional_findings
-from async_flowrl.plan.devices import check_devices
 from async_flowrl.run.launch import check_machine, placement_of, pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -82,11 +82,14 @@ def start_findings(prepared: Prepared, wanted: Wanted = Wanted()) -> Iterator[Fi
 
 def alone(prepared: Prepared, here: Machine) -> Iterator[Finding]:
     """Yields findings for a run that uses only this machine."""
-    config = prepared.config
-    what = "threads of one process" if config.runtime.backend == "local" else "a run starts a cluster of its own here"
+    what = (
+        "threads of one process"
+        if prepared.config.runtime.backend == "local"
+        else "a run starts a cluster of its own here"
+    )
     yield Finding("Ray", OK, f"not asked: {what}, which has room for every worker")
     yield machine_finding(here)
-    yield from judged(config, here, [here])
+    yield from judged(prepared, here, [here])
 
 
 def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) -> Iterator[Finding]:
@@ -97,27 +100,32 @@ def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) 
             yield reached(looked.nodes, address, wanted)
             yield seats(config, pools(prepared), looked.nodes)
             answers = looked.run(FACTS, asked)
-            machines = [Machine(n.name, answers[n.id], _store(n)) for n in looked.nodes if _answered(answers[n.id])]
+            machines = [
+                Machine(node.name, answers[node.id], _store(node), node.resources, node.address)
+                for node in looked.nodes
+                if _answered(answers[node.id])
+            ]
             yield from (silent(node, answers[node.id]) for node in looked.nodes if not _answered(answers[node.id]))
             yield from map(machine_finding, machines)
             yield from same_findings(here.facts, machines)
-            yield from judged(config, here, machines, looked)
+            yield from interface_findings(machines)
+            yield from judged(prepared, here, machines, looked)
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         advice = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
         yield Finding("Ray", FAILED, f"runtime.address={address}: {first(error)}", advice)
 
 
 def judged(
-    config: Config, here: Machine, machines: Sequence[Machine], looked: Survey | None = None
+    prepared: Prepared, here: Machine, machines: Sequence[Machine], looked: Survey | None = None
 ) -> Iterator[Finding]:
     """Compares the needs of the configuration with the machines, and measures the network if `looked` is given."""
     if not machines:
         return
-    cards = [gpu for machine in machines for gpu in machine.facts["gpus"]]
-    yield devices(config, cards)
+    config = prepared.config
+    yield devices(config, pools(prepared), machines)
     needs: Needs | None = None
     try:
-        needs = needs_of(config, on_gpus=bool(cards))
+        needs = needs_of(config, on_gpus=any(machine.facts["gpus"] for machine in machines))
     except ValueError as error:
         yield Finding(
             "plan", WARNING, f"memory and disks were not compared: {first(error)}", "the model's shapes are not known"
@@ -154,23 +162,6 @@ def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> 
     except ResourcesMissing as error:
         return Finding("seats", WARNING, f"others hold them now: {first(error)}", "a run waits for deadlines.load")
     return Finding("seats", OK, f"free for {workers}")
-
-
-def devices(config: Config, cards: Sequence[dict[str, Any]]) -> Finding:
-    """Compares the memory plan with the smallest GPU."""
-    pooled = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
-    if config.rollout.engine == "vllm_omni":
-        del pooled[ROLLOUT]
-    if not cards:
-        return Finding("devices", SKIPPED, "no GPU: everything runs on CPUs", "nothing to plan")
-    least = min(int(card["memory"]) for card in cards)
-    try:
-        warnings = check_devices(config, {pool: least for pool, gpus in pooled.items() if gpus > 0})
-    except ConfigError as error:
-        return failed("devices", error, "a run would refuse it with this sentence")
-    if warnings:
-        return Finding("devices", WARNING, "; ".join(warnings), "a run says this, too")
-    return Finding("devices", OK, f"{len(cards)} GPUs, the smallest of {least / 2**30:.1f} GiB: the plan fits")
 
 
 def told_here(asked: Asked) -> Machine:

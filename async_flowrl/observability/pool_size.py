@@ -22,13 +22,16 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
-    """How many `joined` and `left` in the last attempt, and the `fewest` and the `most` that there were at a time."""
+    """How many `joined` and `left` in the last attempt, and the `fewest` and the `most` that served at a time.
+
+    A newcomer that was turned away is not counted.
+    """
     present: set[str] = set()
     changes: list[Event] = []
     for event in attempt:
         if event["event"] in CHANGES:
             changes.append(event)
-        elif event["event"] == "worker" and not changes and pool_of(event["worker"]) == "rollout":
+        elif _of_the_start(event) and not changes:
             present.add(place_of(event["worker"]))
     counts = [len(present) or config.rollout.num_workers]
     if changes:
@@ -40,6 +43,11 @@ def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
         "fewest": min(counts),
         "most": max(counts),
     }
+
+
+def _of_the_start(event: Event) -> bool:
+    """Whether the event names a rollout worker of the start, or one that replaces another."""
+    return event["event"] == "worker" and pool_of(event["worker"]) == "rollout" and not event.get("newcomer")
 
 
 def places(attempt: Iterable[Event]) -> int:

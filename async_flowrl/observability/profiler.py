@@ -3,6 +3,8 @@
 The setting `profile.steps=[5,6]` chooses the steps.
 """
 
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from async_flowrl.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+ONE_PER_PROCESS = threading.Lock()
+"""Held while a trace runs: torch has one profiler per process, which a second trace would end or crash."""
 
 
 class StepProfiler:
@@ -24,14 +31,28 @@ class StepProfiler:
     def start(self, step: int, what: str = "") -> None:
         """Begins a trace if `step` is chosen; `what` is added to the file's name.
 
-        A trace that is still running, because its step failed, is discarded first.
+        A trace that is still running, because its step failed, is discarded first. While another worker of this process
+        traces, a warning takes the place of the trace.
         """
         self.stop(write=False)
         if step not in self._steps:
             return
+        if not ONE_PER_PROCESS.acquire(blocking=False):
+            logger.warning(
+                "no trace of %s-step-%06d%s: another trace runs in this process, and torch allows one; with "
+                "placement=separate and runtime.backend=ray each worker has a process of its own",
+                self._worker,
+                step,
+                what,
+            )
+            return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         tracer = profile(activities=activities)
-        tracer.start()
+        try:
+            tracer.start()
+        except BaseException:
+            ONE_PER_PROCESS.release()
+            raise
         self._running = tracer, self._directory / f"{self._worker}-step-{step:06d}{what}.json"
 
     def stop(self, *, write: bool = True) -> None:
@@ -39,10 +60,13 @@ class StepProfiler:
         if self._running is None:
             return
         (tracer, path), self._running = self._running, None
-        tracer.stop()
-        if write:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tracer.export_chrome_trace(str(path))
+        try:
+            tracer.stop()
+            if write:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tracer.export_chrome_trace(str(path))
+        finally:
+            ONE_PER_PROCESS.release()
 
     @contextmanager
     def around(self, step: int, what: str = "") -> Iterator[None]:

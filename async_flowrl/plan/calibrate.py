@@ -14,6 +14,7 @@ from typing import Any
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.reward_pools import SHARED, reward_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.ledger import place_of, pool_of
@@ -62,9 +63,14 @@ class NothingToLearn(ValueError):
 def calibrate(run: Path, *, last: int | None = None) -> Run:
     """The laws of the steps from the last attempt's warm-up on to `last` - 1, or to the end.
 
-    Raises NothingToLearn, or ValueError for a broken directory.
+    Raises NothingToLearn, also for placement=shared, or ValueError for a broken directory.
     """
     config, began, history, metrics = load(run)
+    if config.placement == ONE_POOL:
+        raise NothingToLearn(
+            f"{run} has placement=shared, where a ticket's time holds the training that came before it: plan from a "
+            "run with placement=separate"
+        )
     first = began + WARM_UP_STEPS
     resized = any(event["event"] in CHANGES for event in history)
     stop = last if last is not None else config.total_steps

@@ -112,7 +112,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
     warnings = compared_rewards(config, memory)
     memory = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     model = build_meta_model(config)
-    for title, device in _devices(config, memory).items():
+    for title, device in titled_devices(config, memory).items():
         if footprint(title, config, model, device).resident > device.available:
             sentence = refusal(title, config, model, device)
             if not config.allow_oom:
@@ -121,7 +121,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
     if warnings:
         return warnings
     sampling, training = sampling_peak(config, model), training_peak(config, model)
-    for title, device in _devices(config, memory).items():
+    for title, device in titled_devices(config, memory).items():
         whole = footprint(title, config, model, device, training=training, sampling=sampling)
         if whole.total > TIGHT * device.available:
             warnings.append(tight(title, whole, device.available))
@@ -156,7 +156,7 @@ def enough_gpus(needed: int, device: int) -> float:
     return min(1.0, math.ceil(20 * needed / device) / 20)
 
 
-def _devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
+def titled_devices(config: Config, memory: Mapping[str, int]) -> dict[str, Device]:
     """Returns process title → device. A process may use its share of it, `gpus_per_worker`, at most the whole device.
 
     With the local backend, the workers of both pools are in one process, which may use the whole device.

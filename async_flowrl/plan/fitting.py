@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.devices import GIB, ROLLOUT, SHOWN, TRAINER, Change, Device, changes, footprint, scaled
+from async_flowrl.plan.layout import CHECKPOINTED, CHECKPOINTING
 from async_flowrl.plan.memory import Peaks, sampling_peak, training_peak
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 
-CHECKPOINTING, MICRO_BATCH, CHUNK = (
-    "trainer.gradient_checkpointing",
-    "trainer.micro_batch_size",
-    "rollout.batch_size",
-)
+MICRO_BATCH, CHUNK = "trainer.micro_batch_size", "rollout.batch_size"
 BY_IMAGES, BY_TILES = "rollout.vae_slicing", "rollout.vae_tiling"
 """Settings after which the peak of decoding is counted again; for all others the peaks are taken as unchanged."""
-CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
-"""Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least."""
 
 
 def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: Device) -> str:

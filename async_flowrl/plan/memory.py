@@ -19,7 +19,7 @@ from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, resident_bytes
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, resident_bytes, unplanned
 
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
@@ -122,7 +122,7 @@ def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
         rollout=rollout_footprint(config, model, sampling_bytes),
         host=host_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
-        payload=stored_bytes(config, shapes),
+        payload=stored_bytes(config, shapes, model.adapter_parameters),
         adapter_bytes=model.version_bytes,
         peaks=Peaks(activations, sampling_bytes),
     )
@@ -236,7 +236,7 @@ def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> 
     If the run checkpoints, `model`'s network is wrapped for checkpointing, which cannot be undone.
     """
     policy, trainer = model.policy, config.trainer
-    checkpoint_blocks(policy, trainer.gradient_checkpointing)
+    checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, torch.device("cuda")))
     rows = trainer.micro_batch_size * (trainer.timesteps_per_forward or trained_steps(config))
 
     def forward() -> Tensor:

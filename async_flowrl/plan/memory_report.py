@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
@@ -16,6 +16,7 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import BOTH, ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
 from async_flowrl.plan.largest import at_largest
+from async_flowrl.plan.layout import Chosen, resolved
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -151,6 +152,27 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
     }
 
 
+def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
+    """Pool → bytes of its devices, for the pools that have any by the configuration."""
+    asked = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
+    return {pool: device_bytes for pool, gpus in asked.items() if gpus > 0}
+
+
+def cheapest_layout(config: Config, device_bytes: int) -> Chosen:
+    """The layout that `auto` would choose for everything that may be `auto`."""
+    free = replace(config.trainer, shard="auto", shard_size=None, gradient_checkpointing="auto")
+    return resolved(replace(config, trainer=free), on_devices(config, device_bytes))
+
+
+def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
+    """A sentence on the cheapest layout that fits, where the configuration names another one."""
+    one, other = cheapest.layout, chosen.layout
+    held_alike = config.trainer.num_workers == 1 or one.shard in ("auto", other.shard)
+    if held_alike and one.gradient_checkpointing == other.gradient_checkpointing:
+        return []
+    return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan; returns the exit code, 2 if there is none."""
     parser = argparse.ArgumentParser(
@@ -165,12 +187,18 @@ def main(arguments: Sequence[str]) -> int:
         config = compose_config(given.config_name, given.overrides)
         check(config)
         config = at_largest(config)
+        chosen = resolved(config, on_devices(config, round(given.device * GIB)))
+        cheapest = cheapest_layout(config, round(given.device * GIB))
+        config = chosen.applied(config)
         plan = plan_memory(config, round(given.device * GIB))
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2
     if given.json:
-        sys.stdout.write(json.dumps(as_json(plan, config, given.device), indent=2) + "\n")
+        found = as_json(plan, config, given.device)
+        found |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        sys.stdout.write(describe(plan, config, given.device))
+        said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
+        sys.stdout.write(describe(plan, config, given.device) + said)
     return 0

@@ -3,29 +3,48 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from async_flowrl.config.reward_pools import is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT, TRAINER
-from async_flowrl.run.tools import CheckDevices
+from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.terminal import say
+from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.run.tools import CheckDevices, ChooseLayout
 from separation.group import WorkerGroup
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
 
-async def compare_devices(config: Config, groups: Mapping[str, WorkerGroup], check: CheckDevices) -> dict[str, int]:
-    """Returns what `device_memory` returns, after `check` has compared it with the plan.
+async def compare_devices(config: Config, memory: Mapping[str, int], check: CheckDevices) -> None:
+    """Compares the memory of the pools' devices, in bytes, with the plan by `check`.
 
     Each sentence of `check` about a device that is nearly too small is logged as a warning. Raises ConfigError if a
     device is too small.
     """
-    async with deadline(config.deadlines.load, "load: memory of the devices"):
-        memory = await device_memory(config, groups)
     if memory:
         for sentence in await asyncio.to_thread(check, config, memory):
             logger.warning("%s", sentence)
-    return memory
+
+
+async def lay_out(
+    prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup, choose: ChooseLayout
+) -> tuple[Prepared, dict[str, int]]:
+    """Decides what `auto` is in the trainer's layout; returns the run with it, and the devices' memory by pool."""
+    config = prepared.config
+    async with deadline(config.deadlines.load, "load: memory of the devices"):
+        memory = await device_memory(config, groups)
+    layout, reasons = await asyncio.to_thread(choose, prepared.at_largest, memory)
+    trainers.layout = layout
+    for sentence in reasons:
+        logger.info("%s", sentence)
+    if reasons and config.console != "quiet":
+        say(named_lines([("layout", sentence) for sentence in reasons], 10))
+    settled = replace(config, trainer=layout.applied(config.trainer))
+    return replace(prepared, config=settled), memory
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:

@@ -38,18 +38,18 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
     `report` writes report.html; None means no report. A view or monitor that fails is named in `failed` of the summary.
     """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
-    trainer = run.trainers.first
+    living = run.trainers.living
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
-        digest = await trainer.call("weights_digest")
-        arrays = await trainer.call("tensors", average)
+        digest = await living.on_first(ctx, "weights_digest")
+        arrays = await living.on_first(ctx, "tensors", average)
     tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
         weights_digest=digest,
         tickets=ticket_counts(ctx.table),
         pools=pools.totals(),
-        peak=await peak_of(config, trainer),
+        peak=await peak_of(config, living.first),
         sync=ctx.weights.report(),
     )
     run.ledgers.events.flush()

@@ -36,7 +36,7 @@ from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import say
 from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines, say_memory, say_step_time
-from async_flowrl.run.devices import compare_devices
+from async_flowrl.run.devices import compare_devices, lay_out
 from async_flowrl.run.finish import finish, foresee, peak_of
 from async_flowrl.run.launch import (
     check_machine,
@@ -162,15 +162,16 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
 async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
-    config = prepared.config
     display.phase("starting the pools")
-    learnt = asyncio.create_task(say_step_time(tools.foretell_steps, config, directory))
-    with listening(stop, config.time_limit):
-        async with open_cluster(prepared, directory.logs) as groups, serving(config, groups) as servers:
-            memory = await compare_devices(config, groups, tools.check_devices)
+    learnt = asyncio.create_task(say_step_time(tools.foretell_steps, prepared.config, directory))
+    with listening(stop, prepared.config.time_limit):
+        async with open_cluster(prepared, directory.logs) as groups, serving(prepared.config, groups) as servers:
+            trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
+            prepared, memory = await lay_out(prepared, groups, trainers, tools.choose_layout)
+            config = prepared.config
+            await compare_devices(config, memory, tools.check_devices)
             told = asyncio.create_task(say_memory(tools.foretell_memory, prepared.at_largest, memory))
             display.phase("loading the models")
-            trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
             resume = check_base_weights(config, resume, info["base_digest"])
@@ -179,7 +180,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 await restore(trainers, directory, resume)
-                peak = await peak_of(config, trainers.first)
+                peak = await peak_of(config, trainers.living.first)
             await learnt  # it reads files that `open_ledgers` changes
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.watch(ledgers.pools, ledgers.events, peak)

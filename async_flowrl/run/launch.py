@@ -33,7 +33,7 @@ from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.rendezvous import join_process_group
 from separation.shared import Part, in_parts
-from separation.supervise import deadline
+from separation.supervise import deadline, together
 from separation.table import format_table
 
 EXPANDABLE = "expandable_segments:True"
@@ -310,7 +310,9 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
             await join_process_group(group, timeout=group_timeout(config))
-        infos: list[dict[str, Any]] = await trainers.all("load")
+        # On every rank: `trainers.all` leaves out those that were dead when an attempt before this one ended.
+        loads = (worker.call("load", 1, trainers.layout) for worker in group.workers)
+        infos: list[dict[str, Any]] = await together(*loads)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 

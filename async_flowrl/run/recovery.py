@@ -123,8 +123,8 @@ async def attempt(run: Run, resume: Resume) -> Context:
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
-    """Returns the names of the trainer ranks that are known to be dead by now."""
-    return [worker.name for worker in await dead_among(trainers.workers.workers)]
+    """Returns the names of the trainer ranks that are known to be dead by now, and whose work no other rank does."""
+    return [worker.name for worker in await dead_among(trainers.living.workers)]
 
 
 async def recover(run: Run, before: Resume) -> Resume:

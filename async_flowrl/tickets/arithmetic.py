@@ -93,7 +93,22 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
     return config.images_per_ticket * image + _FLOAT_BYTES * text
 
 
-def stored_bytes(config: Config, shapes: Shapes) -> int:
-    """Returns the size in bytes of the tickets of max_staleness + 1 steps: the most that wait for a slow trainer."""
+def stored_bytes(config: Config, shapes: Shapes, trained: int = 0) -> int:
+    """Returns the size in bytes of the tickets of max_staleness + 1 steps: the most that wait for a slow trainer.
+
+    With several trainer ranks that train `trained` parameters, the state that one rank hands to the successor of
+    another is counted, too.
+    """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
-    return config.live_versions * tickets * ticket_bytes(config, shapes)
+    return config.live_versions * tickets * ticket_bytes(config, shapes) + peer_bytes(config, trained)
+
+
+def peer_bytes(config: Config, trained: int) -> int:
+    """Bytes that a trainer rank hands to a successor of another, versions as if in float32; 0 where there is none.
+
+    Masters, two moments, versions that may be asked for, one that is kept for an evaluation, and moving averages.
+    """
+    if config.trainer.num_workers == 1:
+        return 0
+    vectors = 3 + config.live_versions + 1 + 2 * (config.trainer.ema_decay is not None)
+    return _FLOAT_BYTES * vectors * trained

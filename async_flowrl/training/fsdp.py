@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
+from separation.rendezvous import sum_ranks
 
 WHOLE_SHARE = 0.6
 """trainer.shard=auto shards the base if base, trained tensors and optimizer would take more than this share of a GPU's
@@ -42,8 +43,8 @@ class World(Place):
 
         Without a process group, because no other rank lives, `values` stays as it is.
         """
-        if self.size > 1 and dist.is_initialized():
-            dist.all_reduce(values)
+        if self.size > 1:
+            sum_ranks(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Returns the `values` of all ranks, in rank order."""
@@ -161,6 +162,13 @@ def prefetch(policy: Policy, ahead: int) -> None:
     for order, name in ((blocks, "forward"), (blocks[::-1], "backward")):
         for place, block in enumerate(order):
             getattr(block, f"set_modules_to_{name}_prefetch")(order[place + 1 : place + 1 + ahead])
+
+
+def unplanned(how: str, device: torch.device) -> str:
+    """`trainer.gradient_checkpointing` where nobody has decided what `auto` is: what is sure to need least on a GPU."""
+    if how != "auto":
+        return how
+    return "full" if device.type == "cuda" else "none"
 
 
 def checkpoint_blocks(policy: Policy, how: str) -> None:

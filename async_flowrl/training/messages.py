@@ -5,9 +5,35 @@ with Summed if the step must begin again. A part is a micro-batch of a group's i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.types import Sampling, Span, Trajectory, Wording
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How trainer ranks hold the base and what they recompute, by the settings of `trainer`."""
+
+    shard: str
+    shard_size: int | None
+    gradient_checkpointing: str
+
+    @classmethod
+    def named(cls, trainer: TrainerConfig) -> "Layout":
+        """As the configuration has it, `auto` included."""
+        return cls(trainer.shard, trainer.shard_size, trainer.gradient_checkpointing)
+
+    def applied(self, trainer: TrainerConfig) -> TrainerConfig:
+        """A copy of the settings with this layout."""
+        return replace(trainer, **asdict(self))
+
+    def in_shard(self) -> str:
+        return f"hybrid over {self.shard_size} ranks" if self.shard == "hybrid" else self.shard
+
+    def in_words(self) -> str:
+        return f"shard={self.in_shard()} and gradient_checkpointing={self.gradient_checkpointing}"
+
 
 GAP = "behaviour_gap"
 """Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights."""

@@ -1,6 +1,6 @@
-"""The sending end of the weights, on trainer rank 0: publishes versions of the policy and of its EMA."""
+"""The sending end of the weights, on the trainer rank that sends them: versions of the policy and of its EMA."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,14 +60,31 @@ class PublishedStreams:
 
         Raises ValueError for an unknown stream and for an EMA that is not the newest, KeyError for an old version.
         """
+        publisher = self._publisher(stream)
         if stream == POLICY:
-            self._stage(self.policy, version, self._versions.of(version))
-        elif stream != EMA or self.ema is None or self._versions.ema is None:
-            raise ValueError(f"no stream {stream!r} here, only {POLICY if self.ema is None else f'{POLICY}, {EMA}'}")
+            self._stage(publisher, version, self._versions.of(version))
         elif version != self._versions.newest:
             raise ValueError(f"only the newest EMA can be published ({self._versions.newest}), asked for {version}")
-        else:
-            self._stage(self.ema, version, self._versions.ema)
+        elif self._versions.ema is not None:
+            self._stage(publisher, version, self._versions.ema)
+
+    def take_over(self, stream: str, versions: Sequence[int], held: Collection[int]) -> dict[int, Header]:
+        """Publishes what another rank had published before it died, from the same weights on this rank.
+
+        Returns version → header of those that this rank still has the weights of. Those in `held` stay until they are
+        released. It may be called again after it was broken off. Belongs to the publish lane: versions are never
+        written to, so it need not wait for the update under way.
+        """
+        publisher, headers = self._publisher(stream), dict[int, Header]()
+        for version in sorted(versions):
+            if version not in publisher.retained():
+                if (flat := self._versions.sendable(stream, version)) is None:
+                    continue
+                self._stage(publisher, version, flat)
+            headers[version] = publisher.seal(version)
+            if version in held:
+                publisher.hold(version)
+        return headers
 
     def canary(self) -> dict[str, Tensor]:
         """Stages random weights (the canary) as version CANARY_VERSION and returns the probe of this rank's network.
@@ -75,16 +92,36 @@ class PublishedStreams:
         Rollout workers must give the same probe for it. The probe of version 0 would prove nothing: it is equal to that
         of the model as it was loaded.
         """
-        tensors = canary_tensors(self.policy.layout, derive(self._config.seed, "canary"))
-        flat = self._parameters.pack(tensors, where="canary", dtype=self._versions.dtype)
+        flat = self._canary()
         self._stage(self.policy, CANARY_VERSION, flat)
         with self._parameters.swapped(flat):
             return self._tuning.probe(self._policy.transformer)
+
+    def canary_again(self) -> tuple[Header, ByteArray]:
+        """Header and bytes of the canary, for when those that were sent are lost with their node. For any rank."""
+        # Of host memory, so that nothing more is taken on a GPU for it.
+        tensors = self._parameters.named(self._canary().cpu())
+        dtypes, tuning = self._tuning.dtypes(self._policy.transformer), self._tuning
+        again = Publisher(tensors, POLICY, dtypes=dtypes, alpha=tuning.alpha, rank=tuning.rank, retain=1)
+        again.stage(CANARY_VERSION)
+        again.seal(CANARY_VERSION)
+        return again.payload(CANARY_VERSION)
 
     def clear(self) -> None:
         """Forgets all published versions, so that a restored run can publish them again."""
         for publisher in filter(None, (self.policy, self.ema)):
             publisher.clear()
+
+    def _publisher(self, stream: str) -> DebugPublisher:
+        if stream == POLICY:
+            return self.policy
+        if stream != EMA or self.ema is None:
+            raise ValueError(f"no stream {stream!r} here, only {POLICY if self.ema is None else f'{POLICY}, {EMA}'}")
+        return self.ema
+
+    def _canary(self) -> Tensor:
+        tensors = canary_tensors(self.policy.layout, derive(self._config.seed, "canary"))
+        return self._parameters.pack(tensors, where="canary", dtype=self._versions.dtype)
 
     def _stage(self, publisher: Publisher, version: int, flat: Tensor) -> None:
         publisher.stage(version, self._parameters.named(flat), deadline=self._config.deadlines.publish)

@@ -9,6 +9,7 @@ from torch import Tensor
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
+from async_flowrl.types import EMA, POLICY
 
 _COMPARED = 1 << 26
 """Number of elements of two versions that are compared at a time; the comparison needs one byte per element."""
@@ -31,6 +32,7 @@ class Versions:
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
         self._retained: dict[int, Tensor] = {}
+        self._kept: dict[tuple[str, int], Tensor] = {}
         self._changed: Tensor | None = None
         self.retain(0)
 
@@ -75,6 +77,35 @@ class Versions:
     def _forget_before(self, oldest: int) -> None:
         for old in [v for v in self._retained if v < oldest]:
             del self._retained[old]
+
+    def keep(self, stream: str, version: int) -> None:
+        """Copies what `version` of a stream is to host memory, where it stays until `let_go`, however many newer ones
+        come: for the time when this rank may have to send it. Of the EMA only the present one can be copied.
+
+        Does nothing for a version of the policy that is no longer retained.
+        """
+        source = self.ema if stream == EMA else self._retained.get(version)
+        if source is not None and (stream, version) not in self._kept:
+            self._kept[stream, version] = source.to("cpu", copy=True)
+
+    def let_go(self, stream: str, version: int) -> None:
+        """Ends a `keep`; does nothing where there was none."""
+        self._kept.pop((stream, version), None)
+
+    @property
+    def kept(self) -> Mapping[tuple[str, int], Tensor]:
+        """Stream and version → flat copies in host memory, by `keep`."""
+        return self._kept
+
+    def take_kept(self, kept: Mapping[tuple[str, int], Tensor]) -> None:
+        """Keeps what a peer has kept."""
+        self._kept = dict(kept)
+
+    def sendable(self, stream: str, version: int) -> Tensor | None:
+        """What `version` of a stream was, on the device of the weights; None where it is neither retained nor kept."""
+        found = self._retained.get(version) if stream == POLICY else None
+        found = self._kept.get((stream, version)) if found is None else found
+        return None if found is None else found.to(self._parameters.values.device)
 
     def changed_share(self) -> float | None:
         """Returns the share of elements that differ between the newest version and the one before it.

@@ -4,6 +4,7 @@ Everything but sealing, sending and writing runs on the main lane, one call at a
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,7 +27,7 @@ from async_flowrl.policies.registry import ResolvedModel, check_revision, load_p
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.checkpoint import Checkpoint, digest_of, read_checkpoint, write_checkpoint
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import (
@@ -38,13 +39,15 @@ from async_flowrl.training.fsdp import (
     resident_bytes,
     shard,
     smallest_memory,
+    unplanned,
 )
-from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import Conditioning, FloatArray, Resolution, Trajectory, Wording
+from async_flowrl.types import FloatArray, Resolution, Trajectory
 from checkpoint_engine import base_digest, weights_digest
 from separation.numa import bind
 
@@ -96,17 +99,20 @@ class TrainerWorker:
         self.optimizer: Optimizer
         self.versions: Versions
         self.update: Update
-        self.sender: PublishedStreams
-        """On rank 0 only, which sends the weights; there after `load`."""
+        self._sender: PublishedStreams | None = None
+        self._becoming_sender = threading.Lock()
         self._snapshot: tuple[int, Checkpoint] | None = None
         self._warned_of_changes = False
 
-    def load(self, ranks: int = 1) -> dict[str, Any]:
+    def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
 
         `ranks`: of how many it is one, where it takes the place of a rank that held all of the base and died.
-        Returns the base's digest, how it is laid out, and parameter counts.
+        `layout`: what the settings of `trainer` mean here, where they say `auto`. Returns the base's digest, how it is
+        laid out, and parameter counts.
         """
+        if layout is not None:
+            self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
         with ONE_AT_A_TIME:
             return self._load(ranks)
 
@@ -127,7 +133,7 @@ class TrainerWorker:
         digest = self._digest(base)
         tuning.attach(policy, config.seed)
         tuning.warm_start(policy)
-        checkpoint_blocks(policy, trainer.gradient_checkpointing)
+        checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
         if trainer.compile:
             compile_blocks(policy)
         layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)
@@ -138,8 +144,8 @@ class TrainerWorker:
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters, tuning.dtypes(policy.transformer))
-        if self.world.rank == 0:
-            self.sender = PublishedStreams(config, policy, self.parameters, self.versions)
+        if self.world.rank == 0 and ranks == 1:
+            _ = self.sender  # now, so that its memory is part of what loading takes
         self.update = Update(self._inputs())
         return {
             "base_digest": digest,
@@ -156,6 +162,15 @@ class TrainerWorker:
         if self._one_base is not None:
             return self._one_base.digest
         return digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
+
+    @property
+    def sender(self) -> PublishedStreams:
+        """The sending end of the weights, on any lane. It is made when it is first asked for: it takes memory for
+        versions on their way, and one rank alone sends them."""
+        with self._becoming_sender:
+            if self._sender is None:
+                self._sender = PublishedStreams(self.config, self.policy, self.parameters, self.versions)
+            return self._sender
 
     def _check_schedules(self, policy: Policy) -> None:
         for resolution in self._sizes:
@@ -276,21 +291,25 @@ class TrainerWorker:
         self._snapshot = self.versions.newest, self._state()
         return self.versions.newest
 
-    def state(self) -> tuple[str, tuple[Checkpoint, Mapping[Wording, Conditioning]]]:
-        """What another rank needs to take this one's part, and its digest: as `restore` has it from the disk."""
-        found = self._state()
-        return digest_of(found), (found, self.update.negatives)
+    def forget_snapshot(self) -> None:
+        """Drops what `snapshot` has copied: another rank has written the checkpoint."""
+        self._snapshot = None
 
-    def take_over(self, digest: str, state: tuple[Checkpoint, Mapping[Wording, Conditioning]]) -> str:
+    def state(self) -> tuple[str, PeerState]:
+        """What another rank needs to take this one's part, and its digest."""
+        found = PeerState(self._state(), self.update.negatives, dict(self.versions.kept))
+        return found.digest(), found
+
+    def take_over(self, digest: str, state: PeerState) -> str:
         """Goes on where another rank is, from what its `state` returned. Returns the weights' fingerprint.
 
         Raises RuntimeError where that is not what was sent.
         """
-        found, negatives = state
-        if (came := digest_of(found)) != digest:
+        if (came := state.digest()) != digest:
             raise RuntimeError(f"the state of another rank came with digest {came}, was sent with {digest}")
-        self.update.set_negatives(negatives)
-        self._restore(found)
+        self.update.set_negatives(state.negatives)
+        self._restore(state.checkpoint)
+        self.versions.take_kept(state.kept)
         return self.parameters.fingerprint()
 
     def _state(self) -> Checkpoint:
@@ -315,7 +334,7 @@ class TrainerWorker:
         return Checkpoint(parts, trainer, {})
 
     def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON. Rank 0 only.
+        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON.
 
         `spare`: steps of older checkpoints that are kept besides the newest.
         """
@@ -346,8 +365,8 @@ class TrainerWorker:
         self.versions.load(checkpoint.tensors)
         if isinstance(self.algorithm, Stateful):
             self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
-        if self.world.rank == 0:
-            self.sender.clear()
+        if self._sender is not None:
+            self._sender.clear()
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

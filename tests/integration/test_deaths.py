@@ -59,18 +59,68 @@ def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) 
     assert [row for row in verify(folder) if not row[1]] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_trainer_rank(expected: str, tmp_path: Path, ranks: int) -> None:
+ALONE, TWO = "trainer.num_workers=1", "trainer.num_workers=2"
+BY_GLOO = "checkpoint_engine.transport=gloo"
+HYBRID = ("trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=2")
+
+
+@pytest.mark.parametrize(
+    ("victim", "settings"),
+    [
+        (0, (ALONE,)),
+        (1, (TWO,)),
+        (0, (TWO,)),
+        (0, (TWO, BY_GLOO, "hand_over=stream")),
+        (0, (TWO, "trainer.ema_decay=0.9", "evaluate.every=3")),
+        (0, (TWO, "trainer.shard=full")),
+        (3, HYBRID),
+        (0, HYBRID),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else " ".join(value),
+)
+def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, settings: tuple[str, ...]) -> None:
+    """Where no other replica is left the run goes back to its checkpoint."""
     folder = tmp_path / "run"
-    run = start(folder, [f"trainer.num_workers={ranks}", "debug.delays.generate=0.2"])
+    run = start(folder, [*settings, "debug.delays.generate=0.2"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: any(e["step"] == 4 for e in events(folder, "step")), "step 4 is done")
-    os.kill(pid_of(folder, f"trainer-{ranks - 1}"), signal.SIGKILL)
+    os.kill(pid_of(folder, f"trainer-{victim}"), signal.SIGKILL)
     finish(run, folder)
     back = [event["step"] for event in events(folder, "rollback")]
-    assert back in ([3], [6]) if ranks == 1 else back == [], "of two ranks the other one goes on"
-    assert len(events(folder, "fault")) == 1
+    replicas = settings[0] != ALONE and "trainer.shard=full" not in settings
+    assert back == [] if replicas else back in ([3], [6]), "of two replicas the other one goes on"
+    assert f"trainer-{victim}" in {event["worker"] for event in events(folder, "fault")}
+    next_one = "trainer-2" if settings == HYBRID else "trainer-1"
+    senders = {event["worker"] for event in events(folder, "sender")}
+    assert senders == ({next_one} if replicas and not victim else set())
     assert digest(folder) == expected
+    assert [row for row in verify(folder) if not row[1]] == []
+
+
+def test_killed_ranks_are_replaced_while_the_run_goes_on(tmp_path: Path) -> None:
+    """First the one that sends the weights; when its successor has come, the one that has sent them since."""
+    long = ("total_steps=120", "save.every=20")
+    calm, folder = tmp_path / "calm", tmp_path / "run"
+    finish(start(calm, long), calm)
+
+    def back(worker: str) -> bool:
+        return worker in {event["worker"] for event in events(folder, "rejoined")}
+
+    run = start(folder, [*long, TWO, "debug.delays.generate=0.3", "debug.delays.constant=true"])
+    wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
+    for victim in ("trainer-0", "trainer-1"):
+        os.kill(pid_of(folder, victim), signal.SIGKILL)
+        wait_for(run, folder, lambda: back(f"{victim}.1"), f"a successor of {victim} takes part")  # noqa: B023
+    finish(run, folder)
+    assert events(folder, "rollback") == []
+    moves = [(event["before"], event["worker"]) for event in events(folder, "sender")]
+    assert moves == [("trainer-0", "trainer-1"), ("trainer-1", "trainer-0.1")]
+    peers = {event["worker"]: event["peer"] for event in events(folder, "rejoined")}
+    assert peers == {"trainer-0.1": "trainer-1", "trainer-1.1": "trainer-0.1"}
+    late = {event["worker"] for event in events(folder, "fetched") if event["bytes"]}
+    assert {"trainer-0.1", "trainer-1.1"} <= late, "both train again"
+    assert digest(folder) == digest(calm)
+    assert [row for row in verify(folder) if not row[1]] == []
 
 
 def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> None:

@@ -6,16 +6,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support import fresh_root
+from tests.support.fresh_root import FreshRoot
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples" / "deploy" / "Dockerfile"
 IGNORED = DOCKERFILE.with_name("Dockerfile.dockerignore")
 SYSTEM = "apt-get"
-"""Steps for the system's packages are simulated: nothing is installed on the machine that runs the tests."""
+"""Outside of a root of their own, steps for the system's packages are simulated: this machine gets none of them."""
 WORDS = "total_steps=1 runtime.backend=local group_size=4 trainer.micro_batch_size=4 output_dir=runs/one"
 TRAIN = f"async-flowrl train --config-name sync {WORDS}"
 
@@ -57,7 +61,8 @@ def test_both_devices_are_told_apart() -> None:
     assert arguments()["DEVICE"] == "cpu"
     torch, package = [step.text for step in steps() if step.kind == "RUN" and "pip install" in step.text]
     assert "download.pytorch.org/whl/cpu" in torch and '"$DEVICE" = cuda' in torch
-    assert '"$EXTRAS,nccl"' in package and "async-flowrl doctor" in package
+    assert '"$EXTRAS,nccl"' in package and "pip check" in package and "dry_run=true" in package
+    assert "async-flowrl doctor" not in package, "a machine that builds needs neither a GPU nor room for a run"
 
 
 @pytest.mark.slow
@@ -69,15 +74,7 @@ def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {**arguments(), "VIRTUAL_ENV": str(venv), "ASYNC_FLOWRL_CACHE": str(tmp_path / "models")}
     environment["PATH"] = f"{venv}/bin:{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}"
-    for step in steps():
-        if step.kind == "COPY":
-            *names, target = shlex.split(step.text)
-            for name in names:
-                copy(ROOT / name, place / target / (name if target == "./" else ""))
-        elif step.kind == "RUN" and step.text.startswith(SYSTEM):
-            simulate(step.text)
-        elif step.kind == "RUN":
-            execute(step.text, place, environment)
+    carry_out(place, lambda text: execute(text, place, environment), simulate)
     elsewhere = tmp_path / "data"
     elsewhere.mkdir()
     execute(TRAIN, elsewhere, environment)
@@ -85,6 +82,37 @@ def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     command = [str(venv / "bin" / "python"), "-c", "import async_flowrl; print(async_flowrl.__file__)"]
     where = subprocess.run(command, check=True, capture_output=True, text=True, cwd=elsewhere, env=environment).stdout
     assert str(venv) in where, "the installed package, not the checkout"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+def test_its_steps_make_a_fresh_debian_train(tmp_path: Path) -> None:
+    """Every step, those for the system's packages too, in a root of its own: Debian 12 and its Python 3.11, as the
+    image's, with nothing of this machine but its ways to packages."""
+    if (lack := fresh_root.obstacle()) is not None:
+        pytest.skip(lack)
+    root = FreshRoot(tmp_path / "root")
+    root.make()
+    place = root.path / "opt" / "async_flowrl"
+    place.mkdir(parents=True)
+    settings = [step.text for step in steps() if step.kind == "ENV"]
+    root.environment = arguments() | dict(word.split("=", 1) for text in settings for word in shlex.split(text))
+    root.environment["PATH"] = root.environment["PATH"].replace("$PATH", fresh_root.PATH)
+    carry_out(place, lambda text: root.run(text, "/opt/async_flowrl"), lambda text: root.run(text, "/"))
+    (root.path / "data").mkdir()
+    root.run(TRAIN, "/data")
+    assert (root.path / "data" / "runs" / "one" / "summary.json").exists()
+
+
+def carry_out(place: Path, run: Callable[[str], None], system: Callable[[str], None]) -> None:
+    """Copies what is copied into `place`, and hands each command to `run`, or to `system` if it is the system's."""
+    for step in steps():
+        if step.kind == "COPY":
+            *names, target = shlex.split(step.text)
+            for name in names:
+                copy(ROOT / name, place / target / (name if target == "./" else ""))
+        elif step.kind == "RUN":
+            (system if step.text.startswith(SYSTEM) else run)(step.text)
 
 
 def copy(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ from async_flowrl.doctor import __main__ as doctor
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor import start
 from async_flowrl.doctor.needs import needs_of
+from async_flowrl.plan.memory import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false")
 
@@ -88,3 +89,10 @@ def test_needs_grow_with_what_is_asked_for() -> None:
     on_cpu, on_gpu = needs_of(few, on_gpus=False), needs_of(few, on_gpus=True)
     assert needs_of(many, on_gpus=False).run_directory > on_cpu.run_directory
     assert needs_of(many, on_gpus=False).memory > on_cpu.memory > on_gpu.memory
+
+
+def test_processes_that_sample_and_train_hold_the_base_once() -> None:
+    separate, shared = compose_config("sync"), compose_config("sync", ["placement=shared"])
+    found = needs_of(shared, on_gpus=False)
+    assert [process.pool for process in found.processes] == ["shared", "reward", "controller"]
+    assert found.memory < needs_of(separate, on_gpus=False).memory - plan_memory(shared).model.base_bytes

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,12 @@ def allowed() -> None:
 
 @pytest.fixture
 def ray_nodes(allowed: None, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
-    """Makes nodes with a Ray cluster over them, one for each mapping of seats; the first is the head."""
+    """Makes nodes with a Ray cluster over them, one for each mapping of seats; the first is the head. Keywords are
+    fields of every node."""
     opened: list[Nodes] = []
 
-    def make(*seats: Mapping[str, float]) -> Nodes:
-        nodes = Nodes(tmp_path / "nodes", seats)
+    def make(*seats: Mapping[str, float], **each: Any) -> Nodes:
+        nodes = Nodes(tmp_path / "nodes", seats, **each)
         opened.append(nodes)
         nodes.__enter__()
         nodes.start_ray()

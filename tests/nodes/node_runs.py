@@ -81,12 +81,12 @@ class RunOnNodes:
 
     @property
     def trained(self) -> list[tuple[int, int]]:
-        """Step and ordinal of every ticket that was trained, since the last return to a checkpoint of its step."""
+        """Step and ordinal of every trained ticket, without what a return to a checkpoint made void."""
         found: list[tuple[int, int]] = []
         for event in self.events:
             if event["event"] == "rollback":
-                found = [one for one in found if one[0] <= event["step"]]
-            elif event["event"] == "ticket" and event["state"] == "TRAINED":
+                found = [one for one in found if one[0] < event["step"]]
+            elif event["event"] == "ticket" and event["kind"] == "train" and event["state"] == "TRAINED":
                 found.append((event["step"], event["ordinal"]))
         return found
 

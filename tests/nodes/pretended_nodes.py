@@ -126,6 +126,8 @@ class Node:
     switch: Namespaces
     store_bytes: int = 100_000_000
     environment: Mapping[str, str] = field(default_factory=dict)
+    ray_options: Sequence[str] = ()
+    """More words for `ray start`."""
 
     def start(self, *command: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subprocess.Popen[str]":
         """A program on this node, in the folder /: it finds the code that is installed, as Ray's workers do."""
@@ -178,6 +180,7 @@ class Node:
             f"--resources={json.dumps(dict(self.seats))}",
             f"--object-store-memory={self.store_bytes}",
             "--disable-usage-stats",
+            *self.ray_options,
             seconds=START_SECONDS,
             RAY_AUTH_MODE="token",
         )
@@ -187,12 +190,12 @@ class Node:
         found = psutil.Process(self.spaces.pid).children(recursive=True)
         return [process for process in found if title(process).startswith(name)]
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to every process of that name. Raises AssertionError where there is none."""
+    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+        """The signal `how` to every process of that name. Raises AssertionError where there is none."""
         victims = self.processes(name)
         assert victims, f"no {name} on {self.name}"
         for process in victims:
-            process.kill()
+            process.send_signal(how)
 
     def unplug(self) -> None:
         """Pulls the cable out of the switch: the node keeps its addresses, nothing arrives, nobody is told."""

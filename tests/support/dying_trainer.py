@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.messages import Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Layout, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.update import Update
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.process_pool import die
@@ -29,8 +29,8 @@ class DyingTrainer(TrainerWorker):
         self.when, self.where = deaths.get(self.name, (-1, ""))
         self.late = {step for step, place in deaths.values() if place == "stepped"}
 
-    def load(self, ranks: int = 1) -> dict[str, Any]:
-        info = super().load(ranks)
+    def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
+        info = super().load(ranks, layout)
         contribution, add, left = Update._contribution, World.sum, [2]
 
         def computing(update: Update, *args: Any, **kwargs: Any) -> Any:

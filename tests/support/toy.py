@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.elastic import elastic
@@ -142,7 +142,8 @@ async def toy_run(
             beside.cancel()
         steps.abandon()
         await ctx.weights.close()
-    trainer = groups["trainer"].workers[0].target
+    first: Any = cast("TrainerGroup", ctx.trainer).living.first
+    trainer = first.target
     return ToyRun(
         digest=trainer.weights_digest(),
         observer=observer,

@@ -26,6 +26,8 @@ class ToyGrowth:
         self._nodeless: set[str] = set()
         """Workers whose node is gone, or takes nobody any more."""
         self._building: set[int] = set()
+        self._open = self._seats = 0
+        """Seats that nobody sits in yet, and all that were ever given."""
         self._changed = asyncio.Event()
 
     def arrive(self) -> None:
@@ -47,10 +49,16 @@ class ToyGrowth:
         self._nodeless.add(worker.name)
         worker.kill()
 
-    async def next(self) -> Worker:
-        while not self.free or len(self.pool.workers) + len(self._building) >= self.pool.spec.most:
+    async def seat(self) -> int:
+        """A number for whoever gives it back; the index follows when the worker is built."""
+        while not self.free or len(self.pool.workers) + self._open >= self.pool.spec.most:
             await self._changed.wait()
         self.free -= 1
+        self._open += 1
+        self._seats += 1
+        return self._seats
+
+    async def fill(self, seat: int) -> Worker:
         taken = {worker.index for worker in self.pool.workers} | self._building
         index = min(set(range(self.pool.spec.most)) - taken)
         self._building.add(index)
@@ -59,9 +67,15 @@ class ToyGrowth:
             fresh = self.pool.sit(index)
         finally:
             self._building.discard(index)
+        self._open -= 1
         self.pool.workers.append(fresh)
         self.pool.workers.sort(key=lambda worker: worker.index)
         return fresh
+
+    async def give_back(self, seat: int) -> None:
+        self._open -= 1
+        self.free += 1
+        self._notify()
 
     async def successor(self, old: ToyWorker) -> None:
         """Waits for a seat for the successor of `old`: on the same node if it is there, else on an empty one.

@@ -27,6 +27,7 @@ from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest
 from checkpoint_engine import (
     CANARY_VERSION,
     RING,
+    Header,
     LoraModule,
     Publisher,
     Receiver,
@@ -175,14 +176,40 @@ class ToySender:
             Publisher(tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions),
             retained,
         )
+        self.kept: dict[int, Any] = {}
 
     def canary(self) -> dict[str, torch.Tensor]:
         tensors = canary_tensors(self.policy.layout, 1)
         self.policy.stage(CANARY_VERSION, tensors)
         return binding_probe(toy_lora(tensors))
 
+    def canary_again(self) -> Any:
+        again = Publisher(canary_tensors(self.policy.layout, 1), alpha=LORA_ALPHA, rank=LORA_RANK)
+        again.stage(CANARY_VERSION)
+        again.seal(CANARY_VERSION)
+        return again.payload(CANARY_VERSION)
+
     def stage(self, version: int, stream: str) -> None:
         self.policy.stage(version, self.retained[version])
+
+    def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
+        headers = {}
+        for version in versions:
+            if version not in self.policy.retained():
+                if (tensors := self.retained.get(version) or self.kept.get(version)) is None:
+                    continue
+                self.policy.stage(version, tensors)
+            headers[version] = self.policy.seal(version)
+            if version in held:
+                self.policy.hold(version)
+        return headers
+
+    def keep(self, stream: str, version: int) -> None:
+        if version in self.retained:
+            self.kept[version] = self.retained[version]
+
+    def let_go(self, stream: str, version: int) -> None:
+        self.kept.pop(version, None)
 
 
 class FloatSum(ExactSum):
@@ -235,7 +262,7 @@ class ToyTrainer:
         """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
         self._snapshot: Checkpoint | None = None
         self.retained = {0: self._copy()}
-        self.sender = ToySender(self.tensors, self.retained, config.live_versions)
+        self.sender = self.versions = ToySender(self.tensors, self.retained, config.live_versions)
         self.update = self
         """This object has the methods of the real worker's part `update`, too."""
         self.trained: list[tuple[int, int, int]] = []
@@ -247,7 +274,7 @@ class ToyTrainer:
         self.given = 0
         self._contribution: torch.Tensor | None = None
 
-    def load(self, ranks: int = 1) -> dict[str, Any]:
+    def load(self, ranks: int = 1, layout: Any = None) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
@@ -331,16 +358,21 @@ class ToyTrainer:
             self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched, digest=digest
         )
 
-    def state(self) -> tuple[str, Checkpoint]:
-        self.snapshot()
-        found, self._snapshot = self._snapshot, None
+    def state(self) -> tuple[str, tuple[Checkpoint, dict[int, Any]]]:
+        before, _ = self._snapshot, self.snapshot()
+        found, self._snapshot = self._snapshot, before
         assert found is not None
-        return str(found.trainer["weights_digest"]), found
+        return str(found.trainer["weights_digest"]), (found, self.versions.kept)
 
-    def take_over(self, digest: str, state: Checkpoint) -> str:
-        self._restore(state)
+    def take_over(self, digest: str, state: tuple[Checkpoint, dict[int, Any]]) -> str:
+        found, kept = state
+        self._restore(found)
+        self.versions.kept = dict(kept)
         assert digest == self.weights_digest()
         return digest
+
+    def forget_snapshot(self) -> None:
+        self._snapshot = None
 
     def snapshot(self) -> int:
         version = max(self.retained)

@@ -134,7 +134,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         finally:
             if beside is not None:
                 beside.cancel()
-        digest = await trainers.first.call("weights_digest")
+        digest = await trainers.living.on_first(ctx, "weights_digest")
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 

@@ -6,18 +6,22 @@ In virtual time; `tests/unit/training/test_killed_ranks.py` kills real processes
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from async_flowrl.controller import collect
+from async_flowrl.controller.replica_calls import ReplicaCalls
+from async_flowrl.training.checkpoint import checkpoint_step, written
 from async_flowrl.training.manifests import NotThePlan, check_plan, missing
 from async_flowrl.training.messages import Manifest
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import ToyTrainer
-from tests.support.toy_pool import Fault, Timing, ToyPool, once
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, once
+from tests.support.toy_recovery import events, rollbacks, run_controller, summary
 
 SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
 MODES: dict[str, dict[str, Any]] = {
@@ -31,12 +35,13 @@ MODES: dict[str, dict[str, Any]] = {
 def _toy_ranks_meet() -> Iterator[None]:
     """Toy ranks add up without a process group: those that meet are those whose sums are added."""
 
-    async def meet(pool: ToyPool, timeout: float, members: Any = None) -> None:
+    async def meet(pool: ToyPool, timeout: float, members: Any = None, apart: bool = False) -> None:
         targets: list[ToyTrainer] = [worker.target for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets
 
-    with mock.patch("async_flowrl.controller.living.join_process_group", meet):
+    at_start = mock.patch("async_flowrl.run.launch.join_process_group", meet)
+    with mock.patch("async_flowrl.controller.living.join_process_group", meet), at_start:
         yield
 
 
@@ -111,17 +116,135 @@ def test_the_last_one_goes_on_alone_until_a_successor_comes() -> None:
     assert len(found.observer.of("rejoined")) == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("train", 3), ("add_up", 3), ("take_step", 3), ("stage", 4), ("seal", 4), ("payload", 4), ("state", 1)],
+)
+def test_the_first_rank_may_die_wherever_it_is_and_the_next_one_sends_the_same(
+    mode: str, method: str, number: int
+) -> None:
+    """It has stepped or not, has staged, sealed or sent its version; nothing goes back to a checkpoint."""
+    deaths = [("trainer-0", method, number)] + [("trainer-2", "train", 1)] * (method == "state")
+    found = virtual(config(mode, 3), SHAKEN, killing(*deaths))
+    assert len(found.observer.of("injected")) == len(deaths)
+    check(found, mode)
+    (moved,) = found.observer.of("sender")
+    assert (moved["worker"], moved["before"]) == ("trainer-1", "trainer-0")
+    if number < 4:
+        assert "trainer-0.1" in {event["worker"] for event in found.observer.of("rejoined")}
+    staged = [event["version"] for event in found.observer.of("version", state="staged")]
+    assert staged == list(range(7)), "each version once"
+
+
+def test_the_role_goes_from_one_first_rank_to_the_next() -> None:
+    deaths = killing(("trainer-0", "train", 2), ("trainer-1", "seal", 2), ("trainer-0.1", "train", 2))
+    found = virtual(config("stream", 3), SHAKEN, deaths)
+    check(found, "stream")
+    moves = [(event["before"], event["worker"]) for event in found.observer.of("sender")]
+    assert moves[0] == ("trainer-0", "trainer-1") and len(moves) == 2 and moves[1][0] == "trainer-1"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["train", "add_up", "take_step", "seal"])
+def test_with_a_rank_its_replica_is_ended_and_the_other_replicas_go_on(mode: str, method: str) -> None:
+    """Two ranks hold one copy of the base. Nobody is called in their place."""
+    arrange = ReplicaCalls._arrange
+
+    def in_twos(calls: ReplicaCalls, per_replica: int) -> None:
+        arrange(calls, min(2, len(calls.workers.workers)))
+
+    with mock.patch.object(ReplicaCalls, "_arrange", in_twos):
+        found = virtual(config(mode, 4), SHAKEN, killing(("trainer-0", method, 3)))
+    check(found, mode)
+    assert [event["worker"] for event in found.observer.of("fault")] == ["trainer-0", "trainer-1"]
+    assert [event["worker"] for event in found.observer.of("sender")] == ["trainer-2"]
+    assert not found.observer.of("rejoined") and found.groups["trainer"].replaced == 0
+
+
+@pytest.mark.parametrize("method", ["hold", "payload", "train"])
+def test_an_evaluated_version_outlives_its_sender(method: str) -> None:
+    """With evaluations, whose versions are older than those that are trained on by the time they are sent."""
+    given = config("batch", 3)
+    given.evaluate.every, given.max_staleness = 2, 0
+    calm = config("batch", 1)
+    calm.evaluate.every, calm.max_staleness = 2, 0
+    number = {"hold": 1, "payload": 5, "train": 5}[method]
+    found = virtual(given, SHAKEN, killing(("trainer-0", method, number)))
+    expected = virtual(calm, SHAKEN)
+    assert found.observer.of("injected") and len(found.observer.of("sender")) == 1
+    assert found.digest == expected.digest and found.published() == expected.published()
+    assert [one.means() for one in found.evaluated] == [one.means() for one in expected.evaluated]
+
+
+def whole_run(root: Path, *deaths: tuple[str, str, int], ranks: int = 2) -> Path:
+    """A controller with its checkpoints, one every two steps, in `root`."""
+    given = toy_config(1, steps=6, trainer__num_workers=ranks, save__every=2, save__keep=9, monitor__progress=False)
+    assert run_controller(given, root, World(Timing(update=0.3), killing(*deaths), ListObserver())) is None
+    return root
+
+
+def checkpoints(root: Path) -> list[tuple[int, bytes]]:
+    """Step and weights of every checkpoint."""
+    return [
+        (checkpoint_step(path), (path / "weights.safetensors").read_bytes())
+        for path in reversed(written(root / "checkpoints"))
+    ]
+
+
+@pytest.mark.parametrize(("method", "number"), [("snapshot", 2), ("save", 2), ("save", 4), ("weights_digest", 1)])
+def test_a_checkpoint_is_written_by_the_next_rank_if_its_writer_dies(method: str, number: int, tmp_path: Path) -> None:
+    found = whole_run(tmp_path / "found", ("trainer-0", method, number))
+    calm = whole_run(tmp_path / "calm", ranks=1)
+    assert rollbacks(found) == [] and [event["worker"] for event in events(found, "fault")] == ["trainer-0"]
+    assert checkpoints(found) == checkpoints(calm) and [step for step, _ in checkpoints(found)] == [0, 2, 4, 6]
+    assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
+
+
+def test_a_checkpoint_whose_copies_died_is_missed_and_the_next_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaths = [("trainer-0", "save", 2), ("trainer-1", "save", 1)]
+    found, calm = whole_run(tmp_path / "found", *deaths, ranks=3), whole_run(tmp_path / "calm", ranks=1)
+    assert rollbacks(found) == [] and "checkpoint 2 could not be written (1 in a row)" in caplog.text
+    assert checkpoints(found) == [one for one in checkpoints(calm) if one[0] != 2]
+
+
 @pytest.mark.parametrize("method", ["train", "add_up", "take_step"])
-def test_with_the_first_rank_or_the_last_the_step_ends_by_name(method: str) -> None:
+def test_with_the_last_rank_the_step_ends_by_name(method: str) -> None:
     """Then the run goes back to its checkpoint (tests/unit/test_recovery.py)."""
-    with pytest.raises(WorkerDied, match="trainer-0"):
-        virtual(config("batch", 2), SHAKEN, killing(("trainer-0", method, 2)))
+    with pytest.raises(WorkerDied, match=r"trainer-[01] died"):
+        virtual(config("batch", 2), SHAKEN, killing(("trainer-0", method, 2), ("trainer-1", method, 2)))
 
 
-def test_a_successor_that_cannot_load_ends_the_attempt_by_name() -> None:
-    deaths = killing(("trainer-1", "train", 2), ("trainer-1.1", "load", 1))
-    with pytest.raises(WorkerDied, match=r"trainer-1\.1"):
-        virtual(config("batch", 2), SHAKEN, deaths)
+@pytest.mark.parametrize("what", ["kill", "raise", "hang"])
+def test_a_successor_that_does_not_come_is_named_and_the_others_go_on(what: str) -> None:
+    given = toy_config(1, steps=24, prompts_per_step=4, trainer__num_workers=2, hand_over="batch")
+    given.deadlines.load = 5
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if (worker, method, number) == ("trainer-1", "train", 2):
+            return "kill"
+        return what if method == "load" and worker in ("trainer-1.1", "trainer-1.2") else None
+
+    found = virtual(given, SHAKEN, fault)
+    assert found.digest == virtual(toy_config(1, steps=24, prompts_per_step=4, hand_over="batch"), SHAKEN).digest
+    kinds = {"kill": "WorkerDied", "raise": "WorkerFailed", "hang": "DeadlineExceeded"}
+    faults = [(event["worker"], event["kind"]) for event in found.observer.of("fault")]
+    assert faults[1:] == [(name, kinds[what]) for name in ("trainer-1.1", "trainer-1.2")]
+    assert [event["worker"] for event in found.observer.of("rejoined")] == ["trainer-1.3"]
+
+
+def test_after_some_successors_no_other_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    given = toy_config(1, steps=24, prompts_per_step=4, trainer__num_workers=2, hand_over="batch")
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        first = (worker, method, number) == ("trainer-1", "train", 2)
+        return "kill" if first or (method == "load" and worker.startswith("trainer-1.")) else None
+
+    found = virtual(given, SHAKEN, fault)
+    assert not found.observer.of("rejoined") and len(found.observer.of("fault")) == 4
+    assert "no further successor is started" in caplog.text
 
 
 def test_a_rank_that_raises_is_not_taken_for_dead() -> None:
@@ -132,12 +255,16 @@ def test_a_rank_that_raises_is_not_taken_for_dead() -> None:
 
 
 def schedule(seed: int) -> tuple[str, int, Fault]:
-    """Up to three deaths of ranks but the first, anywhere in a step, also of successors; a rollout worker dies, too."""
+    """Up to three deaths of ranks, but never of all, anywhere in a step or while they send, also of successors; a
+    rollout worker dies, too."""
     rng = random.Random(seed)
     mode, ranks = rng.choice(list(MODES)), rng.choice([2, 3, 4])
+    spared = rng.randrange(ranks)
+    mortal = [rank for rank in range(ranks) if rank != spared]
+    places = ["train", "add_up", "take_step", "proximal", "stage", "seal", "payload"]
     deaths = {
-        (f"trainer-{rng.randrange(1, ranks)}{rng.choice(['', '', '.1'])}", method, rng.randrange(1, 9))
-        for method in rng.choices(["train", "add_up", "take_step", "proximal"], k=rng.choice([1, 2, 3]))
+        (f"trainer-{rng.choice(mortal)}{rng.choice(['', '', '.1'])}", method, rng.randrange(1, 9))
+        for method in rng.choices(places, k=rng.choice([1, 2, 3]))
     }
     return mode, ranks, killing(*deaths, ("rollout-0", "generate", rng.randrange(2, 9)))
 
@@ -145,13 +272,14 @@ def schedule(seed: int) -> tuple[str, int, Fault]:
 @pytest.mark.chaos
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=len)
 def test_schedules_of_deaths(seeds: range) -> None:
-    recomputed = 0
+    recomputed = moved = 0
     for seed in seeds:
         mode, ranks, fault = schedule(seed)
         found = virtual(config(mode, ranks), Timing(seed=seed, spread=0.9, update=0.3), fault)
         check(found, mode)
         recomputed += len(found.observer.of("recomputed"))
-    assert recomputed >= len(seeds) // 2
+        moved += len(found.observer.of("sender"))
+    assert recomputed >= len(seeds) // 4 and moved >= len(seeds) // 4
 
 
 KEPT = {0: Manifest(3, 0, 7, ((0, 0), (0, 1))), 1: Manifest(3, 0, 7, ((1, 0),))}
@@ -197,3 +325,18 @@ def unchecked(*arguments: Any) -> None:
 def test_a_mutant_that_counts_a_dead_ranks_sum_is_caught(mutant: Callable[[], Any]) -> None:
     with mutant(), pytest.raises((NotThePlan, WorkerFailed), match=r"is in no rank's sum|is not Account"):
         virtual(config("batch", 3), SHAKEN, killing(("trainer-1", "add_up", 3)))
+
+
+def test_a_rank_that_died_before_the_last_one_loads_again_with_it(tmp_path: Path) -> None:
+    """The run goes back with a rank whose successor has not come yet."""
+    kill, calls = killing(("trainer-1", "train", 4), ("trainer-0", "take_step", 4)), list[tuple[str, str]]()
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        calls.append((worker, method))
+        return kill(worker, method, number)
+
+    given = toy_config(1, steps=6, trainer__num_workers=2, save__every=2, monitor__progress=False)
+    assert run_controller(given, tmp_path, World(Timing(update=0.3), fault, ListObserver())) is None
+    assert len(rollbacks(tmp_path)) == 1
+    restored = [worker for worker, method in calls if method == "restore"]
+    assert len(restored) == 2 and {(worker, "load") for worker in restored} <= set(calls)

@@ -13,14 +13,15 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.pool_size import PoolTooSmall
+from async_flowrl.observability.pool_size import rollout_size
 from async_flowrl.tickets.table import State
 from checkpoint_engine import WeightsMismatch
-from separation.group import WorkerFailed
+from separation.group import WorkerDied, WorkerFailed
 from tests.support.run_checks import check_bound, check_once, check_watermarks
 from tests.support.toy import Disturbance, ToyRun, toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_models import ToyRollout
-from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault, once
+from tests.support.toy_pool import REBUILD_SECONDS, ListObserver, Timing, ToyPool, no_fault, once
 
 STEPS = 6
 Pools = Mapping[str, ToyPool]
@@ -74,6 +75,36 @@ def test_workers_join_while_the_run_goes_on_and_serve_after_their_proof(k: int) 
         proof = [event["time"] for event in joined if event["worker"] == name]
         assert made and min(made) >= proof[0], "no ticket before it has joined"
     assert len(found.groups["rollout"].workers) == 4
+
+
+def test_workers_of_nodes_that_come_together_are_started_side_by_side() -> None:
+    async def two_arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        for _ in range(2):
+            growth_of(pools).arrive()
+
+    found = run_while(two_arrive, timing=SlowLoad(generate=2.0, load=5.0))
+    first, second = (event["time"] for event in found.observer.of("worker_joined"))
+    assert second - first < REBUILD_SECONDS, "the second process did not wait for the first"
+
+
+def test_a_seat_whose_process_cannot_be_started_is_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, tried = ToyGrowth.fill, []
+
+    async def fails_twice(self: ToyGrowth, seat: int) -> Any:
+        tried.append(asyncio.get_running_loop().time())
+        if len(tried) <= 2:
+            raise WorkerDied("rollout-2", "no memory on this node")
+        return await fill(self, seat)
+
+    async def arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        growth_of(pools).arrive()
+
+    monkeypatch.setattr(ToyGrowth, "fill", fails_twice)
+    found = run_while(arrive, timing=Timing(generate=3.0))
+    assert [after - before for before, after in pairwise(tried)] == pytest.approx([1.0, 2.0])
+    assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-2"]
 
 
 def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
@@ -242,6 +273,20 @@ def test_a_newcomer_that_still_loads_is_waited_for_and_not_counted() -> None:
     assert [event["workers"] for event in found.observer.of("worker_left")] == [1, 0]
     joined = found.observer.of("worker_joined")
     assert [event["workers"] for event in joined] == [1, 2] and joined[0]["time"] > 60.0
+
+
+def test_a_newcomer_that_was_turned_away_is_not_among_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        growth_of(pools).arrive()
+
+    unfit(monkeypatch, "rollout-2")
+    config = elastic_config()
+    found = run_while(arrive, config, Timing(generate=3.0))
+    assert [event["newcomer"] for event in found.observer.of("worker", worker="rollout-2")] == [True]
+    start = [{"event": "worker", "worker": f"rollout-{index}"} for index in range(2)]
+    size = rollout_size(config, [*start, *found.observer.events])
+    assert size == {"joined": 0, "left": 0, "fewest": 2, "most": 2}
 
 
 CLUSTER = "runtime.address=auto"

@@ -1,6 +1,7 @@
 """Findings on machines: what differs, what does not fit, and who is named."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.machines import (
     Machine,
     disk_findings,
+    interface_findings,
     machine_finding,
     memory_findings,
     run_folder,
@@ -22,7 +24,7 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, Process
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
-from async_flowrl.doctor.optional import asks_servers
+from async_flowrl.doctor.optional import Part, asks_servers, finding_of
 from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
 from separation.survey import Node, Offset
 
@@ -53,6 +55,7 @@ def machine(name: str = "a", **changes: Any) -> Machine:
         "lacking": [],
         "marked": True,
         "gpus": [],
+        "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
     }
     return Machine(name, {**facts, **changes})
 
@@ -75,12 +78,40 @@ def test_equal_nodes_are_ok_and_the_one_that_differs_is_named() -> None:
     assert found["modules of your own"].sentence == "not found: my_rewards on b"
 
 
+def test_an_interface_whose_first_address_is_not_rays_is_named() -> None:
+    two = {"eth0": ["192.168.0.7", "10.0.0.7"]}
+    fine = Machine("a", machine("a").facts, address="10.0.0.1")
+    assert not list(interface_findings([fine, Machine("b", machine("b", interfaces=two).facts, address="192.168.0.7")]))
+    (found,) = interface_findings([fine, Machine("b", machine("b", interfaces=two).facts, address="10.0.0.7")])
+    assert found.status == WARNING and "ray start --node-ip-address" in found.advice
+    assert found.sentence == "b has 192.168.0.7, 10.0.0.7 on eth0, and Ray uses 10.0.0.7"
+
+
+def test_a_gpu_part_that_the_drivers_machine_lacks_is_no_failure_of_a_cluster() -> None:
+    part = Part("weights from GPU to GPU", lambda: "no CUDA device", lambda config: True, on_device=True)
+    config = Config()
+    assert finding_of("NCCL", part, config).status == FAILED
+    config.runtime.address = "10.0.0.1:6379"
+    assert finding_of("NCCL", part, config).status == WARNING
+    assert finding_of("httpx", replace(part, on_device=False), config).status == FAILED
+
+
 def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
     assert by_name(memory_findings(NEEDS, [machine()]))["memory"].status == OK
     assert by_name(memory_findings(NEEDS, [machine(memory=10 * GB)]))["memory"].status == FAILED
     many = [machine(name, memory=int(3.5 * GB)) for name in "abcde"]
     found = by_name(memory_findings(NEEDS, many))["memory"]
-    assert found.status == FAILED and "for one trainer process" in found.sentence
+    assert found.status == FAILED and "GiB for 1 trainer process" in found.sentence
+
+
+def test_workers_of_a_node_must_fit_on_one() -> None:
+    nodes = [machine(name, memory=10 * GB) for name in "abc"]
+    assert by_name(memory_findings(NEEDS, nodes))["memory"].status == OK
+    together_on_one = replace(
+        NEEDS, processes=(Process("trainer", 2, 4 * GB), Process("rollout", 4, 3 * GB, per_node=4))
+    )
+    found = by_name(memory_findings(together_on_one, nodes))["memory"]
+    assert found.status == FAILED and "no node has 11.2 GiB for 4 rollout processes" in found.sentence
 
 
 def test_nodes_of_one_machine_share_its_memory() -> None:

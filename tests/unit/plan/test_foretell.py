@@ -10,7 +10,9 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.plan import foretell
+from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.foretell import device_memory, step_time, workers_before
+from async_flowrl.plan.prediction import predicted_against_actual
 from tests.support.recorded import recorded
 from tests.support.toy import toy_config, virtual
 
@@ -67,6 +69,16 @@ def test_too_few_or_other_steps_are_named(tmp_path: Path) -> None:
     assert step_time(config("rollout.num_workers=2"), tmp_path / "run") == (
         "no step time: other workers made earlier steps"
     )
+
+
+def test_processes_that_sample_and_train_are_not_simulated(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    assert step_time(config("placement=shared"), tmp_path / "run") == "no step time: placement=shared is not simulated"
+    with (tmp_path / "run/config.yaml").open("a") as file:
+        file.write("placement: shared\n")
+    with pytest.raises(NothingToLearn, match=r"run has placement=shared.*: plan from a run with"):
+        calibrate(tmp_path / "run")
+    assert predicted_against_actual(tmp_path / "run") is None
 
 
 def test_whatever_goes_wrong_is_said_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

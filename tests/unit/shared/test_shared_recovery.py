@@ -16,7 +16,7 @@ SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
 
 @pytest.fixture(autouse=True)
 def _toys() -> Iterator[None]:
-    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
         targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets
@@ -51,7 +51,7 @@ def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
         (3, [once("shared-0", "take_step", 4, "kill"), once("shared-2", "train", 3, "kill")]),
         (3, [once("shared-1", "generate", 3, "kill"), once("shared-1.1", "load", 2, "kill")]),
     ],
-    ids=str,
+    ids=["sampling", "training", "saving", "hung", "twice", "two", "newcomer"],
 )
 def test_the_run_goes_back_and_ends_in_the_same_weights(tmp_path: Path, workers: int, faults: list[Fault]) -> None:
     calm = ran(tmp_path / "calm", 1)

@@ -26,7 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
 def _toy_ranks_meet() -> Iterator[None]:
     """Toy ranks add up without a process group: those that meet are those whose sums are added."""
 
-    async def meet(pool: Any, timeout: float, members: Any = None) -> None:
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
         targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets
@@ -186,7 +186,7 @@ def test_one_worker_and_a_reward_that_is_stuck() -> None:
     assert found.observer.of("injected")
 
 
-@pytest.mark.parametrize("mode", ["one step off", "fully async"])
+@pytest.mark.parametrize("mode", ["one step off", pytest.param("fully async", marks=pytest.mark.slow)])
 def test_one_worker_loses_a_payload_of_a_step_while_the_next_is_made(mode: str) -> None:
     async def lose(ctx: Any, groups: Any) -> None:
         while True:

@@ -25,11 +25,20 @@ from tests.support.process_pool import ProcessPool
 from tests.support.toy_pool import ListObserver
 
 DEATHS = {
-    "trainer-1": (0, "micro-batch"),
-    "trainer-2": (1, "manifest"),
-    "trainer-1.1": (2, "all-reduce"),
-    "trainer-2.1": (3, "stepped"),
+    "others": {
+        "trainer-1": (0, "micro-batch"),
+        "trainer-2": (1, "manifest"),
+        "trainer-1.1": (2, "all-reduce"),
+        "trainer-2.1": (3, "stepped"),
+    },
+    "the first": {
+        "trainer-0": (0, "micro-batch"),
+        "trainer-1": (1, "manifest"),
+        "trainer-0.1": (2, "all-reduce"),
+        "trainer-1.1": (3, "stepped"),
+    },
 }
+"""Each death of `the first` is of the rank that sends the weights at that moment."""
 STEPS, GROUPS = 5, 6
 MEETING_SECONDS = 40.0
 KEYS = f"{__name__}:keys_of_the_store"
@@ -64,11 +73,11 @@ def alone(config: Config, given: list[list[rig.Handed]]) -> Found:
     return Found(worker.weights_digest(), metrics, ListObserver())
 
 
-async def with_ranks(config: Config, given: list[list[rig.Handed]]) -> Found:
+async def with_ranks(config: Config, given: list[list[rig.Handed]], deaths: dict[str, tuple[int, str]]) -> Found:
     """What the controller's `update` does in a batch hand-over, on real processes. Successors are waited for."""
     observer, algorithm = ListObserver(), build_algorithm(config)
     model = resolve_model(config.model)
-    arguments = {"config": config, "model": model, "deaths": DEATHS}
+    arguments = {"config": config, "model": model, "deaths": deaths}
     ranks = config.trainer.num_workers
     pool = ProcessPool("trainer", ranks, "tests.support.dying_trainer:DyingTrainer", arguments)
     trainers, metrics = TrainerGroup(pool, algorithm), []
@@ -90,7 +99,7 @@ async def with_ranks(config: Config, given: list[list[rig.Handed]]) -> Found:
             _, stats = await trainers._optimizer_step(ctx, step, 0, len(batch), trainers._taken(handed))
             metrics.append(merged(stats).metrics)
         assert len(set(await trainers.all("weights_digest"))) == 1
-        return Found(await trainers.first.call("weights_digest"), metrics, observer)
+        return Found(await trainers.living.first.call("weights_digest"), metrics, observer)
     finally:
         await trainers.living.settle()
         await pool.close()
@@ -106,23 +115,38 @@ def as_handed(step: int, meta: Any, trajectories: list[Any]) -> HandedGroup:
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_ranks_killed_at_every_place_of_a_step_leave_the_weights_as_they_are() -> None:
+@pytest.mark.parametrize("who", DEATHS)
+def test_ranks_killed_at_every_place_of_a_step_leave_the_weights_as_they_are(who: str) -> None:
     config = configuration(num_workers=3)
     config.deadlines.update = 120.0
     given = batches(config)
-    calm, found = alone(configuration(), given), asyncio.run(with_ranks(config, given))
+    calm, found = alone(configuration(), given), asyncio.run(with_ranks(config, given, DEATHS[who]))
     assert found.digest == calm.digest
     assert [each["loss"] for each in found.metrics] == [each["loss"] for each in calm.metrics]
     deaths = [(event["worker"], event["kind"]) for event in found.observer.of("fault")]
-    assert [name for name, _ in deaths] == list(DEATHS)
+    assert [name for name, _ in deaths] == list(DEATHS[who])
     again = found.observer.of("recomputed")
     assert [event["step"] for event in again] == [0, 1, 2], "what every rank had added up needs no second time"
-    assert [event["worker"] for event in found.observer.of("rejoined")] == [
-        "trainer-1.1",
-        "trainer-2.1",
-        "trainer-1.2",
-        "trainer-2.2",
-    ]
+    ranks = (1, 2) if who == "others" else (0, 1)
+    successors = [f"trainer-{rank}.{number}" for number in (1, 2) for rank in ranks]
+    assert [event["worker"] for event in found.observer.of("rejoined")] == successors
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("place", ["micro-batch", "manifest", "all-reduce", "stepped"])
+def test_a_shard_group_that_loses_a_rank_leaves_the_weights_to_the_others(place: str) -> None:
+    """Two replicas of two ranks; the first one is that of the rank that sends the weights."""
+    config = configuration(num_workers=4)
+    config.trainer.shard, config.trainer.shard_size, config.deadlines.update = "hybrid", 2, 120.0
+    given = batches(config)[:3]
+    found = asyncio.run(with_ranks(config, given, {"trainer-1": (1, place)}))
+    calm = alone(configuration(), given)
+    assert found.digest == calm.digest
+    assert [each["loss"] for each in found.metrics] == [each["loss"] for each in calm.metrics]
+    assert {event["worker"] for event in found.observer.of("fault")} == {"trainer-0", "trainer-1"}
+    assert len(found.observer.of("recomputed")) == (place != "stepped")
 
 
 def in_two_updates(*, late: bool, forgets: bool = False) -> str:

@@ -1,0 +1,71 @@
+"""A Debian of its own in a folder, made by debootstrap: commands run in it as in a container that was just started."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
+PACKAGES = "python3,python3-venv,ca-certificates"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+PREPARE = 'mount --make-rprivate / && mount -t proc proc "$ROOT/proc" && mount --rbind /dev "$ROOT/dev"'
+
+
+def obstacle() -> str | None:
+    """Why none can be made here, in a sentence; None where it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a root of its own needs root on Linux"
+    missing = [tool for tool in ("debootstrap", "unshare", "chroot") if shutil.which(tool) is None]
+    return f"no {' and no '.join(missing)}: apt-get install {' '.join(missing)}" if missing else None
+
+
+@dataclass
+class FreshRoot:
+    """The system below `path`. Mounts last as long as a command, in a namespace of its own."""
+
+    path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def make(self) -> None:
+        """Raises AssertionError with what debootstrap says when it fails."""
+        said(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(self.path), MIRROR])
+        (self.path / "usr" / "local" / "bin" / "python").symlink_to("/usr/bin/python3")
+        shutil.copy("/etc/resolv.conf", self.path / "etc" / "resolv.conf")
+        if CERTIFICATES.exists():  # a network may have an authority of its own
+            shutil.copy(CERTIFICATES, self.path / CERTIFICATES.relative_to("/"))
+
+    def run(self, text: str, folder: str) -> None:
+        """A shell command in a folder of the root. Raises AssertionError with what it says when it fails."""
+        options, mounts = pip_options(), [PREPARE]
+        named = {found for value in options.values() for found in re.findall(r"(?:file://)?(/[^\s'\"]+)", value)}
+        for name in sorted(each.removesuffix("/simple") for each in named):  # beside an index lie its files
+            there = self.path / name[1:]
+            if Path(name).is_dir():
+                there.mkdir(parents=True, exist_ok=True)
+                mounts.append(f'mount --bind "{name}" "$ROOT{name}"')
+            elif Path(name).is_file() and not there.exists():
+                there.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(name, there)
+        inside = 'exec chroot "$ROOT" sh -c \'cd "$0" && eval "$1"\' "$FOLDER" "$TEXT"'
+        environment = {"PATH": PATH, "HOME": "/root", "DEBIAN_FRONTEND": "noninteractive", **options}
+        environment |= {**self.environment, "ROOT": str(self.path), "FOLDER": folder, "TEXT": text}
+        command = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "sh", "-c"]
+        said([*command, " && ".join([*mounts, inside])], environment)
+
+
+def pip_options() -> dict[str, str]:
+    """The variables that have pip find packages as it does here: its configuration, and what the environment says."""
+    listed = said([sys.executable, "-m", "pip", "config", "list"])
+    found = dict(re.findall(r"^(?:global|install)\.([a-z-]+)='(.*)'$", listed, re.MULTILINE))
+    variables = {f"PIP_{name.upper().replace('-', '_')}": " ".join(value.split("\\n")) for name, value in found.items()}
+    return variables | {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+
+
+def said(command: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

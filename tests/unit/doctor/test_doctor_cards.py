@@ -1,0 +1,71 @@
+"""The memory plan of each pool against the GPUs of the nodes where its workers may sit."""
+
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor.cards import devices
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
+from async_flowrl.doctor.machines import GIB, Machine
+from separation.group import PoolSpec
+
+LARGE, SMALL = 80 * GIB, 2**20
+"""The small model needs more than the one and much less than the other."""
+
+
+def machine(name: str, *memory: int, gpus: float | None = None, cpus: float = 64.0) -> Machine:
+    """A node of a cluster; `gpus` are those that Ray has of it, None: as many as there are."""
+    cards = [{"name": "H100", "memory": size} for size in memory]
+    return Machine(name, {"gpus": cards}, resources={"CPU": cpus, "GPU": float(len(memory) if gpus is None else gpus)})
+
+
+def pools(trainers: int = 1, rollouts: int = 1, **of_the_trainer: Any) -> list[PoolSpec]:
+    return [
+        PoolSpec("trainer", "a:b", trainers, gpus_per_worker=1.0, **of_the_trainer),
+        PoolSpec("rollout", "a:b", rollouts, gpus_per_worker=1.0),
+        PoolSpec("reward", "a:b", 1),
+    ]
+
+
+@pytest.fixture
+def config() -> Config:
+    made = Config()
+    made.model.dtype = "float32"
+    return made
+
+
+def test_without_gpus_nothing_is_planned(config: Config) -> None:
+    assert devices(config, pools(), [machine("a")]).status == SKIPPED
+
+
+def test_a_small_card_that_no_pool_can_get_does_not_count(config: Config) -> None:
+    """The head's, which Ray was told not to use; one on a node that cannot hold a pool's workers of a node."""
+    large = [machine("a", LARGE, LARGE), machine("b", LARGE)]
+    found = devices(config, pools(), [*large, machine("head", SMALL, gpus=0)])
+    assert (found.status, found.sentence) == (OK, "4 GPUs, the smallest of 80.0 GiB: the plan fits")
+    two_of_a_node = pools(2, workers_per_node=2)[:1]
+    assert devices(config, two_of_a_node, [large[0], machine("b", SMALL)]).status == OK
+
+
+def test_a_small_card_that_a_pool_may_get_is_named(config: Config) -> None:
+    found = devices(config, pools(), [machine("a", LARGE, LARGE), machine("b", SMALL)])
+    assert found.status == WARNING and found.sentence.startswith("on the smaller GPUs of b: a ")
+    assert "ray start --num-gpus" in found.advice
+
+
+def test_fewer_large_cards_than_workers_are_a_failure(config: Config) -> None:
+    found = devices(config, pools(trainers=2), [machine("a", LARGE), machine("b", SMALL)])
+    assert found.status == FAILED and "a trainer rank holds" in found.sentence
+
+
+def test_each_pool_has_its_own_smallest_card(config: Config) -> None:
+    """Trainer ranks need two of a node, so that they never get the smaller card that rollout workers may get."""
+    found = devices(config, pools(2, workers_per_node=2), [machine("a", LARGE, LARGE), machine("b", 24 * GIB)])
+    expected = "3 GPUs, the smallest for trainer of 80.0 GiB, for rollout of 24.0 GiB: the plan fits"
+    assert (found.status, found.sentence) == (OK, expected)
+
+
+def test_a_run_with_a_cluster_of_its_own_has_all_cards_of_the_machine(config: Config) -> None:
+    here = Machine("here", {"gpus": [{"name": "H100", "memory": LARGE}]})
+    assert devices(config, pools(), [here]).status == OK

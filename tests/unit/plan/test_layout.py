@@ -1,0 +1,106 @@
+"""What `auto` is in the trainer's layout, by the same plan that `--memory` prints."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan import __main__ as command
+from async_flowrl.plan import layout
+from async_flowrl.plan.devices import GIB, TIGHT
+from async_flowrl.plan.layout import resolved
+from async_flowrl.plan.memory import trainer_footprint
+from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.training.messages import Layout
+
+AUTO = "trainer.gradient_checkpointing=auto"
+WHOLE = Layout("none", None, "none")
+PEAKS = {"none": 16, "every_4": 12, "every_3": 10, "every_2": 8, "full": 2}
+"""GiB of activations, in place of counted ones, by what is checkpointed."""
+
+
+def config(*overrides: str) -> Config:
+    return compose_config(
+        "one_step_off", ["model.tiny.layers=12", "model.tiny.heads=8", "model.dtype=float32", *overrides]
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
+    """Bytes of the smallest device that a rank of a layout does not fill; networks are built once."""
+    model = build_meta_model(config())
+    monkeypatch.setattr(layout, "build_meta_model", lambda config: model)
+    monkeypatch.setattr(layout, "sampling_peak", lambda config, model: 0)
+    monkeypatch.setattr(layout, "training_peak", lambda config, model: peak(config))
+
+    def needed(given: Config, wanted: Layout) -> int:
+        now = replace(given, trainer=wanted.applied(given.trainer))
+        return int(trainer_footprint(now, model, 0, peak(now)).total / TIGHT) + 2
+
+    return needed
+
+
+def peak(config: Config) -> int:
+    return PEAKS[config.trainer.gradient_checkpointing] * GIB
+
+
+def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout], int]) -> None:
+    given = config("trainer.gradient_checkpointing=auto")
+    for how in PEAKS:
+        wanted = Layout("auto", None, how)  # of one rank `shard` decides nothing
+        found = resolved(given, {"trainer": counted(given, wanted)})
+        assert found.layout == wanted
+        (why,) = found.reasons
+        assert f"trainer.gradient_checkpointing=auto is {how}: " in why and "activations included" in why
+    least = resolved(given, {"trainer": GIB})
+    assert least.layout.gradient_checkpointing == "full" and "nothing fits" in least.reasons[0]
+
+
+def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config, Layout], int]) -> None:
+    given = config("trainer.num_workers=2")
+    whole = counted(given, WHOLE)
+    assert whole > 16 * GIB, "activations count"
+    assert resolved(given, {"trainer": whole}).layout.shard == "none"
+    found = resolved(given, {"trainer": whole - 5})
+    assert found.layout == Layout("full", None, "none") and "with shard=none" in found.reasons[0]
+    by_node = config("trainer.num_workers=4", "trainer.workers_per_node=2")
+    shared = resolved(by_node, {"trainer": counted(by_node, WHOLE) - 5}).layout
+    assert (shared.shard, shared.shard_size) == ("hybrid", 2)
+    both = config("trainer.num_workers=2", "trainer.gradient_checkpointing=auto")
+    assert resolved(both, {"trainer": whole - 5}).layout == Layout("none", None, "every_4")
+
+
+def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "build_meta_model", lambda config: pytest.fail("planned"))
+    found = resolved(config("trainer.num_workers=2", AUTO), {})
+    assert found.layout == WHOLE and "no GPU" in found.reasons[0]
+    fixed = config("trainer.shard=full", "trainer.num_workers=2")
+    assert resolved(fixed, {"trainer": 1}) == layout.Chosen(Layout("full", None, "none"), ())
+
+
+def test_a_model_that_cannot_be_planned_gets_what_needs_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(config: Config) -> None:
+        raise ValueError("no shapes")
+
+    monkeypatch.setattr(layout, "build_meta_model", unknown)
+    found = resolved(config("trainer.num_workers=2", AUTO), {"trainer": 1 << 40})
+    assert found.layout == Layout("full", None, "full") and "ValueError: no shapes" in found.reasons[0]
+
+
+def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert command.main(["--memory", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_says_what_auto_is_and_names_the_cheapest_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["model.tiny.layers=2", "trainer.num_workers=2"]
+    said = printed(["trainer.gradient_checkpointing=auto", *tiny], capsys)
+    assert "trainer.shard=auto is none and trainer.gradient_checkpointing=auto is none: the cheapest fits" in said
+    dearer = printed(["trainer.gradient_checkpointing=full", "trainer.shard=full", *tiny], capsys)
+    assert "the cheapest layout is another one; trainer.shard=auto is none" in dearer
+    assert "the cheapest layout" not in printed(["trainer.shard=none", *tiny], capsys)
+    found = json.loads(printed(["trainer.shard=full", "--json", *tiny], capsys))
+    assert found["layout"]["shard"] == "full" and found["cheapest_layout"]["shard"] == "none"

@@ -1,0 +1,112 @@
+"""A worker's watch over Ray's head: it ends itself where nothing answers, and only there."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from separation import ray_fence
+from separation.processes import kill_remaining
+from separation.ray_fence import SHARE, keep_in_touch
+from separation.ray_watch import SHARE as SHARE_OF_THE_DRIVER
+
+SECONDS = 0.2
+
+
+def test_a_worker_ends_itself_when_the_head_has_been_out_of_reach_for_long_enough() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        watch = threading.Thread(target=keep_in_touch, args=("127.0.0.1", port, SECONDS, said.append), daemon=True)
+        watch.start()
+        for _ in range(12):  # three times as many attempts as a silent head is given
+            head.accept()[0].close()
+        assert watch.is_alive() and not said
+    watch.join(60)
+    assert not watch.is_alive()
+    assert said[0].startswith(f"Ray's head 127.0.0.1:{port} was out of reach for 0.2 s (") and len(said) == 1
+
+
+def test_failures_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was itself stopped for longer than the patience asks again before it gives up."""
+    clock, asked = [0.0], list[float]()
+    said: list[str] = []
+
+    def unreachable(host: str, port: int, seconds: float) -> str | None:
+        asked.append(clock[0])
+        return None if len(asked) in (1, 4) else "refused"
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 1000.0 if clock[0] == 0.0 else seconds
+
+    monkeypatch.setattr(ray_fence, "unreachable", unreachable)
+    monkeypatch.setattr(ray_fence, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    keep_in_touch("head", 1, 32.0, said.append)
+    assert asked == [0.0, *range(1000, 1039, 2)]
+    assert said == ["Ray's head head:1 was out of reach for 32 s (refused): this worker ends itself"]
+
+
+def test_a_silent_head_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long attempt would be answered late, if at all, when a cable is put back; one that took long because the
+    process was stopped meanwhile does not count alone."""
+    clock, limits = [0.0], list[float]()
+    said: list[str] = []
+
+    def unreachable(host: str, port: int, seconds: float) -> str | None:
+        limits.append(seconds)
+        clock[0] += 1000.0 if len(limits) == 1 else seconds
+        return None if len(limits) == 2 else "timed out"
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(ray_fence, "unreachable", unreachable)
+    monkeypatch.setattr(ray_fence, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    keep_in_touch("head", 1, 48.0, said.append)
+    assert set(limits) == {6.0} and len(limits) == 2 + 6
+    assert len(said) == 1
+
+
+def test_its_end_is_at_once_and_said_whatever_other_threads_wait_for() -> None:
+    program = (
+        "import threading; from separation.ray_fence import end\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "end('no head')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (1, "no head\n")
+
+
+@pytest.mark.parametrize("log", ["on a full disk", "which takes nothing more"])
+def test_it_ends_where_its_log_cannot_be_written_and_with_what_it_started(log: str) -> None:
+    program = (
+        "import subprocess, sys; from separation.ray_fence import end\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "end('no head')"
+    )
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(65536))
+    os.set_blocking(writer, True)
+    with open("/dev/full", "w") as full, open(writer, "w") as stuck, open(reader):
+        stderr = full if log == "on a full disk" else stuck
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 1
+    with suppress(psutil.NoSuchProcess):
+        assert not kill_remaining([psutil.Process(int(done.stdout))], grace=60.0)
+
+
+def test_the_driver_gives_the_head_up_first() -> None:
+    """So that a run without its head says that, instead of naming workers that died."""
+    assert SHARE_OF_THE_DRIVER < SHARE < 1
