@@ -210,6 +210,8 @@ class Context:
     stop_requested: Callable[[], bool] = lambda: False
     """Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit)."""
     servers: Servers = field(default_factory=NoServers)
+    lost_pools: dict[str, str] = field(default_factory=dict)
+    """Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores."""
     departures: Departures = field(default_factory=Departures)
     """The rollout workers that must leave the pool, e.g. because their node ends."""
     arrivals: Arrivals = field(default_factory=Arrivals)

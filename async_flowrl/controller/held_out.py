@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from async_flowrl.config.reward_pools import held_out_by_pool
+from async_flowrl.config.reward_pools import held_out_by_pool, is_reward_pool
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.scoring import FAILURES, Free, reward_failed
 from async_flowrl.rewards.held_out import HeldOutScores, joined
@@ -44,7 +44,8 @@ async def ask_pool(
     """Returns the group's scores by the held-out terms of one pool.
 
     Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
-    Terms that still fail are in `HeldOutScores.failed`. RefLost is returned, because other pools may still be asked.
+    Terms that still fail are in `HeldOutScores.failed`, at once if the pool is lost. RefLost is returned, because other
+    pools may still be asked.
     """
     config = ctx.config.reward
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
@@ -57,7 +58,7 @@ async def ask_pool(
                 answer = await _ask(ctx, pool, group, free, answer, asked)
             except RefLost as gone:
                 return gone
-        if answer.failed.keys() == lost.keys():
+        if answer.failed.keys() == lost.keys() or pool in ctx.lost_pools:
             break
         if attempt < config.retries:
             await asyncio.sleep(config.backoff * 2**attempt)
@@ -69,6 +70,9 @@ async def _ask(
 ) -> HeldOutScores:
     """Returns `before`, updated with the result of one call of one worker for the terms `asked`."""
     index = await free[pool].get()
+    if pool in ctx.lost_pools:
+        free[pool].put_nowait(index)
+        return replace(before, failed={**before.failed, **dict.fromkeys(asked, ctx.lost_pools[pool])})
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload[0] for ticket in group]
     ctx.observer.state(worker.name, "busy")
@@ -76,7 +80,7 @@ async def _ask(
         async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
             answer: HeldOutScores = await worker.call("score_held_out", asked, ctx.requests.prompt(group[0]), *images)
     except FAILURES as error:
-        await reward_failed(ctx, pool, index, error)
+        await held_out_failed(ctx, pool, index, error)
         return replace(before, failed={**before.failed, **dict.fromkeys(asked, f"{type(error).__name__}: {error}")})
     finally:
         free[pool].put_nowait(index)
@@ -86,3 +90,18 @@ async def _ask(
         book_span(ctx.observer, worker.name, span)
     kept = {name: why for name, why in before.failed.items() if name not in asked}
     return joined((replace(before, failed=kept), answer))
+
+
+async def held_out_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
+    """Acts as `reward_failed`, but if a pool that scores only evaluations has no successor for a worker, it is lost.
+
+    The loss is an event; the run goes on.
+    """
+    try:
+        await reward_failed(ctx, pool, index, error)
+    except FAILURES as reason:
+        if is_reward_pool(pool):
+            raise
+        ctx.lost_pools[pool] = f"its worker had no successor: {type(reason).__name__}: {reason}"
+        name = ctx.rewards[pool].workers[index].name
+        ctx.observer.event("fault", worker=name, kind="PoolLost", message=ctx.lost_pools[pool])

@@ -68,6 +68,7 @@ async def _answer(
     """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
     try:
         _check_token(request, settings.token)
+        await scorer.forget_gone()
         with ExitStack() as held:
             share = held.enter_context(scorer.room.share())
             try:

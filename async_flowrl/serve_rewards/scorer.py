@@ -60,7 +60,7 @@ class Settings:
     all_bytes: int = 1024 * 2**20
 
 
-@dataclass
+@dataclass(eq=False)
 class Asked:
     """A request that waits for its turn or is being scored, and `held`, which is closed at its end."""
 
@@ -69,6 +69,8 @@ class Asked:
     """Returns True if the client has hung up."""
     held: ExitStack
     cancelled: bool = False
+    scored: bool = False
+    """True from its turn on."""
 
 
 class Scorer:
@@ -82,7 +84,8 @@ class Scorer:
         self._score, self._settings = score, settings
         self.room = Room(settings.all_bytes)
         self._turn = asyncio.Lock()
-        self._asked: set[asyncio.Task[ScoreReply]] = set()
+        self._asked: set[Asked] = set()
+        self._tasks: set[asyncio.Task[ScoreReply]] = set()
 
     async def reply(self, asked: Asked) -> ScoreReply:
         """Scores a request.
@@ -93,8 +96,9 @@ class Scorer:
         if (waiting := len(self._asked)) > self._settings.waiting:
             asked.held.close()
             raise Refused(429, f"{waiting} requests are waiting already; ask again later", retry_after=1)
+        self._asked.add(asked)
         task = asyncio.create_task(self._in_turn(asked))
-        self._asked.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
@@ -102,15 +106,27 @@ class Scorer:
             asked.cancelled = True
             raise
 
+    async def forget_gone(self) -> None:
+        """Frees the places and the memory of waiting requests whose clients have hung up; others can have them."""
+        for asked in list(self._asked):
+            if (asked.cancelled or await asked.gone()) and not asked.scored:
+                asked.cancelled = True
+                asked.held.close()
+                self._asked.discard(asked)
+
     async def _in_turn(self, asked: Asked) -> ScoreReply:
-        with asked.held:
-            async with self._turn:
-                if asked.cancelled or await asked.gone():
-                    raise Refused(HUNG_UP, "the client hung up before its turn")
-                return await self._scored(asked.request)
+        try:
+            with asked.held:
+                async with self._turn:
+                    if asked.cancelled or await asked.gone():
+                        raise Refused(HUNG_UP, "the client hung up before its turn")
+                    asked.scored = True
+                    return await self._scored(asked.request)
+        finally:
+            self._asked.discard(asked)
 
     def _ended(self, task: "asyncio.Task[ScoreReply]") -> None:
-        self._asked.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # nobody else looks at it if the handler was cancelled
 

@@ -21,9 +21,10 @@ from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.report.document import document
 from separation.group import WorkerFailed
+from separation.supervise import DeadlineExceeded
 from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
-from tests.support.toy_pool import once
+from tests.support.toy_pool import ToyPool, once
 
 JUDGE = "reward/judge"
 
@@ -117,6 +118,30 @@ def test_a_dead_worker_of_a_held_out_terms_pool_is_replaced_and_the_others_go_on
     assert found.digest == virtual(held_out()).digest and found.groups["held_out/own"].replaced == 1
     assert [event["worker"] for event in found.observer.of("fault")] == ["held_out/own-0"]
     assert all(not scores.failed for each in found.evaluated for scores in each.held_out.values())
+
+
+def test_a_held_out_terms_pool_that_cannot_be_filled_again_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the only node with a place for it has gone."""
+    replaced = ToyPool.replace
+
+    async def no_seat(pool: ToyPool, index: int) -> Any:
+        if pool.workers[index].name.startswith("held_out/"):
+            pool.workers[index].kill()
+            raise DeadlineExceeded("replacing held_out/own-0", 5.0)
+        return await replaced(pool, index)
+
+    monkeypatch.setattr(ToyPool, "replace", no_seat)
+    found = virtual(held_out(workers=1), fault=once("held_out/own-0", "score_held_out", 2, "kill"))
+    assert found.digest == virtual(held_out()).digest
+    assert [event["kind"] for event in found.observer.of("fault")] == ["WorkerDied", "PoolLost"]
+    scored = [scores for each in found.evaluated for scores in each.held_out.values()]
+    assert all("other" in scores.by_term for scores in scored)
+    said = [scores.failed["own"] for scores in scored if "own" in scores.failed]
+    assert len(said) == len(scored) - 1 and all(
+        "its worker had no successor: DeadlineExceeded" in why for why in said[1:]
+    )
 
 
 def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:

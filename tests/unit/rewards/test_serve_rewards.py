@@ -269,6 +269,31 @@ def test_a_request_whose_client_hangs_up_while_it_waits_is_not_scored(caplog: py
     assert "499 the client hung up before its turn" in caplog.text
 
 
+def test_clients_that_hung_up_leave_their_places_and_their_memory_to_others() -> None:
+    scored, began, go = list[str](), threading.Event(), threading.Event()
+
+    def slow(images: ByteArray, prompt: Prompt) -> list[Any]:
+        scored.append(prompt.text)
+        began.set()
+        go.wait(60)
+        return brightness(images, prompt)
+
+    first, gone, alive = (json.dumps(body(prompts=[name])).encode() for name in ("first", "gone", "alive"))
+    with served(slow, Settings(waiting=1, all_bytes=3 * len(gone) - 9)) as url, ExitStack() as stack:
+        (asking,) = (stack.enter_context(each) for each in _idle(url, _head(first) + first))
+        assert began.wait(60)
+        (waiting,) = _idle(url, _head(gone) + gone)
+        look_twice(url)
+        assert post(f"{url}/v1/score", body()).status_code == 429
+        waiting.close()
+        look_twice(url)
+        (other,) = (stack.enter_context(each) for each in _idle(url, _head(alive) + alive))
+        look_twice(url)
+        go.set()
+        assert [each.recv(15) for each in (asking, other)] == [b"HTTP/1.1 200 OK"] * 2
+    assert scored == ["first", "alive"]
+
+
 def test_a_cancelled_request_is_not_scored_beside_the_next_one() -> None:
     """Servers that cancel handlers exist; the thread that scores goes on, and the reward need not be thread-safe."""
     scored, under_way, most = list[str](), 0, 0
