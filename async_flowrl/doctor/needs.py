@@ -72,13 +72,11 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
 def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
     """Trainer ranks and rollout workers, or with `placement=shared` the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
+    if config.placement == SHARED:
+        of_both = shared_bytes(config, plan, on_gpus=on_gpus)
+        return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1)]
     of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
     of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
-    if config.placement == SHARED:
-        of_both = PROCESS_BYTES + on_host(in_one(plan.trainer, plan.rollout, full=plan.model.full))
-        if on_gpus and trainer.gpus_per_worker > 0:
-            of_both = of_a_trainer + of_a_rollout - PROCESS_BYTES
-        return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1)]
     return [
         Process("trainer", trainer.num_workers, of_a_trainer, trainer.workers_per_node or 1),
         Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
