@@ -3,18 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
-from async_flowrl.controller.shared import generate_seconds
+from async_flowrl.controller.shared import takes_first_rank, ticket_deadline
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import RolloutReport, RolloutRequest
 from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node_checks import OtherCode
-from separation.supervise import DeadlineExceeded, deadline, together
+from separation.supervise import DeadlineExceeded, together
 
 LOST = (WorkerDied, DeadlineExceeded)
 """What a worker raises that is gone, or as good as gone: it is killed and replaced."""
@@ -81,11 +82,21 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
         except NoSeat as error:
             return await leave(ctx, seated(ctx.rollout, index), f"{lost}; {error}")
         except LOST as error:
+            if takes_first_rank(ctx.config, index):
+                lose_first_rank(ctx, slot.worker, error)
             lost, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
             if losses > MAX_LOSSES_PER_SLOT:
                 error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
+
+
+def lose_first_rank(ctx: Context, worker: Worker, error: BaseException) -> NoReturn:
+    """Ends the attempt at once: a successor could not be brought any weights, as the first rank sends them."""
+    ctx.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
+    worker.kill()
+    rank = f"trainer{worker.name.removeprefix(worker.pool)}"
+    raise WorkerDied(rank, f"{worker.name}, which is the same process, was lost: {error}") from error
 
 
 def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
@@ -167,7 +178,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with deadline(generate_seconds(ctx.config, slot.given), f"generate: {describe(wanted[0])}"):
+        async with ticket_deadline(ctx.config, worker, slot.given, f"generate: {describe(wanted[0])}"):
             reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)

@@ -10,7 +10,7 @@ import pytest
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_pool import Fault, Timing, once
+from tests.support.toy_pool import Fault, Timing, ToyPool, once
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config, shared_virtual
 
 SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
@@ -141,9 +141,25 @@ def test_the_death_of_one_is_that_of_both_and_costs_its_share(mode: str, method:
 
 @pytest.mark.parametrize(("workers", "method"), [(1, "generate"), (1, "train_last"), (2, "add_up"), (2, "take_step")])
 def test_the_death_of_the_first_ends_the_attempt_by_name(workers: int, method: str) -> None:
-    """Then the run goes back to its checkpoint (test_shared_recovery.py)."""
-    with pytest.raises(WorkerDied, match="trainer-0"):
+    """Then the run goes back to its checkpoint (test_shared_recovery.py), and no process is built before that."""
+    replaced = list[str]()
+
+    async def replace(pool: ToyPool, index: int) -> Any:
+        replaced.append(f"{pool.spec.name}-{index}")
+        return await original(pool, index)
+
+    original = ToyPool.replace
+    with mock.patch.object(ToyPool, "replace", replace), pytest.raises(WorkerDied, match="trainer-0"):
         shared("one step off", workers, once("shared-0", method, 3, "kill"))
+    assert not replaced
+
+
+def test_a_ticket_that_hangs_is_found_without_the_time_that_training_may_take() -> None:
+    found = shared("one step off", 2, once("shared-1", "generate", 4, "hang"))
+    check(found, "one step off")
+    (hung,), (replaced,) = found.observer.of("injected"), found.observer.of("replaced")
+    longest = 2 * 2 * shared_config(1, 2).deadlines.generate  # two tickets, and just missed when the worker was asked
+    assert replaced["time"] - hung["time"] <= longest
 
 
 def test_training_that_hangs_is_a_late_worker_where_tickets_wait_for_it() -> None:
