@@ -9,12 +9,12 @@ from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
-from async_flowrl.controller.shared import generate_seconds
+from async_flowrl.controller.shared import ticket_deadline
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import RolloutReport, RolloutRequest
 from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node_checks import OtherCode
-from separation.supervise import DeadlineExceeded, deadline, together
+from separation.supervise import DeadlineExceeded, together
 
 LOST = (WorkerDied, DeadlineExceeded)
 """What a worker raises that is gone, or as good as gone: it is killed and replaced."""
@@ -167,7 +167,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with deadline(generate_seconds(ctx.config, slot.given), f"generate: {describe(wanted[0])}"):
+        async with ticket_deadline(ctx.config, worker, slot.given, f"generate: {describe(wanted[0])}"):
             reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)

@@ -3,7 +3,9 @@
 How a worker takes a version that it has made itself is in own_versions.py.
 """
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from async_flowrl.config.schema import Config
@@ -11,7 +13,8 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.context import Context
 from async_flowrl.types import POLICY
 from checkpoint_engine import DeliveryOptions
-from separation.group import seated
+from separation.group import Worker, seated
+from separation.supervise import DeadlineExceeded, deadline, supervised
 
 EVERYONE = 1 << 30
 """Receivers that a sender serves where nothing is sent: nobody passes anything on."""
@@ -36,6 +39,28 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
         elif rank in ctx.training:
             ctx.training.remove(rank)
             ctx.work.notify(seated(ctx.rollout, rank).name)
+
+
+@asynccontextmanager
+async def ticket_deadline(config: Config, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded if the worker's tickets take too long; what is trained before them counts only where it
+    takes longer than all of a step may."""
+    async with deadline(generate_seconds(config, tickets), what):
+        if config.placement != SHARED:
+            yield
+            return
+        async with supervised(_hung(worker, config.deadlines.generate * tickets, what)):
+            yield
+
+
+async def _hung(worker: Worker, seconds: float, what: str) -> None:
+    """Runs until it is cancelled. Asks the worker, which trains, too, how long the ticket under way has computed."""
+    while True:
+        await asyncio.sleep(seconds)
+        async with deadline(seconds, f"{what}: {worker.name}'s answer how long it has been at that"):
+            at_work: float = await worker.call("seconds_at_work", lane="control")
+        if at_work > seconds:
+            raise DeadlineExceeded(what, seconds)
 
 
 def generate_seconds(config: Config, tickets: int) -> float:

@@ -23,6 +23,12 @@ class Turns:
         self._waiting = False
         """Whether it waits for it."""
         self._kept_until = 0.0
+        self._sampling_since: float | None = None
+
+    def sampled_for(self) -> float:
+        """Seconds since the ticket under way got its turn; 0 if there is none, also while one waits for its turn."""
+        began = self._sampling_since
+        return 0.0 if began is None else self._clock() - began
 
     @contextmanager
     def training(self, *, more: bool = False) -> Iterator[None]:
@@ -49,12 +55,12 @@ class Turns:
         with self._changed:
             while self._taken or self._waiting or self._kept() > 0:
                 self._changed.wait(None if self._taken or self._waiting else self._kept())
-            self._taken = True
+            self._taken, self._sampling_since = True, self._clock()
         try:
             yield
         finally:
             with self._changed:
-                self._taken = False
+                self._taken, self._sampling_since = False, None
                 self._changed.notify_all()
 
     def _kept(self) -> float:

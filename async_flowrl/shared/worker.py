@@ -73,6 +73,10 @@ class SharedRollout(RolloutWorker):
         with self.turns.sampling():
             return super().generate_together(requests)
 
+    def seconds_at_work(self) -> float:
+        """How long the ticket under way has computed by now, without its wait for training; any lane may ask."""
+        return self.turns.sampled_for()
+
     def keep_own(self, header: Header, slot: str = RING) -> Ack | None:
         """Retains a version as this process's trainer rank has made it; None where it has not, or not any more.
 

@@ -25,6 +25,11 @@ class ToySharedRollout(ToyRollout):
     """Keeps the versions of its trainer as the real one does."""
 
     trainer: Any
+    both: "ToyBoth"
+
+    def seconds_at_work(self) -> float:
+        since = self.both.sampling_since
+        return 0.0 if since is None else asyncio.get_running_loop().time() - since
 
     def load(self) -> dict[str, str]:
         if hasattr(self, "receiver"):
@@ -52,7 +57,8 @@ class ToyBoth:
         place = name.removeprefix(f"{SHARED}-")
         self.trainer = ToySharedTrainer(config, index, f"trainer-{place}")
         self.rollout = ToySharedRollout(config, index, f"rollout-{place}")
-        self.rollout.trainer = self.trainer
+        self.rollout.trainer, self.rollout.both = self.trainer, self
+        self.sampling_since: float | None = None
         self.changed, self.taken, self.training = asyncio.Condition(), False, 0
 
 
@@ -70,11 +76,12 @@ class ToySharedWorker(ToyWorker):
             both.training -= trains
             both.taken = True
         began = self.world.observer.now()
+        both.sampling_since = None if trains else began
         try:
             return await super().serve(method, args)
         finally:
             self.world.observer.event("computed", worker=self.name, kind=name, start=began)
-            both.taken = False
+            both.taken, both.sampling_since = False, None
             async with both.changed:
                 both.changed.notify_all()
 

@@ -149,6 +149,14 @@ def test_the_death_of_the_only_one_ends_the_attempt_by_name(method: str) -> None
         shared("one step off", 1, once("shared-0", method, 3, "kill"))
 
 
+def test_a_ticket_that_hangs_is_found_without_the_time_that_training_may_take() -> None:
+    found = shared("one step off", 2, once("shared-1", "generate", 4, "hang"))
+    check(found, "one step off")
+    (hung,), (replaced,) = found.observer.of("injected"), found.observer.of("replaced")
+    longest = 2 * 2 * shared_config(1, 2).deadlines.generate  # two tickets, and just missed when the worker was asked
+    assert replaced["time"] - hung["time"] <= longest
+
+
 def test_training_that_hangs_is_a_late_worker_where_tickets_wait_for_it() -> None:
     check(found := shared("one step off", 3, once("shared-1", "train", 2, "hang")), "one step off")
     assert [event["worker"] for event in found.observer.of("replaced")] == ["shared-1"]

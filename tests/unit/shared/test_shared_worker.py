@@ -86,6 +86,12 @@ def test_it_keeps_the_versions_that_it_makes() -> None:
         one.rollout.keep_own(header, "evaluation")
 
 
+def test_it_says_how_long_a_ticket_has_been_at_work(loaded: SharedWorker) -> None:
+    assert loaded.rollout.seconds_at_work() == 0.0
+    with loaded.rollout.turns.sampling():
+        assert loaded.rollout.seconds_at_work() > 0.0
+
+
 def test_a_ticket_that_is_made_while_another_version_is_trained(loaded: SharedWorker) -> None:
     """The trainer's masters move; what is sampled with does not."""
     config = loaded.trainer.config

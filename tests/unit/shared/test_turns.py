@@ -69,6 +69,22 @@ def test_a_ticket_waits_for_more_to_train_but_not_for_ever(more: bool) -> None:
     assert done == ["first", "ticket", "second"]
 
 
+def test_a_ticket_is_at_work_from_its_turn_on() -> None:
+    now = [100.0]
+    turns, done = Turns(clock=lambda: now[0]), list[str]()
+    training = Unit(turns.training, done, "training")
+    assert training.inside.wait(LIMIT)
+    ticket = Unit(turns.sampling, done, "ticket")
+    now[0] += 50.0
+    assert turns.sampled_for() == 0.0, "it waits for the training"
+    training.end()
+    assert ticket.inside.wait(LIMIT)
+    now[0] += 7.0
+    assert turns.sampled_for() == 7.0
+    ticket.end()
+    assert turns.sampled_for() == 0.0
+
+
 def test_a_turn_to_train_is_entered_again_inside() -> None:
     turns, done = Turns(), list[str]()
     with turns.training():
