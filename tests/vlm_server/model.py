@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-from async_flowrl.policies.tiny.qwen_image import _tokenizer
 
 HEAD = 32
 """Width of an attention head: the smallest that vllm's kernels take."""
@@ -36,6 +33,11 @@ IMAGES = {
 
 def tiny_vlm() -> tuple[Any, Any]:
     """The tokenizer and the model, in float32."""
+    # Not at the head of the file: whoever collects tests without this lane would wait for it.
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from async_flowrl.policies.tiny.qwen_image import _tokenizer
+
     tokenizer = _tokenizer()
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in NAMES}
     config = Qwen2_5_VLConfig(

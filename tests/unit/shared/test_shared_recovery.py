@@ -52,7 +52,7 @@ def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
         (2, [once("shared-0", "take_step", 4, "kill"), once("shared-1", "take_step", 4, "kill")], True),
         (3, [once("shared-1", "generate", 3, "kill"), once("shared-1.1", "load", 2, "kill")], False),
     ],
-    ids=["sampling", "training", "saving", "hung", "twice", "two", "newcomer"],
+    ids=["sampling", "training", "saving", "hung", "twice", "two", "both", "newcomer"],
 )
 def test_the_weights_are_the_same_whoever_dies(
     tmp_path: Path, workers: int, faults: list[Fault], goes_back: bool
