@@ -16,13 +16,12 @@ import ray
 
 from separation.processes import descendants, kill
 from separation.ray_group import node_address
-from separation.ray_watch import ray_patience
+from separation.ray_watch import FEWEST_FAILURES, ray_patience
 
 SHARE = 0.8
 """Of the time after which Ray gives a head up: later than the driver does, which then says so, and sooner than Ray."""
 ATTEMPT, PAUSE = 1 / 8, 1 / 16
 """Of the time that the head may be out of reach: the limit of an attempt to connect, and the pause after it."""
-FEWEST_FAILURES = 4
 LAST_WORDS_SECONDS = 2.0
 
 

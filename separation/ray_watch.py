@@ -11,6 +11,8 @@ PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_PATIENCE_SECONDS = 60.0
 SHARE = 0.6
 """Of that time is waited here: enough for a cable that is put back, and there is time left to end in order."""
+FEWEST_FAILURES = 4
+"""Attempts that must fail one after the other, however long each took, before a head counts as out of reach."""
 _POLL_SECONDS = 2.0
 
 
@@ -41,20 +43,22 @@ async def watch_head() -> NoReturn:
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
     """Raises HeadLost when attempts to connect have failed for `seconds`.
 
-    They count from the first that failed: a process that was itself stopped for a while asks again.
+    They count from the first that failed, and a few must have: a process that was itself stopped for a while asks
+    again, and so does one whose long attempt would miss a cable that was put back (TCP asks ever more seldom).
     """
     loop = asyncio.get_running_loop()
-    failing_since: float | None = None
+    failures, failing_since = 0, 0.0
     while True:
         began = loop.time()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds / 6):
                 _, writer = await asyncio.open_connection(host, port)
             writer.close()
-            failing_since = None
+            failures = 0
         except OSError as error:  # a TimeoutError is one
-            failing_since = began if failing_since is None else failing_since
-            if loop.time() - failing_since >= seconds:
+            failing_since = failing_since if failures else began
+            failures += 1
+            if failures >= FEWEST_FAILURES and loop.time() - failing_since >= seconds:
                 why = str(error) or "no answer"
                 raise HeadLost(
                     f"Ray's head node {host}:{port} was out of reach for {seconds:g} s ({why}), and with it goes the "

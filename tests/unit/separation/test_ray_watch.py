@@ -51,6 +51,35 @@ def test_a_driver_that_was_stopped_itself_asks_again(monkeypatch: pytest.MonkeyP
     assert clock == 110.0
 
 
+def test_an_attempt_in_which_the_driver_itself_stood_still_does_not_count_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, attempts, limits = 0.0, 0, set[float]()
+
+    async def connect(host: str, port: int) -> tuple[None, Mock]:
+        nonlocal attempts, clock
+        attempts += 1
+        if attempts == 2:
+            return None, Mock()
+        clock += 100.0 if attempts == 1 else 0.0
+        raise TimeoutError
+
+    async def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        limits.add(seconds)
+        return asyncio.timeout(None)
+
+    loop = SimpleNamespace(time=lambda: clock)
+    pretended = SimpleNamespace(get_running_loop=lambda: loop, open_connection=connect, sleep=sleep, timeout=timeout)
+    monkeypatch.setattr("separation.ray_watch.asyncio", pretended)
+    with pytest.raises(HeadLost):
+        asyncio.run(watch_address("head", 1, 36.0))
+    assert attempts > 2 and limits == {6.0}, "short attempts: TCP repeats a lost packet ever more seldom"
+
+
 def test_patience_ends_before_rays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PATIENCE, raising=False)
     assert patience() == 36.0
