@@ -96,7 +96,9 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
         tried.append((layout, total))
         if held <= device.available and total <= TIGHT * device.available:
             break
-    layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else min(tried, key=lambda one: one[1])
+    # Of several that need the same, the last: activations are not counted where the weights alone do not fit.
+    least = min(reversed(tried), key=lambda one: one[1])
+    layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else least
     return _chosen(layout, asked, _why(title, tried, layout, total, device))
 
 

@@ -100,6 +100,8 @@ class ProcessWorker:
 class ProcessPool:
     """A `separation.group.WorkerGroup` of ProcessWorkers; `factory` is named `pkg.module:attr`."""
 
+    growth: Any = None
+
     def __init__(self, name: str, size: int, factory: str, arguments: dict[str, Any]) -> None:
         self.spec = PoolSpec(name, factory, size)
         self._arguments, self._incarnations = arguments, [0] * size

@@ -475,10 +475,10 @@ def test_a_resume_on_another_type_of_device_is_said(
     device: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     load = ToyTrainer.load
-    monkeypatch.setattr(ToyTrainer, "load", lambda trainer: load(trainer) | {"device": "cuda:0"})
+    monkeypatch.setattr(ToyTrainer, "load", lambda trainer, *_: load(trainer) | {"device": "cuda:0"})
     left = go(tmp_path / "run", disturb=kill_after(12.2))
     assert left is not None and "will differ" not in caplog.text
-    monkeypatch.setattr(ToyTrainer, "load", lambda trainer: load(trainer) | {"device": device})
+    monkeypatch.setattr(ToyTrainer, "load", lambda trainer, *_: load(trainer) | {"device": device})
     assert go(left) is None
     said = "resuming, but device was cuda and is cpu: the last bits of the weights will differ" in caplog.text
     assert (said, "will differ" in caplog.text) == (warned, warned)

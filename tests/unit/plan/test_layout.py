@@ -57,6 +57,7 @@ def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout
         assert f"trainer.gradient_checkpointing=auto is {how}: " in why and "activations included" in why
     least = resolved(given, {"trainer": GIB})
     assert least.layout.gradient_checkpointing == "full" and "nothing fits" in least.reasons[0]
+    assert resolved(given, {"trainer": 1 << 20}).layout.gradient_checkpointing == "full", "not even the weights fit"
 
 
 def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config, Layout], int]) -> None:
