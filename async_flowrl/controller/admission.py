@@ -17,8 +17,7 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
     downloads and the proof of its weights raise. One that is cancelled leaves no worker behind: what goes on after
     the death of a trainer rank would take it for one whose base weights were compared. `newcomer`: it takes nobody's
     place, and its event says so."""
-    more = {"newcomer": True} if newcomer else {}
-    ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, **more)
+    ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, newcomer=newcomer)
     try:
         await download_model(model_of(ctx.rollout), loaders([worker]), seconds=ctx.config.deadlines.download)
         check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)

@@ -70,7 +70,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "nobody notices that a worker hangs",
-        {f"{DISPATCH}:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
+        {"async_flowrl.controller.shared:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
         LOST,
         arguments={"what": "hang", "k": 1},
         raises=HANGS,
@@ -117,7 +117,7 @@ WORKER_FAULTS = (
 )
 
 
-async def count_as_saved(checkpoints: Any, version: int, controller: Any) -> None:
+async def count_as_saved(checkpoints: Any, ctx: Any, version: int, *rest: Any) -> None:
     if version not in checkpoints.saved:
         checkpoints.saved.append(version)
 

@@ -17,7 +17,7 @@ from async_flowrl.benchmark.loops import Loops
 from async_flowrl.benchmark.measure import CpuWatch, Measured
 from async_flowrl.benchmark.table import as_json, from_json, markdown, picture
 from async_flowrl.benchmark.targets import Load, Results, Round, targets
-from async_flowrl.benchmark.variants import Machine, chosen, colocated, variants
+from async_flowrl.benchmark.variants import SHARED, Machine, chosen, colocated, variants
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
@@ -98,7 +98,9 @@ def test_variants_use_the_same_devices() -> None:
         for variant in variants(machine, config):
             given = dict(override.split("=") for override in variant.overrides)
             rollout, trainer = int(given["rollout.num_workers"]), int(given["trainer.num_workers"])
-            if variant.colocated:
+            if variant.name == SHARED:
+                assert rollout == trainer == processes
+            elif variant.colocated:
                 assert rollout == trainer
                 assert rollout * int(given.get("rollout.threads", 1)) == processes
             else:
