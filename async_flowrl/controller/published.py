@@ -1,4 +1,4 @@
-"""What a trainer rank has published of one stream, so that another one can publish the same when it dies."""
+"""Record of what a trainer rank has published of one stream, so that another rank can publish the same if it dies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What `placement=shared` changes for the controller: how versions are announced, and how long calls may take.
+"""The controller's side of `placement=shared`: how versions are announced, and how long calls may take.
 
 How a worker takes a version that it has made itself is in own_versions.py.
 """

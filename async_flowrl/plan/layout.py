@@ -1,4 +1,4 @@
-"""What `trainer.shard=auto` and `trainer.gradient_checkpointing=auto` stand for on given devices, and why.
+"""The choice of `trainer.shard=auto` and `trainer.gradient_checkpointing=auto` on given devices, with its reason.
 
 Plan, doctor and run all ask `resolved`, so what a plan counts is what a run does. The choice changes no bit of the
 weights where the kernels are deterministic.

@@ -1,4 +1,4 @@
-"""Who computes next in a process that samples and trains: one unit of work at a time, and training before tickets."""
+"""Turns of a process that samples and trains: one unit of work at a time, and training before tickets."""
 
 import threading
 import time

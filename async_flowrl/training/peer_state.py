@@ -1,4 +1,4 @@
-"""What a trainer rank knows that its successor, or any rank that takes its part, must be told."""
+"""State that a trainer rank gives to its successor, or to any rank that takes its part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What placement=shared cannot be combined with."""
+"""Settings that placement=shared cannot be combined with."""
 
 import pytest
 

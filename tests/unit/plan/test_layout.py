@@ -1,4 +1,4 @@
-"""What `auto` is in the trainer's layout, by the same plan that `--memory` prints."""
+"""The trainer's layout with `auto`, by the same plan that `--memory` prints."""
 
 import json
 from collections.abc import Callable, Sequence
