@@ -1,5 +1,6 @@
 """On one GPU, real or pretended: a ticket's host waits, its noise, and the text encoders out of the way."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -149,6 +150,7 @@ def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str
     held = {}
     made = {}
     for where in ("resident", "offload"):
+        gc.collect()  # what earlier tests left in cycles must not be freed between the two readings
         before = torch.cuda.memory_allocated()
         engine = engine_of(family, where)
         made[where] = engine.generate(asked), engine.encode(["another negative"])
