@@ -17,6 +17,9 @@ from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
 from separation.group import Worker, WorkerGroup
 
+TICKETS_PER_WORKER = 2
+"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
+
 
 class Signal:
     """A condition variable for coroutines; a notification is for all waiting coroutines or only for one worker's."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_flowrl.controller.admission import StartError, admit
-from async_flowrl.controller.context import Context, book_span
+from async_flowrl.controller.context import TICKETS_PER_WORKER, Context, book_span
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
@@ -25,8 +25,6 @@ MAX_LOSSES_PER_SLOT = 4
 """Workers that one slot may lose in a row without a finished ticket between them; one more ends the run."""
 MAX_TICKET_ATTEMPTS = 6
 """Attempts at one ticket; when one more is due, the run ends: the ticket itself probably kills its workers."""
-TICKETS_PER_WORKER = 2
-"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
 BACKOFF_SECONDS = 1.0
 """Pause before the second of several losses in a row is replaced; doubled each time."""
 

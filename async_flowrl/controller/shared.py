@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.controller.context import Context
+from async_flowrl.controller.context import TICKETS_PER_WORKER, Context
 from async_flowrl.types import POLICY
 from checkpoint_engine import DeliveryOptions
 from separation.group import Worker, seated
@@ -72,8 +72,10 @@ def generate_seconds(config: Config, tickets: int) -> float:
 def update_seconds(config: Config, calls: int) -> float:
     """That a trainer rank may take for so many calls, each of one group, or the end of an optimizer step.
 
-    Of a worker that samples, too, each of them may wait for the ticket under way: one that hangs is to be named before
-    what waits for it.
+    In a worker that samples, too, they may wait for the ticket under way. `_hung` finds one that hangs within twice
+    `deadlines.generate` for each of the worker's tickets, at most TICKETS_PER_WORKER batches: before what waits for it.
     """
     alone = config.deadlines.update * calls
-    return alone + generate_seconds(config, 2) if config.placement == SHARED else alone
+    if config.placement != SHARED:
+        return alone
+    return alone + (2 * TICKETS_PER_WORKER + 1) * config.deadlines.generate * config.rollout.tickets_per_batch

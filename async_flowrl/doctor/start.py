@@ -28,8 +28,9 @@ from async_flowrl.doctor.machines import (
 from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
 from async_flowrl.doctor.optional import optional_findings
-from async_flowrl.run.launch import check_machine, placement_of, pools
+from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE
+from async_flowrl.run.pools import placement_of, pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing, check_fits, reserve, totals

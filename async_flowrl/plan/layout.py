@@ -1,7 +1,7 @@
 """The choice of `trainer.shard=auto` and `trainer.gradient_checkpointing=auto` on given devices, with its reason.
 
-Plan, doctor and run all ask `resolved`, so what a plan counts is what a run does. The choice changes no bit of the
-weights where the kernels are deterministic.
+Plan, rehearsal, doctor and run all ask `resolved`, so what a plan counts is what a run does. The choice changes no bit
+of the weights where the kernels are deterministic.
 """
 
 import logging
@@ -59,6 +59,12 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be planned ({type(error).__name__}: {error}), and this needs least memory"
         return _chosen(_filled(config, _shared(config), "full"), asked, why)
+
+
+def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
+    """Pool → bytes of its devices, for the pools that have any by the configuration."""
+    asked = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
+    return {pool: device_bytes for pool, gpus in asked.items() if gpus > 0}
 
 
 def _asked(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import BOTH, ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
 from async_flowrl.plan.largest import at_largest
-from async_flowrl.plan.layout import Chosen, resolved
+from async_flowrl.plan.layout import Chosen, on_devices, resolved
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -150,12 +150,6 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "devices": gpus_taken(config),
         "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
     }
-
-
-def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
-    """Pool → bytes of its devices, for the pools that have any by the configuration."""
-    asked = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
-    return {pool: device_bytes for pool, gpus in asked.items() if gpus > 0}
 
 
 def cheapest_layout(config: Config, device_bytes: int) -> Chosen:

@@ -14,7 +14,7 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
-from async_flowrl.run.launch import pools
+from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.tools import ForetellMemory, ForetellSteps
 

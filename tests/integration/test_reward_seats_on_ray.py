@@ -12,7 +12,7 @@ from ray.job_config import JobConfig
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.run.launch import reward_spec
+from async_flowrl.run.pools import reward_spec
 from async_flowrl.types import Prompt, Scores
 from separation.cluster import cluster
 from separation.group import WorkerGroup

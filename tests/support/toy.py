@@ -132,6 +132,21 @@ async def toy_run(
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
     for worker in groups["rollout"].workers:
         worker.target.load()
+    return await trained_on(config, groups, observer, disturb)
+
+
+async def trained_on(
+    config: Config,
+    groups: Mapping[str, Any],
+    observer: ListObserver,
+    disturb: Disturbance | None = None,
+    *,
+    hosted: Callable[[Any], ToyTrainer] = lambda worker: worker.target,
+) -> ToyRun:
+    """Runs the real loop on pools of toy workers, whose models are loaded, and returns the results.
+
+    `hosted` returns the toy trainer of a worker of the trainer's pool.
+    """
     steps = ToySteps(observer)
     ctx = toy_context(config, groups, observer, steps)
     beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
@@ -142,8 +157,7 @@ async def toy_run(
             beside.cancel()
         steps.abandon()
         await ctx.weights.close()
-    first: Any = cast("TrainerGroup", ctx.trainer).living.first
-    trainer = first.target
+    trainer = hosted(cast("TrainerGroup", ctx.trainer).living.first)
     return ToyRun(
         digest=trainer.weights_digest(),
         observer=observer,

@@ -1,20 +1,18 @@
 """Toy workers that sample and train, in virtual time, under the real controller and pools of parts."""
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.controller.context import Context
 from async_flowrl.plan.virtual_time import run_virtual
-from async_flowrl.run.launch import PARTS
+from async_flowrl.run.pools import PARTS
 from async_flowrl.shared.worker import SharedRollout
 from separation.shared import PartGroup, Successors
-from tests.support.toy import Disturbance, ToyRun, ToySteps, run, toy_config, toy_context
+from tests.support.toy import Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
@@ -107,8 +105,7 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
         worker.target.trainer.ranks = lambda: [other.target.trainer for other in whole.workers]
     successors = Successors(whole)
     rewards = {
-        pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world)
-        for pool in reward_pools(config.reward)
+        pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world) for pool in scoring_pools(config)
     }
     return {SHARED: whole, **{part.pool: PartGroup(successors, part) for part in PARTS}, **rewards}
 
@@ -116,31 +113,10 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
 async def _run(
     config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, observer: ListObserver
 ) -> ToyRun:
-    groups: Mapping[str, Any] = shared_groups(config, World(timing, fault, observer))
+    groups = shared_groups(config, World(timing, fault, observer))
     for worker in groups[SHARED].workers:
         worker.target.rollout.load()
-    steps = ToySteps(observer)
-    ctx: Context = toy_context(config, groups, observer, steps)
-    beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
-    try:
-        await run(ctx)
-    finally:
-        if beside is not None:
-            beside.cancel()
-        steps.abandon()
-        await ctx.weights.close()
-    trainer = groups[SHARED].workers[0].target.trainer
-    return ToyRun(
-        digest=trainer.weights_digest(),
-        observer=observer,
-        lines=steps.lines,
-        trained=trainer.trained,
-        table=ctx.table,
-        evaluated=steps.evaluated,
-        groups=groups,
-        seconds=asyncio.get_running_loop().time(),
-        sync=ctx.weights.report(),
-    )
+    return await trained_on(config, groups, observer, disturb, hosted=lambda worker: worker.whole.target.trainer)
 
 
 def shared_virtual(

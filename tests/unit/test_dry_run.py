@@ -2,7 +2,8 @@
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.describe import describe_inputs
-from async_flowrl.run.launch import describe_run, pools
+from async_flowrl.run.launch import describe_run
+from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import prepare
 
 

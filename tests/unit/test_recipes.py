@@ -11,7 +11,8 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.seats import gpus_taken
-from async_flowrl.run.launch import describe_run, pools
+from async_flowrl.run.launch import describe_run
+from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import prepare
 from tests.support.published import COMMIT, use_published_models
 

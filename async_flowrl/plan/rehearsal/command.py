@@ -15,6 +15,7 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.largest import at_largest
+from async_flowrl.plan.layout import on_devices, resolved
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline
 from async_flowrl.plan.rehearsal.estimate import estimate
@@ -35,6 +36,7 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
         raise ValueError("compiled networks cannot be rehearsed: set trainer.compile=false and rollout.compile=false")
     if config.lora.path is not None:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
+    config = resolved(config, on_devices(config, int(card.memory))).applied(config)
     model, roofline = FakeModel.of(config), Roofline(card)
     rank = rehearse_trainer(config, model, card)
     rollout = rehearse_rollout(config, model, card)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations
 from async_flowrl.plan.memory import plan_memory
@@ -36,8 +35,8 @@ def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
     return rehearse(compose_config("one_step_off", list(overrides)), card_of(card))
 
 
-def agrees_with_the_plan(config: Config, done: Rehearsal) -> None:
-    plan = plan_memory(config, int(done.roofline.card.memory))
+def agrees_with_the_plan(done: Rehearsal) -> None:
+    plan = plan_memory(done.config, int(done.roofline.card.memory))
     for phases, planned in ((done.rank.phases, plan.trainer), (done.rollout.phases, plan.rollout)):
         assert sum(planned.parts.values()) == pytest.approx(peak(phases.values()).peak, rel=0.1)
 
@@ -55,7 +54,7 @@ def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
     assert gradients == pytest.approx(8 * done.rank.adapter_parameters, rel=1e-3)
     assert done.rank.version_bytes == done.rollout.version_bytes == pytest.approx(gradients / 4, rel=1e-3)
     assert 0 < done.estimate.ticket < done.estimate.generation
-    agrees_with_the_plan(config, done)
+    agrees_with_the_plan(done)
 
 
 @pytest.mark.parametrize("experiment", ["two_prompts", pytest.param("glyphs", marks=pytest.mark.slow)])

@@ -157,11 +157,10 @@ def test_a_ticket_that_hangs_is_found_without_the_time_that_training_may_take() 
     assert replaced["time"] - hung["time"] <= longest
 
 
-def test_training_that_hangs_is_a_late_worker_where_tickets_wait_for_it() -> None:
-    check(found := shared("one step off", 3, once("shared-1", "train", 2, "hang")), "one step off")
-    assert [event["worker"] for event in found.observer.of("replaced")] == ["shared-1"]
+@pytest.mark.parametrize("mode", ["sync", "one step off"])
+def test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool(mode: str) -> None:
     with pytest.raises(DeadlineExceeded, match="update: train"):
-        shared("sync", 3, once("shared-1", "train", 2, "hang"))
+        shared(mode, 3, once("shared-1", "train", 2, "hang"))
 
 
 def test_a_worker_that_never_says_which_versions_it_has_is_replaced() -> None:

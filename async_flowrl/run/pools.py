@@ -1,0 +1,148 @@
+"""Specs of a run's worker pools: what each hosts, on which lanes, threads and GPUs. Nothing is started here."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, scoring_pools
+from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
+from async_flowrl.controller.build import ROLLOUT, TRAINER
+from async_flowrl.controller.reward_servers import SERVERS, server_pools
+from async_flowrl.run.nodes import OUR_CODE
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.tickets.wordings import upcoming
+from separation.group import PoolSpec, WorkerGroup
+from separation.shared import Part, in_parts
+
+EXPANDABLE = "expandable_segments:True"
+"""Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
+of any length) leave no gaps. vllm_omni cannot use it: its all-reduce between the GPUs of a worker cannot share such
+memory."""
+NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
+vllm_omni starts must not inherit an initialised CUDA."""
+
+MAX_UPCOMING = 32_768
+"""Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
+loads the text encoder again."""
+
+
+def pools(prepared: Prepared) -> list[PoolSpec]:
+    """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
+    config = prepared.config
+    training = [shared_pool(prepared)] if config.placement == SHARED else separate_pools(prepared)
+    return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
+
+
+def shared_pool(prepared: Prepared) -> PoolSpec:
+    """The processes that sample and train. `PARTS` are the two pools that share them."""
+    config = prepared.config
+    return PoolSpec(
+        SHARED,
+        "async_flowrl.shared.worker:SharedWorker",
+        config.trainer.num_workers,
+        arguments={
+            "config": config,
+            "model": prepared.model,
+            "sizes": prepared.trained_sizes,
+            **told_ahead(prepared),
+        },
+        gpus_per_worker=config.trainer.gpus_per_worker,
+        threads=config.trainer.threads,
+        lanes=("train", "publish", "save", "sync", "control"),
+        gang=True,
+        workers_per_node=config.trainer.workers_per_node,
+        same_code=OUR_CODE,
+        environment={**config.rollout.environment, **config.trainer.environment},
+        allocator=EXPANDABLE,
+    )
+
+
+PARTS = (
+    Part(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
+    Part(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
+)
+"""Training has a lane of its own, so that it need not queue behind tickets; who computes is said in the worker."""
+
+
+def separate_pools(prepared: Prepared) -> list[PoolSpec]:
+    """Trainer ranks and rollout workers in processes of their own."""
+    config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
+    vllm_omni = config.rollout.engine == "vllm_omni"
+    return [
+        PoolSpec(
+            TRAINER,
+            "async_flowrl.training.worker:TrainerWorker",
+            config.trainer.num_workers,
+            arguments={**shared, "sizes": prepared.trained_sizes},
+            gpus_per_worker=config.trainer.gpus_per_worker,
+            threads=config.trainer.threads,
+            lanes=("publish", "save", "control"),
+            gang=True,
+            workers_per_node=config.trainer.workers_per_node,
+            same_code=OUR_CODE,
+            environment=config.trainer.environment,
+            allocator=EXPANDABLE,
+        ),
+        PoolSpec(
+            ROLLOUT,
+            "async_flowrl.rollout.worker:RolloutWorker",
+            config.rollout.num_workers,
+            arguments=shared | told_ahead(prepared),
+            gpus_per_worker=config.rollout.gpus_per_worker,
+            threads=config.rollout.threads,
+            lanes=("sync", "control"),
+            workers_per_node=config.rollout.workers_per_node,
+            min_workers=config.rollout.min_workers,
+            max_workers=config.rollout.max_workers,
+            same_code=OUR_CODE,
+            environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
+            allocator="" if vllm_omni else EXPANDABLE,
+        ),
+    ]
+
+
+def told_ahead(prepared: Prepared) -> dict[str, Any]:
+    """Returns the argument `upcoming`, the prompts to come, for rollout workers that keep no text encoder loaded."""
+    if prepared.config.rollout.text_encoder != "cached":
+        return {}
+    return {"upcoming": upcoming(prepared.requests, MAX_UPCOMING)}
+
+
+def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
+    """Returns the spec of a pool of reward workers, with the trained and the held-out terms that they score."""
+    return PoolSpec(
+        pool.name,
+        "async_flowrl.rewards.worker:RewardWorker",
+        pool.workers,
+        arguments={
+            "config": pool.config(config.reward),
+            "delays": config.debug.delays,
+            "seed": config.seed,
+            "folder": Path(config.output_dir).absolute(),
+            SERVERS: {},
+            "held_out": held_out_by_pool(config).get(pool.name, {}),
+        },
+        gpus_per_worker=pool.gpus_per_worker,
+        threads=pool.threads,
+        same_code=OUR_CODE,
+        environment=config.reward.environment,
+    )
+
+
+def placement_of(config: Config) -> str:
+    """How the pools of `pools` are placed: a shared one is one pool among others."""
+    return "separate" if config.placement == SHARED else config.placement
+
+
+@asynccontextmanager
+async def as_two(groups: Mapping[str, WorkerGroup]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """The pools with the shared one, if there is one, as the trainer's and the rollout workers'."""
+    if SHARED not in groups:
+        yield groups
+        return
+    others = {name: group for name, group in groups.items() if name != SHARED}
+    async with in_parts(groups[SHARED], PARTS) as parts:
+        yield {**parts, **others}
