@@ -27,15 +27,15 @@ class Departures:
         return frozenset(self._by)
 
     def announce(self, worker: str, seconds: float) -> None:
-        """Records that the worker gets no more tickets and must finish those it has within `seconds` (infinity: no
+        """Records that the worker gets no more tickets and must finish its own within `seconds` (infinity: no
         limit)."""
         self._by[worker] = asyncio.get_running_loop().time() + seconds
         self._limit(worker)
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Context manager for the service of a worker; when a leaving worker's time is over, it ends the body, without
-        an error.
+        """Context manager for the service of a worker; when the time of a leaving worker is over, it ends the body
+        silently.
 
         Errors of the body are raised unchanged.
         """

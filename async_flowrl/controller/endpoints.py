@@ -72,8 +72,7 @@ class TrainerEndpoint:
         return reference
 
     async def hold(self, version: int) -> None:
-        """Retains the version until `release`; all ranks keep its weights, because any of them may become the
-        sender."""
+        """Retains the version until `release`. All ranks keep its weights, because any of them may send it later."""
         await self._keep(version, lane=PUBLISHING)
         self._published.held.add(version)
         await self._publish(f"{self._stream}.hold", version)

@@ -121,8 +121,7 @@ class Living:
 
     @property
     def heirs(self) -> list[Worker]:
-        """The living ranks outside the first rank's replica, in rank order; one of them follows when the first rank
-        dies."""
+        """The living ranks outside the first rank's replica, in rank order; one of them follows when that rank dies."""
         own = self._first // self._per_replica
         return [self._group.workers[rank] for rank in self.ranks if rank // self._per_replica != own]
 
@@ -138,8 +137,7 @@ class Living:
                 await self.bury(attempt, error)
 
     async def bury(self, attempt: Attempt, error: WorkerDied | WorkerFailed) -> dict[int, str]:
-        """Removes the ranks whose death `error` shows, starts their successors, and returns rank → name of those
-        removed.
+        """Removes the ranks whose death `error` shows, starts their successors, and returns rank → name of the removed.
 
         The other ranks of a dead rank's replica are killed and removed, too. The result is empty if another call has
         removed the rank already. Raises `error` if no rank has died, or if no rank would be left.

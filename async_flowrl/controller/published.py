@@ -40,11 +40,11 @@ class Published:
         self._evict()
 
     def moved(self, headers: Mapping[int, Header], before: str, now: str) -> list[int]:
-        """Records that another rank, with the versions of `headers`, is the sender now; forgets and returns those it
+        """Records that another rank, with the versions of `headers`, is the sender now; returns the versions that it
         lacks.
 
-        `before` and `now` are the names of the ranks. Raises RuntimeError if a version's digest differs from the
-        earlier one, or if a staged version is lacking, because tickets wait for it.
+        They are forgotten. `before` and `now` are the names of the ranks. Raises RuntimeError if a version's digest
+        differs from the earlier one, or if a staged version is lacking, because tickets wait for it.
         """
         for version, header in headers.items():
             if (known := self.sealed.get(version)) is not None and known.digest != header.digest:

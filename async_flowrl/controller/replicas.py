@@ -69,8 +69,7 @@ async def with_trajectories(
     method: str,
     request: TrainRequest,
 ) -> list[Any]:
-    """Calls `method` on the ranks of a replica with the trajectories that each needs; returns the answers in rank
-    order.
+    """Calls `method` on the ranks of a replica with the trajectories that each needs; returns answers in rank order.
 
     All `groups` must be trained ones (`meta` is set), in the order of `request.metas`. Trajectories that are lost are
     made again first; the groups are then sent one by one, and the answers of the last call are returned. Raises

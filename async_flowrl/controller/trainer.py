@@ -112,8 +112,7 @@ class TrainerGroup(ReplicaCalls):
         return batch
 
     async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
-        """Yields groups that are handed over already: one call's worth at a time for a single replica, else all of
-        them."""
+        """Yields groups that are handed over already: for a single replica one call's worth at a time, else all."""
         most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
         for start in range(0, len(groups), most):
             yield groups[start : start + most]
@@ -179,7 +178,7 @@ class TrainerGroup(ReplicaCalls):
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and the ranks' statistics or the exponent to try
+        """Tries one optimizer step; returns its groups by number, and statistics by rank or the exponent to try
         next."""
         groups: list[HandedGroup] = []
         found: Stepped | int = []
@@ -233,8 +232,8 @@ class TrainerGroup(ReplicaCalls):
         return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up the sums of all living ranks and has each rank step; returns their statistics or the exponent to try
-        next.
+        """Adds up the sums of all living ranks and has each rank step; returns statistics by rank or the exponent to
+        try next.
 
         If a rank dies before the sums are added up, the others compute its parts again first.
         """
