@@ -186,8 +186,7 @@ class LocalGroup:
         return ref.open()
 
     async def close(self) -> None:
-        """Kills every worker and waits at most 5 s for running methods, because Python may abort if it exits while they
-        run."""
+        """Kills every worker and waits at most 5 s for running methods; Python may abort if it exits while they run."""
         until = time.monotonic() + _GRACE_SECONDS
         for worker in self.workers:
             worker.kill()

@@ -35,8 +35,7 @@ def join(address: str, **options: Any) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ResourcesMissing if nothing listens at `host:port`; Ray would try for minutes and ignore signals
-    meanwhile."""
+    """Raises ResourcesMissing if nothing listens at `host:port`; Ray would try for minutes and ignore signals."""
     host, _, port = address.rpartition(":")
     if "/" in address or not (host and port.isdigit()):
         return  # "auto" or "ray://…": only Ray can resolve these.

@@ -130,7 +130,7 @@ class RaySession:
             raise
 
     def close(self) -> None:
-        """Kills the workers, gives the reservations back, and ends the cluster if it was started here; blocks for some
+        """Kills the workers, gives the reservations back, ends a cluster that was started here; blocks for some
         seconds.
 
         It awaits nothing, so no cancellation can interrupt it. If the head is lost, Ray would block for long; then only
@@ -187,8 +187,7 @@ class RaySession:
         _log_raylet_messages()
 
     def _processes(self) -> list[psutil.Process]:
-        """Returns the processes of this machine that must be gone at the end: own daemons, workers, and their
-        children."""
+        """Returns this machine's processes that must be gone at the end: own daemons, workers, and their children."""
         workers = [worker for group in self._groups.values() for worker in group.processes()]
         roots = [process for process in [*self._daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
@@ -270,8 +269,7 @@ def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequ
 
 
 def gpus_here() -> float:
-    """Returns the number of GPUs that a cluster started on this machine would have, as Ray counts them; CUDA is not
-    started."""
+    """Returns the number of GPUs that a cluster started on this machine would have, by Ray's count, without CUDA."""
     if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
         return float(given["GPU"])
     if (manager := get_accelerator_manager_for_resource("GPU")) is None:
@@ -290,12 +288,11 @@ async def _created(group: PlacementGroup) -> None:
 
 @contextmanager
 def _sigterm_ours_alone() -> Iterator[None]:
-    """Context in which started processes inherit a blocked SIGTERM, and in which Ray does not replace this process's
-    handler.
+    """Context in which started processes inherit a blocked SIGTERM; it also keeps this process's own SIGTERM handler.
 
-    Slurm, `timeout` and shells send SIGTERM to every process of a job. This process then ends in order, with a
-    checkpoint, and needs its workers for that. They are ended by SIGKILL when it is done. Daemons and the workers that
-    they start inherit the mask of blocked signals.
+    `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
+    then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
+    Daemons and the workers that they start inherit the mask of blocked signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -311,8 +308,7 @@ def _sigterm_ours_alone() -> Iterator[None]:
 
 
 def _log_raylet_messages() -> None:
-    """Logs the raylet's messages on dead workers, which Ray would otherwise print into this process's terminal
-    display."""
+    """Logs the raylet's messages on dead workers, which Ray would print into this process's terminal display."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
 

@@ -23,8 +23,7 @@ _POLL_SECONDS = 2.0
 
 
 class HeadLost(RuntimeError):
-    """Raised if the node with Ray's head cannot be reached any more; then nothing can be started or ended on the
-    cluster."""
+    """Raised if the node with Ray's head cannot be reached any more; nothing can then be started or ended."""
 
 
 def patience() -> float:
@@ -41,8 +40,7 @@ def ray_patience() -> float:
 
 
 async def watch_head() -> NoReturn:
-    """Watches the head of the cluster that this process has joined; raises HeadLost after `patience()` without an
-    answer."""
+    """Watches the head of this process's cluster; raises HeadLost after `patience()` seconds without an answer."""
     address: str = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
     await watch_address(host.strip("[]"), int(port), patience())

@@ -70,8 +70,7 @@ def join_apart(environment: Mapping[str, str], device: str | None = None) -> Non
 
 
 def sum_ranks(values: Any) -> None:
-    """Sums a tensor in place over the ranks of the group beside the default one; without such a group, over the default
-    one.
+    """Sums a tensor in place over the ranks of the group beside the default one, or, without one, of the default group.
 
     In a process without any group the tensor is left as it is.
     """
@@ -151,8 +150,7 @@ def leave() -> None:
 
 
 def abort() -> None:
-    """Ends the collectives that are under way with an error, because a dead rank would never answer; call it on its own
-    lane.
+    """Ends the collectives that are under way with an error, because a dead rank never answers; needs its own lane.
 
     Without it, ranks on NCCL would wait for their time-out; ranks on gloo notice the closed connection. Ranks that are
     still joining would also wait for their time-out; closing the store on rank 0 ends this.

@@ -27,15 +27,14 @@ class Departures:
         return frozenset(self._by)
 
     def announce(self, worker: str, seconds: float) -> None:
-        """Records that the worker gets no more tickets and must finish its own within `seconds` (infinity: no
-        limit)."""
+        """Records that the worker gets no more tickets and must end its own within `seconds` (infinity: no limit)."""
         self._by[worker] = asyncio.get_running_loop().time() + seconds
         self._limit(worker)
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Context manager for the service of a worker; when the time of a leaving worker is over, it ends the body
-        silently.
+        """Context manager for a worker's service; ends the body, without an error, when the time of a leaving worker is
+        over.
 
         Errors of the body are raised unchanged.
         """

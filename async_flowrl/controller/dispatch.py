@@ -163,7 +163,7 @@ def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
 
 
 def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
-    """Returns the tickets, in any state, that go through the network together with `ticket`, and `ticket`, in order."""
+    """Returns the tickets, of any state, that go through the network together with `ticket`, it itself included."""
     size = ctx.config.rollout.tickets_per_batch
     return ctx.table.batch(ticket, size) if size > 1 and ticket.kind == TRAIN else [ticket]
 

@@ -71,7 +71,7 @@ def group_timeout(config: Config) -> float:
 
 
 def nobody_asks(buried: Mapping[int, str]) -> None:
-    """Default for `died` of Living: nobody else keeps a record of the ranks."""
+    """Does nothing; default for `died` of Living, if no other object keeps a record of the ranks."""
 
 
 class Living:

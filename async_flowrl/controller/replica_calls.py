@@ -78,8 +78,7 @@ class ReplicaCalls:
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
-        """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` groups per
-        call."""
+        """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
         for index, replica in enumerate(self._replicas):
             own = [group for group in groups if replica.owns(group)]
             if own:

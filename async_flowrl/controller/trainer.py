@@ -178,7 +178,7 @@ class TrainerGroup(ReplicaCalls):
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and statistics by rank or the exponent to try
+        """Tries one optimizer step; returns its groups by number, and statistics by rank, or the exponent to try
         next."""
         groups: list[HandedGroup] = []
         found: Stepped | int = []
@@ -232,8 +232,8 @@ class TrainerGroup(ReplicaCalls):
         return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up the sums of all living ranks and has each rank step; returns statistics by rank or the exponent to
-        try next.
+        """Adds up all living ranks' sums and has each rank step; returns statistics by rank, or the exponent to try
+        next.
 
         If a rank dies before the sums are added up, the others compute its parts again first.
         """

@@ -41,6 +41,6 @@ def tested(setting: Setting, seconds: float) -> Finding:
 
 
 def checkout() -> Path | None:
-    """Root of the checkout from which this package is imported; None for an installed wheel."""
+    """Returns the root of the checkout from which this package is imported; None for an installed wheel."""
     root = Path(async_flowrl.__file__).parents[1]
     return root if (root / "tests" / "gpu").is_dir() else None

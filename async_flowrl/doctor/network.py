@@ -78,5 +78,5 @@ def _silent(name: str, errors: Mapping[str, Exception]) -> Finding:
 
 
 def first(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Returns the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

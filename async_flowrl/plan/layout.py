@@ -139,8 +139,7 @@ def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
 
 
 def _shared(config: Config) -> str:
-    """Returns how ranks share the base if they must: within a node if the number of ranks per node is known, else all
-    ranks."""
+    """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
     per_node = config.trainer.workers_per_node
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 

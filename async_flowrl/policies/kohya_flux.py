@@ -1,8 +1,8 @@
-"""Converts a FLUX.1 LoRA to the format of kohya's sd-scripts.
+"""Conversion of a FLUX.1 LoRA to the format of kohya's sd-scripts; lora_formats.py uses it.
 
-That network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one LoRA with the
-sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection without LoRA. Alpha is
-multiplied by the same factor as the rank, so alpha / rank stays.
+sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one LoRA
+with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection without LoRA.
+Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Loads a LoRA file of any supported format (diffusers, PEFT, kohya, ComfyUI) into a diffusers pipeline.
+"""Loading of a LoRA file of any supported format (diffusers, PEFT, kohya, ComfyUI) into a diffusers pipeline.
 
 diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error.
 """

@@ -1,8 +1,9 @@
-"""Reads and writes LoRA files in the formats of diffusers (`pipe.load_lora_weights(folder)`) and of PEFT
-(`PeftModel.from_pretrained(transformer, folder)`).
+"""LoRA files, read and written in the formats of diffusers and of PEFT.
 
-The diffusers file always contains alpha as metadata, because diffusers otherwise assumes alpha = rank. One folder can
-hold both formats: of several safetensors files diffusers loads `pytorch_lora_weights.safetensors`.
+diffusers loads the first with `pipe.load_lora_weights(folder)`, PEFT the second with
+`PeftModel.from_pretrained(transformer, folder)`. The diffusers file always contains alpha as metadata, because
+diffusers otherwise assumes alpha = rank. One folder can hold both formats: of several safetensors files diffusers loads
+`pytorch_lora_weights.safetensors`.
 """
 
 import json

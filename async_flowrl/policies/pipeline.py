@@ -39,6 +39,7 @@ class PipelinePolicy(ABC):
     """Name of the model in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
+    """Smallest number of denoising steps for which the model's schedule exists."""
     size_step: ClassVar[int] = 1
     """Image sides must be a multiple of this many pixels, and of the size of an image token."""
     has_system_prompt: ClassVar[bool] = False
@@ -201,8 +202,11 @@ class PipelinePolicy(ABC):
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError for a guidance_scale above 0 if the network takes none, for 0 if it takes one, and for a
-        true_cfg_scale between 0 and 1, which would weaken the prompt."""
+        """Raises ValueError for guidance settings that the network does not support.
+
+        These are a guidance_scale above 0 if the network takes none, a guidance_scale of 0 if it takes one, and a
+        true_cfg_scale between 0 and 1, which would weaken the prompt.
+        """
         if 0 < sampling.true_cfg_scale < 1:
             raise ValueError(
                 f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {sampling.true_cfg_scale}"
@@ -243,10 +247,10 @@ class PipelinePolicy(ABC):
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
-        """`images`: the VAE decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose
-        blending changes some pixels; the VAE decides which images are large.
+        """Makes the VAE decode in smaller parts, to save memory.
 
-        Raises ValueError if the VAE does not support it.
+        `images`: it decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose blending
+        changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
         for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):

@@ -1,4 +1,4 @@
-"""Reads a model's files without building it: configurations of its parts, and single tensors of the transformer."""
+"""A model's files without the model: the configurations of its parts, and single tensors of the transformer."""
 
 import json
 from collections.abc import Iterator, Mapping

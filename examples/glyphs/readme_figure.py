@@ -1,4 +1,4 @@
-"""Makes the picture of the README and prints its table of numbers.
+"""The picture of the README and its table of numbers: makes the first, prints the second.
 
 python -m examples.glyphs.readme_figure
 
