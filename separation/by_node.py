@@ -36,8 +36,7 @@ def address_of(node: Resources) -> str:
 
 
 def seating(groups: Sequence[tuple[Sequence[Resources], Sequence[str], bool]], nodes: Sequence[Resources]) -> str:
-    """Returns a table of the workers on each node, and of those without room, if every bundle took the first node with
-    room.
+    """Returns a table of the workers on each node, and of those without room, if bundles took the first fitting nodes.
 
     Each group consists of its bundles, the names of each bundle's workers, and whether its bundles must be on different
     nodes.

@@ -1,5 +1,4 @@
-"""The fence of a worker process: the process ends itself when it has not reached the head of its Ray cluster for a
-while.
+"""The fence of a worker process: the process ends itself when it has not reached its Ray cluster's head for a while.
 
 If a node is cut off from the network, the head gives it up after its health checks, and other workers take over its
 work. The cut-off node's own Ray processes notice this much later, so each worker watches the head itself; otherwise two

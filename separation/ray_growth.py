@@ -1,5 +1,5 @@
-"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives seats of ending nodes
-back."""
+"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives up those of ending
+nodes."""
 
 import asyncio
 from collections.abc import Collection, Sequence

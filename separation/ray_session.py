@@ -130,8 +130,7 @@ class RaySession:
             raise
 
     def close(self) -> None:
-        """Kills the workers, gives the reservations back, ends a cluster that was started here; blocks for some
-        seconds.
+        """Kills the workers, gives back the reservations, ends a cluster started here; blocks for some seconds.
 
         It awaits nothing, so no cancellation can interrupt it. If the head is lost, Ray would block for long; then only
         the processes on this machine are killed, and workers on other nodes end themselves (ray_fence.py).

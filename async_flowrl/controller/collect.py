@@ -1,5 +1,4 @@
-"""The end of an optimizer step over several trainer ranks: their sums are added up, then every rank makes the same
-step.
+"""The end of an optimizer step over several trainer ranks: their sums are added up, then every rank steps alike.
 
 trainer.py calls it in two phases. In the first (`add_up`) the ranks wait for each other, and no weights change. If a
 rank dies before it is complete, the living ranks compute the dead rank's parts again and the phase is repeated. In the

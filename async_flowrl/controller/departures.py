@@ -33,7 +33,7 @@ class Departures:
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Context manager for a worker's service; ends the body, without an error, when the time of a leaving worker is
+        """Context manager for a worker's service; ends the body, without an error, when a leaving worker's time is
         over.
 
         Errors of the body are raised unchanged.

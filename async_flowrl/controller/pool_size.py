@@ -1,5 +1,4 @@
-"""The size of an elastic rollout pool during a run: workers join when nodes bring seats, and leave when nodes are
-drained.
+"""The size of an elastic rollout pool during a run: workers join when nodes bring seats, and leave drained nodes.
 
 dispatch.py runs `change_size`. The size does not change the weights, because a ticket's images depend only on its
 ordinal and its version.

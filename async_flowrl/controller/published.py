@@ -40,8 +40,7 @@ class Published:
         self._evict()
 
     def moved(self, headers: Mapping[int, Header], before: str, now: str) -> list[int]:
-        """Records that another rank is the sender now, with the versions of `headers`; returns the versions that it
-        lacks.
+        """Records that another rank is the sender now and has the versions of `headers`; returns those that it lacks.
 
         They are forgotten. `before` and `now` are the names of the ranks. Raises RuntimeError if a version's digest
         differs from the earlier one, or if a staged version is lacking, because tickets wait for it.

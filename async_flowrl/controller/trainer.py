@@ -178,8 +178,8 @@ class TrainerGroup(ReplicaCalls):
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and statistics by rank, or the exponent to try
-        next."""
+        """Tries one optimizer step; returns its groups by number, and statistics by rank or a larger exponent to
+        try."""
         groups: list[HandedGroup] = []
         found: Stepped | int = []
         sums = self._sums = Sums(step, StepPlan(rows=0))
@@ -209,7 +209,7 @@ class TrainerGroup(ReplicaCalls):
     ) -> Stepped | int:
         """Trains groups on the only rank; the call for the last groups also finishes the optimizer step.
 
-        Returns an empty list before the last call, then the rank's statistics, or the exponent to try next if the sum
+        Returns an empty list before the last call, then the rank's statistics, or a larger exponent if the sum
         overflowed.
         """
         step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
@@ -232,8 +232,8 @@ class TrainerGroup(ReplicaCalls):
         return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up all living ranks' sums and has each rank step; returns statistics by rank, or the exponent to try
-        next.
+        """Adds up the living ranks' sums, has each rank step, and returns statistics by rank, or a larger exponent to
+        try.
 
         If a rank dies before the sums are added up, the others compute its parts again first.
         """

@@ -89,8 +89,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def free_memory() -> int:
-    """Returns the bytes of memory that processes can still take: Linux's figure, or less if a control group allows
-    less."""
+    """Returns the bytes that processes can still take: Linux's figure, or less if a control group allows less."""
     left = [left_in(folder, names) for folder, names in control_groups()]
     return min([int(psutil.virtual_memory().available), *(bytes_ for bytes_ in left if bytes_ is not None)])
 
@@ -152,8 +151,7 @@ def importable(module: str) -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or does not
-    answer."""
+    """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

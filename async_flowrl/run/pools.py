@@ -1,5 +1,4 @@
-"""Specs of a run's worker pools: the class that each worker runs, its lanes, threads and GPUs. Nothing is started
-here."""
+"""Specs of a run's worker pools: the class of the workers, their lanes, threads and GPUs. Nothing is started here."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

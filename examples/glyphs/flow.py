@@ -51,8 +51,7 @@ def latents_of(vae: Any, words: Sequence[str], copies: int) -> Tensor:
 
 
 def prompt_ids(pipeline: Any, texts: Sequence[str]) -> Tensor:
-    """Returns token ids [n, L] of the texts inside the pipeline's prompt template; all texts must have equally many
-    tokens."""
+    """Returns token ids [n, L] of the texts inside the pipeline's prompt template; all must have the same length L."""
     template = pipeline.prompt_template_encode
     return torch.tensor(pipeline.tokenizer([template.format(text) for text in texts]).input_ids)
 
@@ -143,8 +142,10 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
 
 
 def legibility(images: ByteArray, words: Sequence[str], reader: Mapping[str, Any] = READER) -> float:
-    """Returns the mean OCR score (`text_score`, 0..1) of images uint8 [len(words), copies, H, W, 3], by
-    `OCR(**reader)`."""
+    """Returns the mean OCR score (`text_score`, 0..1) of images uint8 [len(words), copies, H, W, 3].
+
+    `reader` holds the options of `OCR`.
+    """
     ocr = OCR(**reader)
     pairs = [(image, word) for word, group in zip(words, images, strict=True) for image in group]
     return float(np.mean([text_score(ocr.read(image), word) for image, word in pairs]))

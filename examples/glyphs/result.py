@@ -49,13 +49,17 @@ class Result:
         temporary.replace(path)
 
     def seconds_to(self, score: float) -> float | None:
-        """Returns the seconds of training until the first evaluation of at least `score`; 0 if before training, None if
-        never."""
+        """Returns the seconds of training until the first evaluation of at least `score`.
+
+        It is 0 if an evaluation before training reached it, and None if none did.
+        """
         return self._until(score, self.seconds)
 
     def images_to(self, score: float) -> float | None:
-        """Returns the images trained on until the first evaluation of at least `score`; 0 if before training, None if
-        never."""
+        """Returns the images trained on until the first evaluation of at least `score`.
+
+        It is 0 if an evaluation before training reached it, and None if none did.
+        """
         return self._until(score, self.images)
 
     def _until(self, score: float, along: list[float]) -> float | None:
@@ -103,8 +107,7 @@ def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the 90 % confidence interval of the mean (Student's t); None for less than two or more than ten
-    values."""
+    """Returns the 90 % confidence interval of the mean (Student's t); None unless there are two to ten differences."""
     freedom = len(differences) - 1
     if freedom not in T90:
         return None

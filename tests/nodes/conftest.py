@@ -22,8 +22,7 @@ def allowed() -> None:
 
 @pytest.fixture
 def ray_nodes(allowed: None, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
-    """Returns a function that makes nodes, one per mapping of seats, with a Ray cluster over them; the first is the
-    head.
+    """Returns a function that makes nodes with a Ray cluster, one node per mapping of seats; the first is the head.
 
     Keyword arguments are fields of every node. The nodes end with the test.
     """

@@ -50,8 +50,10 @@ class RunOnNodes:
             time.sleep(0.1)
 
     def finish(self, code: int = 0, seconds: float = LIMIT) -> str:
-        """Waits for the end of the run and returns its output. Raises AssertionError for another exit code or a
-        hang."""
+        """Waits for the end of the run and returns its output.
+
+        Raises AssertionError for another exit code or if the run hangs.
+        """
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

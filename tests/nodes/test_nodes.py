@@ -50,8 +50,7 @@ def shown_by(node: Node, source: Path, target: Path) -> None:
 def test_the_weights_are_those_of_a_run_on_one_node(
     transport: str, nodes: Nodes, one_node_digest: Callable[[int], str]
 ) -> None:
-    """The nodes' names mean loopback, and their default route leads nowhere: connections must not use these
-    addresses."""
+    """The nodes' names mean loopback, and their default route leads nowhere: no connection may use these addresses."""
     per_node = ("trainer.workers_per_node=1", "rollout.workers_per_node=1")
     run = start(nodes.head, nodes.folder / transport, *POOLS, *per_node, f"checkpoint_engine.transport={transport}")
     run.after_step(1)
