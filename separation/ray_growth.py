@@ -1,5 +1,4 @@
-"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives up those of ending
-nodes."""
+"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives up those of lost nodes."""
 
 import asyncio
 from collections.abc import Collection, Sequence

@@ -60,7 +60,6 @@ class Seats:
         self._waiting: list[PlacementGroup] = []
         self._successors = 0
         """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
-        """Lost workers that are waiting for a seat: they come before new ones."""
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> Place:

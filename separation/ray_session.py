@@ -68,8 +68,8 @@ class RaySession:
     """The placement groups and workers of one run on one cluster."""
 
     def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
-        """Joins the cluster at `address`, or starts one on this machine for None, unless this process has already
-        joined one.
+        """Joins the cluster at `address`; None starts one on this machine. A connection that this process has is used
+        as it is.
 
         Raises ResourcesMissing if the cluster cannot be joined, or if this machine is too small for the pools.
         """

@@ -33,10 +33,9 @@ class Departures:
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Context manager for a worker's service; ends the body, without an error, when a leaving worker's time is
-        over.
+        """Context manager for a worker's service; ends the body, without an error, when the time of a leaver is over.
 
-        Errors of the body are raised unchanged.
+        A leaver is a worker that was announced. Errors of the body are raised unchanged.
         """
         scope = asyncio.timeout(None)
         self._working[worker] = scope

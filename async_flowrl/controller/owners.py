@@ -65,12 +65,10 @@ class Owners:
         """Replica → seconds per image, as an average that forgets (PACE_MEMORY)."""
         self._given: set[int] = set()
         """Replicas that have got work in this optimizer step."""
-        """Replicas that have work in this optimizer step."""
         self._whole = True
         """True: groups are not split over replicas."""
         self.absent: set[int] = set()
         """Replicas that have died and get no work."""
-        """Replicas that died: they are given nothing."""
 
     def begin(self, groups: int, now: float = 0.0) -> None:
         """Begins an optimizer step of `groups` groups.

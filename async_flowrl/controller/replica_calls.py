@@ -26,12 +26,10 @@ class ReplicaCalls:
         self.workers = workers
         self.layout: Layout | None = None
         """Layout that the ranks get when they load; None means the settings of the configuration."""
-        """What the ranks are told of their layout when they load; None: what the configuration says."""
         self._idle_since = 0.0
         """Time, on the loop's clock, at which the last call of a replica ended."""
         self._sums = Sums(-1, StepPlan(rows=0))
         """The sums of the present attempt at an optimizer step, or of the last one."""
-        """Of the attempt at an optimizer step under way, or of the last one."""
         self._arrange(1)
 
     def _arrange(self, per_replica: int) -> None:
@@ -43,13 +41,11 @@ class ReplicaCalls:
         self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
         """Number of attempts at optimizer steps so far; it numbers them."""
-        """Beginnings of optimizer steps until now."""
         self._freed = asyncio.Event()
         """Set when a replica has answered all of its calls."""
         self._measures = True
         """True if the next optimizer step is measured. The ranks say so in the statistics of each step; until then it
         is True."""
-        """Whether the next optimizer step is measured, as the ranks said last; new ones have not said anything yet."""
 
     def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
         """Returns the groups with the rank that trains each of their parts."""

@@ -178,8 +178,10 @@ class TrainerGroup(ReplicaCalls):
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and statistics by rank or a larger exponent to
-        try."""
+        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent.
+
+        The exponent means that the sum overflowed, and that the step must be tried again with it.
+        """
         groups: list[HandedGroup] = []
         found: Stepped | int = []
         sums = self._sums = Sums(step, StepPlan(rows=0))
@@ -232,8 +234,7 @@ class TrainerGroup(ReplicaCalls):
         return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up the living ranks' sums, has each rank step, and returns statistics by rank, or a larger exponent to
-        try.
+        """Adds up the living ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
 
         If a rank dies before the sums are added up, the others compute its parts again first.
         """

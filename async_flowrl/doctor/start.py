@@ -1,5 +1,4 @@
-"""The check whether a configuration can start: on this machine, or with `runtime.address` on every node of that
-cluster."""
+"""The check whether a configuration can start here, or with `runtime.address` on every node of that cluster."""
 
 import os
 import secrets

@@ -1,7 +1,7 @@
-"""Stand-ins for workers, trainer and weight delivery in a simulation; they wait for the planned time and compute
-nothing.
+"""Stand-ins for workers, trainer and weight delivery in a simulation: they wait for the planned time.
 
-plan/simulate.py builds the controller's context of them. The durations come from the laws of a `Work` (plan/work.py).
+They compute nothing. plan/simulate.py builds the controller's context of them. The durations come from the laws of a
+`Work` (plan/work.py).
 """
 
 import asyncio
@@ -84,7 +84,6 @@ class PlannedTrainer:
         self._whole = work.update.scaled(1.0 + work.serial * (layout.trainer - 1))
         """Duration of a whole group on one of several ranks. If all ranks are busy, together they train as fast as with
         `_update`."""
-        """A group on one of several ranks: all of them busy, they get as much done as `_update` says."""
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         left = size = ctx.config.prompts_per_step

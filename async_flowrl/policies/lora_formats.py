@@ -1,5 +1,4 @@
-"""LoRA files for ComfyUI and for kohya's trainers, written and then checked; `async-flowrl export --format` writes
-them.
+"""LoRA files for ComfyUI and for kohya's trainers, written and then checked; for `async-flowrl export --format`.
 
 ComfyUI (comfy/lora.py) names the layers of Qwen-Image and Z-Image `diffusion_model.<diffusers' name>`, those of FLUX.1
 and Stable Diffusion 3 `transformer.<diffusers' name>`. It reads alpha from a tensor; without one it scales by 1. The

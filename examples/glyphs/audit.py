@@ -132,7 +132,7 @@ def standardised(cells: FloatArray) -> FloatArray:
 
 @cache
 def templates(letter: str, place: int) -> FloatArray:
-    """Returns drawings [27, H * W] of a letter in cell `place` (0 to 2), dark on light: three sizes with nine
+    """Returns drawings [27, H * W] of a letter in cell `place` (0 to 2), dark on light: three sizes, each with nine
     shifts."""
     drawn = []
     for size, x, y in itertools.product((12, 13, 14), (-1, 0, 1), (-1, 0, 1)):

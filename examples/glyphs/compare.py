@@ -1,8 +1,8 @@
 """Comparison of glyphs runs in several modes and seeds: trains them and draws OCR scores against images and seconds.
 
-python -m examples.glyphs.compare # every run without a result, then the pictures python -m examples.glyphs.compare
---variants one_step_off --seeds 0 # one run python -m examples.glyphs.compare --draw # the pictures and tables alone, no
-training
+python -m examples.glyphs.compare                                    # every run without a result, then the pictures
+python -m examples.glyphs.compare --variants one_step_off --seeds 0  # one run
+python -m examples.glyphs.compare --draw                             # the pictures and tables alone, no training
 
 Scores after training are on the held-out words, which no training has seen. A finished run writes one JSON file
 (`Result`) into --results and is skipped afterwards. An interrupted run resumes from its last checkpoint in --runs.

@@ -1,8 +1,8 @@
-"""Test of the reward-hacking alarm on the glyphs model: it must fire in runs that are made to hack, and in no honest
-one.
+"""Test of the reward-hacking alarm on the glyphs model: it must fire in runs that are made to hack, and in no other.
 
-python -m examples.glyphs.hacking # every run without a result, then the table python -m examples.glyphs.hacking
---variants honest --seeds 4 # one run python -m examples.glyphs.hacking --draw # the table alone, no training
+python -m examples.glyphs.hacking                                  # every run without a result, then the table
+python -m examples.glyphs.hacking --variants honest --seeds 4      # one run
+python -m examples.glyphs.hacking --draw                           # the table alone, no training
 
 The alarm (async_flowrl.observability.hacking) fires when the trained reward rises while a held-out score, which is
 measured but not trained on, gets worse. `compressible` and `incompressible` reward small and large JPEG files: their

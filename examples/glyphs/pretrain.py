@@ -1,7 +1,7 @@
 """Pretraining of the glyphs model, a small Qwen-Image that writes three capitals badly; takes three to five minutes.
 
-python -m examples.glyphs.pretrain python -m async_flowrl.main --config-name one_step_off experiment=glyphs
-model.path=~/.cache/async_flowrl/glyphs
+python -m examples.glyphs.pretrain
+python -m async_flowrl.main --config-name one_step_off experiment=glyphs model.path=~/.cache/async_flowrl/glyphs
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Test of Ray's autoscaler: it starts a node for a missing rollout worker, and the weights are those of a run on one
-node.
+"""Test of Ray's autoscaler, which starts a node for a missing rollout worker; the weights are those of one node.
 
 The nodes come from the provider that the Ray wheel ships for tests: raylets beside the head's, on the same machine.
 """

@@ -1,5 +1,4 @@
-"""Tests of a node that is cut off from the others: it counts as dead, its processes end, and it never takes part
-again."""
+"""Test of a node that is cut off from the others: it counts as dead, its processes end, and it stays out of the run."""
 
 import time
 from collections.abc import Callable, Mapping

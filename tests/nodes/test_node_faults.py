@@ -1,5 +1,7 @@
-"""Tests of faults of whole nodes. Each test's name says the outcome; "the same weights" are those of a run on one
-node."""
+"""Tests of faults of whole nodes; each test's name says the outcome.
+
+"The same weights" are those of a run on one node.
+"""
 
 import signal
 import sys

@@ -1,5 +1,4 @@
-"""A fresh Debian system in a folder, made by debootstrap, in which commands run as in a container that was just
-started."""
+"""A fresh Debian system in a folder, made by debootstrap, in which commands run as in a new container."""
 
 import os
 import re

@@ -23,14 +23,11 @@ class ToyGrowth:
         self.free = 0
         self._ending: dict[str, float] = {}
         """Worker → time on the loop's clock at which its drained node ends."""
-        """Worker → when its drained node ends, on the loop's clock."""
         self._nodeless: set[str] = set()
         """Workers whose node has ended or is being drained, so no successor can sit there."""
-        """Workers whose node is gone, or takes nobody any more."""
         self._building: set[int] = set()
         self._open = self._seats = 0
         """Number of seats without a worker, and number of all seats ever given."""
-        """Seats that nobody sits in yet, and all that were ever given."""
         self._changed = asyncio.Event()
 
     def arrive(self) -> None:
