@@ -20,8 +20,8 @@ from separation.ray_group import node_address
 from separation.ray_watch import FEWEST_FAILURES, ray_patience
 
 SHARE = 0.8
-"""Part of the time after which Ray gives its head up. It is longer than the driver's (ray_watch.py), so the driver ends
-the run first, with a message; and it ends before Ray acts."""
+"""A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
+is larger than the driver's (ray_watch.py), so that the driver ends the run first and says why."""
 ATTEMPT, PAUSE = 1 / 8, 1 / 16
 """Time-out of an attempt to connect, and pause after it, as parts of the time for which the head may be out of
 reach."""

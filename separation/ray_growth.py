@@ -1,4 +1,5 @@
-"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives up those of lost nodes."""
+"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives seats of ending nodes
+up."""
 
 import asyncio
 from collections.abc import Collection, Sequence

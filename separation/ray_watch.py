@@ -1,7 +1,7 @@
 """The driver's watch of the head of a Ray cluster that it has joined: HeadLost is raised before Ray ends this process.
 
 Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up.
-ray_session.py runs `watch_head`; ray_fence.py uses the same limits in workers.
+ray_session.py runs `watch_head`; the fence of the workers (ray_fence.py) also starts from Ray's limit.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ import torch
 
 
 def machine_description() -> dict[str, str]:
-    """Processor, GPUs, versions, date, and the load average of the last minute."""
+    """Returns name → text: processor, cores, GPUs, versions, load average of the last minute, and date."""
     description = {"processor": processor(), "cores": str(os.cpu_count())}
     if torch.cuda.is_available():
         description["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
@@ -20,6 +20,7 @@ def machine_description() -> dict[str, str]:
 
 
 def processor() -> str:
+    """Returns the name of the processor; where Linux does not tell it, that of the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

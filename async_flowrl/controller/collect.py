@@ -1,8 +1,9 @@
 """The end of an optimizer step over several trainer ranks: their sums are added up, then every rank steps alike.
 
-trainer.py calls it in two phases. In the first (`add_up`) the ranks wait for each other, and no weights change. If a
-rank dies before it is complete, the living ranks compute the dead rank's parts again and the phase is repeated. In the
-second (`take_step`) each rank steps by itself with the total that it has got.
+Each rank has the sum of the gradients of its parts; a part is a micro-batch of a group (training/parts.py). trainer.py
+calls two phases. In the first (`add_up`) the ranks wait for each other, and no weights change. If a rank dies before it
+is complete, the living ranks compute the dead rank's parts again and the phase is repeated. In the second (`take_step`)
+each rank steps by itself with the total that it has got.
 """
 
 import asyncio

@@ -37,13 +37,13 @@ there is none before the first."""
 
 @dataclass
 class Slot:
-    """One slot of the rollout pool with its present worker."""
+    """One slot of the rollout pool, i.e. one index of it, with the worker that has this index at present."""
 
     worker: Worker
     watch: asyncio.Task[WorkerDied]
     """Task that returns the worker's death (`death_of`)."""
     given: int = 0
-    """Number of tickets that are computed for the worker's open calls, those that are only computed along included."""
+    """Number of tickets in the worker's open calls, with those that are only computed along (`generate`)."""
     finished: bool = False
     """True once the worker has returned a ticket."""
 
@@ -171,8 +171,8 @@ def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
 async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ticket]:
     """Has the worker make the batch's PENDING tickets; returns those of them whose result was accepted.
 
-    The batch's other tickets are computed along and dropped, so that every ticket gets the same bits as in a whole
-    batch. Raises TicketLost if a ticket was lost too often, DeadlineExceeded, WorkerDied or WorkerFailed.
+    The batch's other tickets are computed along and dropped, because the bits of a ticket depend on the whole batch.
+    Raises TicketLost if a ticket was lost too often, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     for ticket in wanted:

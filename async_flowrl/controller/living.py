@@ -137,10 +137,11 @@ class Living:
                 await self.bury(attempt, error)
 
     async def bury(self, attempt: Attempt, error: WorkerDied | WorkerFailed) -> dict[int, str]:
-        """Removes the ranks whose death `error` shows, starts their successors, and returns rank → name of the removed.
+        """Removes the ranks whose death `error` shows, and returns rank → name of each of them.
 
-        The other ranks of a dead rank's replica are killed and removed, too. The result is empty if another call has
-        removed the rank already. Raises `error` if no rank has died, or if no rank would be left.
+        The other ranks of a dead rank's replica are killed and removed, too. If every rank is a replica of its own,
+        successors are started. The result is empty if another call has removed the rank already. Raises `error` if no
+        rank has died, or if no rank would be left.
         """
         gone = {worker.name for worker in await dead_among(self.workers)}
         if isinstance(error, WorkerDied):

@@ -1,6 +1,7 @@
 """ReplicaCalls gives the replicas of the trainer their groups, and keeps account of their sums and their deaths.
 
-TrainerGroup (trainer.py) is derived from it. The replicas work at the same time; each gets one call after another.
+A replica is the ranks that hold one copy of the base together. TrainerGroup (trainer.py) is derived from ReplicaCalls.
+The replicas work at the same time; each gets one call after another.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
 """TrainerGroup, the trainer as the controller sees it: decides which ranks train which groups of a step, and when.
 
-The loop (async_flowrl/loop.py) calls `update` once per step. Groups are trained in the order in which they become
-ready. A step has `trainer.updates_per_batch` optimizer steps, and a group's number decides to which of them it belongs.
-Advantages are computed once, in float64, on the controller. A group is cut into parts (training/parts.py), and the
-controller says which rank trains which part. With `hand_over=batch` the step waits for all of its groups first, with
-`hand_over=stream` it does not; both train the same parts.
+The loop (async_flowrl/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
+and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
+are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
+parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A
+replica is the ranks that hold one copy of the base together. Advantages are computed once, in float64, on the
+controller.
 """
 
 import logging
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerGroup(ReplicaCalls):
-    """All trainer ranks of one attempt; it implements the protocol `Trainer` (context.py)."""
+    """All trainer ranks of one run; it implements the protocol `Trainer` (context.py)."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         super().__init__(workers)
@@ -132,7 +133,7 @@ class TrainerGroup(ReplicaCalls):
                 self._freed.clear()
                 await self._freed.wait()
             found, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
-            # Each call gets a share of the groups that are ready; the shares shrink, so all replicas end together.
+            # A call gets only a share of the ready groups: shares shrink, so all replicas end at about the same time.
             chosen = found[: min(max(1, len(found) // shares), MAX_GROUPS_PER_CALL) * free]
             left -= set(chosen)
             if chosen:

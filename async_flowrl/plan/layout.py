@@ -47,9 +47,9 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     """Returns the configured layout, with `auto` replaced by the cheapest values that fit into the devices.
 
     `memory` is pool → bytes of its smallest device; a pool without a device is missing. The cheapest layout is that
-    each rank holds the whole base, which needs no communication and loses least if a rank dies, with as few
-    checkpointed blocks as possible. Then come layouts in which ranks share the base. If none fits, the one that needs
-    least memory is chosen; also for a model that cannot be planned, which the reason then says.
+    each rank holds the whole base, with as few checkpointed blocks as possible: it needs no communication, and the
+    death of a rank costs least. Next come layouts in which ranks share the base. If no layout fits, or if the model
+    cannot be planned, the one that needs least memory is chosen, and the reason says so.
     """
     asked = _asked(config)
     if not asked:
@@ -122,7 +122,7 @@ def _peak(config: Config, model: MetaModel) -> int:
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, device: Device) -> str:
-    """Returns the planned memory of the chosen layout, and that of the next cheaper one, in words."""
+    """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
     needs = f"{title} is planned to need {total / GIB:.3g} of {device.available / GIB:.3g} GiB, activations included"
     dearer = [one for one in tried if one[0] != layout]
     if total > TIGHT * device.available:

@@ -182,9 +182,11 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance; see `Policy.velocity`. ValueError for latents of another image size.
+        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another image
+        size.
 
-        With true CFG, prompt and negative prompt both get gradients; they are one batch, or two if `_apart`.
+        With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
+        (`_apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -228,9 +230,10 @@ class PipelinePolicy(ABC):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        """Returns the network's velocity, float32. The rows belong in equal parts to `branches`, in their order.
+        """Returns the network's velocity, float32 [n, ...].
 
-        Only the network's inputs are cast to its dtype.
+        The n rows are divided into equal parts, one for each conditioning of `branches`, in their order. Only the
+        network's inputs are cast to its dtype.
         """
 
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
@@ -294,7 +297,7 @@ class PipelinePolicy(ABC):
 
 
 def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Returns True if the two branches of guidance need two forward passes: on CUDA, for texts of different lengths.
+    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
 
     In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
     change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.

@@ -64,9 +64,8 @@ PARTS = (
     Part(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
     Part(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
 )
-"""The trainer and the rollout part of a shared process, with the lane that each name of a part's lane stands for.
-Training has its own lane, so its calls do not wait behind tickets; shared/turns.py decides which of the two
-computes."""
+"""The two parts of a shared process, each with a map from the part's lanes to those of the process. Training has its
+own lane, so its calls do not wait behind tickets; shared/turns.py decides which of the two computes."""
 
 
 def separate_pools(prepared: Prepared) -> list[PoolSpec]:

@@ -24,7 +24,7 @@ class ToyGrowth:
         self._ending: dict[str, float] = {}
         """Worker → time on the loop's clock at which its drained node ends."""
         self._nodeless: set[str] = set()
-        """Workers whose node has ended or is being drained, so no successor can sit there."""
+        """Workers whose node has ended or is being drained; no successor can use the node."""
         self._building: set[int] = set()
         self._open = self._seats = 0
         """Number of seats without a worker, and number of all seats ever given."""
