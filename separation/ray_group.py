@@ -30,7 +30,9 @@ _DEATHS = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
 )
+"""Errors of Ray that mean that the actor's process or its node has ended."""
 _WATCH = "watch"
+"""Lane of the call that ends only with the process."""
 SILENT = (
     "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
 )
@@ -114,6 +116,7 @@ class RayWorker:
         await self._gone.wait()
 
     def _create(self, place: Place) -> Any:
+        """Creates the actor at the place, with one concurrency group per lane; Ray never restarts it."""
         share = dict(place.share)
         owns_gpu = share.get("GPU", 0) > 0
         lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)

@@ -59,6 +59,7 @@ ONE_NODE_SECONDS = 20.0
 """Time for which a gang waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
+"""Time for which remaining processes may live on before they are killed."""
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
 """Settings of Ray for a cluster that is started here: its task history and metrics are switched off, as nothing reads
 them."""
@@ -167,6 +168,7 @@ class RaySession:
         killer.join(_GRACE_SECONDS)
 
     def _connect(self, address: str | None) -> None:
+        """Joins the cluster at `address`, or starts one for the pools on this machine if it is None."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         common: dict[str, Any] = {
             "log_to_driver": False,

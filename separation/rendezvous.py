@@ -16,7 +16,9 @@ from separation.supervise import deadline, together
 LONGEST_TIMEOUT = 20 * 86_400.0
 """Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the name of gloo's network interface."""
 _stores: dict[int, Any] = {}
+"""Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open."""
 _apart: list[Any] = []
 """The group that this process has joined beside the default one, if any, and the store of that group."""
 

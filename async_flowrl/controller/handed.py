@@ -65,6 +65,7 @@ def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[in
 
 
 def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
+    """Returns the description of one group for the trainer ranks, without owners."""
     first, config = tickets[0], ctx.config
     selected = tuple(algorithm.select(np.asarray(advantages)))
     return GroupMeta(

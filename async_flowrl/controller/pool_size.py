@@ -66,6 +66,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
     unfilled: list[Any] = []
 
     async def fill(seat: Any) -> Worker | None:
+        """Builds the worker of the seat; if that fails, gives the seat back after a pause and returns None."""
         arrivals.starting += 1
         try:
             worker = await growth.fill(seat)
@@ -83,6 +84,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         return None
 
     async def bring_in(seat: Any) -> None:
+        """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again."""
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)

@@ -20,6 +20,7 @@ from separation.group import RefLost, Worker
 from separation.supervise import deadline, together
 
 ARRIVED = "async_flowrl.training.messages:arrived"
+"""Function with which a worker confirms that the arguments of the call have arrived."""
 MAX_GROUPS_PER_CALL = 8
 """Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds."""
 

@@ -87,6 +87,7 @@ PARTS: Mapping[str, Part] = {
         for what, (names, extra) in EXTRAS.items()
     },
 }
+"""Name of an optional part → the part."""
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
@@ -98,6 +99,7 @@ def optional_findings(config: Config | None = None) -> list[Finding]:
 
 
 def finding_of(name: str, part: Part, config: Config | None) -> Finding:
+    """Returns the finding on one part; `config` is the configuration that may need it, or None."""
     lack = part.lack()
     if lack is None:
         number = f" {nccl_version()}" if name == "NCCL" else ""

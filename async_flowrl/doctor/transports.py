@@ -28,11 +28,13 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_
 
 MEGABYTE = 10**6
 TENSORS = 32
+"""Number of tensors of the LoRA that is delivered."""
 DEVICE_COPIES = 8
 """Largest number of payload-sized buffers on a device; sender and receiver share it in the first part."""
 HOST_COPIES = 16
 """Largest number of payload-sized buffers in host memory, Ray's object store included."""
 OPEN_SECONDS = 60.0
+"""Time limit for opening a group."""
 OTHERS = "needed for that transport alone"
 ADVICE = {
     OBJECT_STORE: "this transport has nothing below it: send the report",

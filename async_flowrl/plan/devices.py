@@ -41,8 +41,11 @@ SHOWN = 3
 """Most settings that a message names."""
 
 TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
+"""Process titles: a process of each kind alone, and a trainer rank and a rollout worker that share a device."""
 ALL = "a trainer rank with all rollout workers of its process"
+"""Title of the process of the local backend, which holds the workers of both pools."""
 ONE = "a process that samples and trains"
+"""Title of a process of `placement=shared`."""
 
 
 @dataclass(frozen=True)

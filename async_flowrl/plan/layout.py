@@ -87,6 +87,11 @@ def candidates(config: Config) -> Iterator[Layout]:
 
 
 def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Chosen:
+    """Tries the candidates in order and returns the first that fits, else the one that needs least memory.
+
+    A layout fits if its planned memory, activations included, is at most TIGHT of the device. Raises the errors of the
+    planner.
+    """
     pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
     ((title, device),) = devices.items()
@@ -134,6 +139,7 @@ def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int
 
 
 def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
+    """Returns the layout with its reason: the value of each setting that is `auto`, and `why`."""
     values = {SHARD: layout.in_shard(), CHECKPOINTING: layout.gradient_checkpointing}
     return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in asked)}: {why}",))
 

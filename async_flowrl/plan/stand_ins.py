@@ -86,6 +86,7 @@ class PlannedTrainer:
         `_update`."""
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
+        """Takes the step's groups from the ticket table and sleeps for their training and for the end of the update."""
         left = size = ctx.config.prompts_per_step
         places = trainer_places(ctx.config)
         if len(places) > 1:
@@ -102,6 +103,7 @@ class PlannedTrainer:
         return {}
 
     async def _side_by_side(self, ctx: Context, step: int, places: Sequence[str]) -> None:
+        """Trains the step's groups with ranks that take whole groups independently; returns when all ranks are done."""
         left = ctx.config.prompts_per_step
 
         def due() -> bool:

@@ -24,12 +24,14 @@ _FUSED = {
     "attn.add_k_proj": ("txt_attn_qkv", 1),
     "attn.add_v_proj": ("txt_attn_qkv", 2),
 }
+"""diffusers' layer of a double block → (fused layer of sd-scripts, position in it)."""
 _FUSED_SINGLE = {
     "attn.to_q": ("linear1", 0),
     "attn.to_k": ("linear1", 1),
     "attn.to_v": ("linear1", 2),
     "proj_mlp": ("linear1", 3),
 }
+"""The same for single blocks."""
 _NAMES = {
     "attn.to_out.0": "img_attn_proj",
     "attn.to_add_out": "txt_attn_proj",
@@ -40,7 +42,9 @@ _NAMES = {
     "norm1.linear": "img_mod_lin",
     "norm1_context.linear": "txt_mod_lin",
 }
+"""diffusers' layer of a double block → the same layer in sd-scripts."""
 _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
+"""The same for single blocks."""
 
 
 def convert(source: LoraFile) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from async_flowrl.policies.lora_file import PREFIX, LoraFile
 from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
+"""Function: LoRA → tensors with the names of a format."""
 _TOLERANCE = 1e-5
 """Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 

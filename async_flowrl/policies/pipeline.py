@@ -142,6 +142,7 @@ class PipelinePolicy(ABC):
         retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=sigmas, mu=self._shift(tokens))
 
     def _shift(self, tokens: int) -> float:
+        """Returns the shift of the schedule for this number of image tokens, from the scheduler's configuration."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
         config = self._scheduler.config

@@ -13,7 +13,9 @@ from async_flowrl.config.messages import first_line
 from async_flowrl.policies.download import download, hub_file
 
 FOLDER = "transformer"
+"""Folder of the transformer in a diffusers model."""
 FILE = "diffusion_pytorch_model.safetensors"
+"""Name of the transformer's weights file; the names of several files, and of their index, are derived from it."""
 
 
 class StoredWeights(Mapping[str, Tensor]):
