@@ -69,10 +69,10 @@ class RaySession:
     """The placement groups and workers of one run on one cluster."""
 
     def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
-        """Joins the cluster at `address`; None starts one on this machine. A connection that this process has is used
-        as it is.
+        """Joins the cluster at `address`, or starts one on this machine if it is None.
 
-        Raises ResourcesMissing if the cluster cannot be joined, or if this machine is too small for the pools.
+        If this process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster
+        cannot be joined, or if this machine is too small for the pools.
         """
         self._pools = pools
         self._placement_groups: list[PlacementGroup] = []

@@ -16,8 +16,8 @@ UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
 """A pause of ten seconds before each ticket, so that the run is still going on when the cable is connected again."""
 POOLS = ("trainer.num_workers=2", "rollout.num_workers=2", "save.every=2")
 PINGS = {"RAY_grpc_client_keepalive_time_ms": "5000", "RAY_grpc_client_keepalive_timeout_ms": "5000"}
-"""The settings of docs/clusters.md, with shorter times: a raylet asks a silent head for a sign of life, and ends
-without."""
+"""Settings of docs/clusters.md with shorter times: a raylet asks a silent head for a sign of life, and ends if it gets
+none."""
 
 
 def of_ray(node: Node) -> list[str]:
