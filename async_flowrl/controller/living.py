@@ -198,7 +198,7 @@ class Living:
         Raises WorkerDied, WorkerFailed or DeadlineExceeded if that fails; the next call then tries again.
         """
         while self._parted:
-            # Set before the group is formed: a death meanwhile sets it back, and the loop forms another group.
+            # Set before the group is formed: a death meanwhile sets it to True, and the loop forms another group.
             self._parted = False
             try:
                 seconds = group_timeout(attempt.config)

@@ -108,7 +108,7 @@ class TrainerGroup(ReplicaCalls):
             self._owners.begin(size, now())
             batch += self._owned(ctx, handed[start : start + size])
         async with failing_as_one() as tasks:
-            # The weights at the start of the batch predict, on the ranks that train these groups later.
+            # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
             self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
         return batch
 

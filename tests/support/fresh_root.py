@@ -45,7 +45,8 @@ class FreshRoot:
         """
         options, mounts = pip_options(), [PREPARE]
         named = {found for value in options.values() for found in re.findall(r"(?:file://)?(/[^\s'\"]+)", value)}
-        for name in sorted(each.removesuffix("/simple") for each in named):  # A local index lies beside its packages.
+        # The packages of a local index lie in the folder above its `simple`.
+        for name in sorted(each.removesuffix("/simple") for each in named):
             there = self.path / name[1:]
             if Path(name).is_dir():
                 there.mkdir(parents=True, exist_ok=True)
