@@ -1,4 +1,4 @@
-"""Pools with a fixed number of workers per node, and the table of who would sit where."""
+"""Helpers for placement.py: the resources of several workers on one node, and a table of a possible seating."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,16 @@ from separation.table import format_table
 Resources = Mapping[str, float]
 
 EPSILON = 1e-6
-"""Sums of fractions of a device are equal within it."""
+"""Tolerance in comparisons of sums of fractions of a device."""
 _ADDRESS = "node:"
-"""Ray gives every node a resource of this name and its address."""
+"""Prefix of the resource that Ray gives every node; the node's address follows it."""
 
 
 def share_of_node(needs: Resources, workers: int) -> dict[str, float]:
-    """What so many workers need of one node. Devices are whole: Ray gives no one and a half."""
+    """Returns the resources that `workers` workers need together on one node.
+
+    A number of GPUs above 1 is rounded up to a whole one, because Ray cannot reserve, for example, 1.5 GPUs.
+    """
     together = {name: amount * workers for name, amount in needs.items()}
     if (gpus := together.get("GPU", 0)) > 1:
         together["GPU"] = float(math.ceil(gpus - EPSILON))
@@ -22,19 +25,21 @@ def share_of_node(needs: Resources, workers: int) -> dict[str, float]:
 
 
 def holds(node: Resources, bundle: Resources) -> bool:
+    """Returns True if the node has at least the resources of the bundle."""
     return all(node.get(name, 0) >= amount - EPSILON for name, amount in bundle.items())
 
 
 def address_of(node: Resources) -> str:
-    """The node's address, as Ray names it among its resources; `?` where it does not."""
+    """Returns the node's address, from the names of its resources; `?` if none of them contains it."""
     names = (name.removeprefix(_ADDRESS) for name in node if name.startswith(_ADDRESS))
     return next((name for name in names if not name.startswith("__")), "?")
 
 
 def seating(groups: Sequence[tuple[Sequence[Resources], Sequence[str], bool]], nodes: Sequence[Resources]) -> str:
-    """The table of who would sit where if every bundle took the first node with room, and who nowhere.
+    """Returns a table of the workers on each node, and of those without room, if bundles took the first fitting nodes.
 
-    Each group has its bundles, the workers of each bundle, and whether its bundles must be on different nodes.
+    Each group consists of its bundles, the names of each bundle's workers, and whether its bundles must be on different
+    nodes.
     """
     left = [dict(node) for node in nodes]
     placed: list[list[str]] = [[] for _ in nodes]

@@ -76,7 +76,7 @@ class PoolSpec:
     lanes: Sequence[str] = ()
     """Names of the lanes besides "main"."""
     gang: bool = False
-    """True for ranks of one process group: their places are reserved before others, and all in one placement group."""
+    """True for the ranks of one process group: they are reserved before other pools, all in one placement group."""
     same_code: Sequence[str] = ()
     """Packages whose code must be the same on every node, if the cluster has several nodes (Ray only)."""
     workers_per_node: int | None = None
@@ -159,7 +159,8 @@ class Worker(Protocol):
     def kill(self) -> None:
         """Ends the worker at once; open and later calls raise WorkerDied.
 
-        A Ray worker's process gets SIGKILL. A thread cannot be killed: its current method ends by itself, unheard.
+        A Ray worker's process gets SIGKILL. A thread cannot be killed: its current method runs to its end, and the
+        result is discarded.
         """
         ...
 
@@ -179,16 +180,19 @@ class Growth(Protocol):
     """
 
     async def seat(self) -> Any:
-        """Waits for a seat for one more worker, at most `max_workers`; whoever gets it fills it or gives it back."""
+        """Waits for a seat for one more worker, at most `max_workers`. The caller must fill it or give it back."""
         ...
 
     async def fill(self, seat: Any) -> Worker:
-        """The seat's worker, built, and in the pool; several may be built side by side. Raises what building a worker
-        raises; the seat is still taken then. Cancelled, it leaves no worker behind."""
+        """Builds the worker of a seat, adds it to the pool and returns it; several may be built at the same time.
+
+        Raises the errors of building a worker; the seat is still taken then. If the call is cancelled, no worker is
+        left.
+        """
         ...
 
     async def give_back(self, seat: Any) -> None:
-        """Gives back a seat that nobody sits in."""
+        """Gives back a seat that no worker has."""
         ...
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:

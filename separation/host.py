@@ -121,7 +121,7 @@ class ProcessHost(Host):
             redirect_output(Path(log_file))
 
     def watch(self) -> None:
-        """Never returns. The caller's pending call fails when the process ends, in whatever way."""
+        """Never returns; the caller's pending call fails as soon as the process ends for any reason."""
         threading.Event().wait()
 
     def identity(self) -> tuple[int, float, str]:

@@ -45,6 +45,7 @@ class Lane(concurrent.futures.Executor):
         self._thread: threading.Thread | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
+        """Queues the call and returns its future; the thread is started with the first call."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -186,7 +187,7 @@ class LocalGroup:
         return ref.open()
 
     async def close(self) -> None:
-        """Kills every worker and waits at most 5 s for running methods, as Python may abort if it exits meanwhile."""
+        """Kills every worker and waits at most 5 s for running methods; Python may abort if it exits while they run."""
         until = time.monotonic() + _GRACE_SECONDS
         for worker in self.workers:
             worker.kill()

@@ -102,6 +102,7 @@ def reserve(
 
 
 def _check_pair(pair: Sequence[PoolSpec], names: tuple[str, str]) -> None:
+    """Raises ValueError unless both pools exist, have equally many workers, and need at most one GPU per worker."""
     if len(pair) != 2:
         raise ValueError(f"placement=colocated needs the pools {names[0]} and {names[1]}")
     first, second = pair

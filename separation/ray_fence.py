@@ -1,7 +1,8 @@
-"""A worker's own end where Ray's head can't be reached: whoever is cut off computes and writes nothing any more.
+"""The fence of a worker process: the process ends itself when it has not reached its Ray cluster's head for a while.
 
-The head gives a silent node up after its health checks, and others take over its work. The raylet on the other side of
-the cable notices much later, and so would its workers. So each watches the head by itself.
+If a node is cut off from the network, the head gives it up after its health checks, and other workers take over its
+work. The cut-off node's own Ray processes notice this much later, so each worker watches the head itself; otherwise two
+workers would compute and write the same. ray_group.py starts the fence on clusters of several nodes.
 """
 
 import os
@@ -19,15 +20,20 @@ from separation.ray_group import node_address
 from separation.ray_watch import FEWEST_FAILURES, ray_patience
 
 SHARE = 0.8
-"""Of the time after which Ray gives a head up: later than the driver does, which then says so, and sooner than Ray."""
+"""A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
+is larger than the driver's (ray_watch.py), so that the driver ends the run first and says why."""
 ATTEMPT, PAUSE = 1 / 8, 1 / 16
-"""Of the time that the head may be out of reach: the limit of an attempt to connect, and the pause after it."""
+"""Time-out of an attempt to connect, and pause after it, as parts of the time for which the head may be out of
+reach."""
 LAST_WORDS_SECONDS = 2.0
+"""Time limit for writing the reason to the log before the process ends."""
 
 
 def settle_in(fenced: bool) -> str:
-    """Runs in a worker before anything is built: returns the IP address of its node. `fenced`: it ends by itself when
-    the cluster's head can't be reached."""
+    """Returns the IP address of this node; it runs in a worker before the worker's object is built.
+
+    With `fenced`, it also starts the thread that ends this process when the cluster's head cannot be reached.
+    """
     if fenced:
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         seconds = SHARE * ray_patience()
@@ -39,11 +45,12 @@ def settle_in(fenced: bool) -> str:
 
 
 def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str], None]) -> None:
-    """Connects to an address again and again; calls `give_up` when that has failed for `seconds`, and returns.
+    """Connects to the address again and again; when this has failed for `seconds`, it calls `give_up` and returns.
 
-    They count from the first attempt that failed. An attempt is short, since TCP asks again after ever longer pauses:
-    one long attempt would miss a cable that was put back. A few must have failed, so that a process that was itself
-    stopped for a while asks again.
+    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
+    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
+    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
+    back.
     """
     failures, failing_since = 0, 0.0
     while True:
@@ -70,9 +77,9 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
 
 
 def end(why: str) -> None:
-    """Ends this process, and those that it has started, at once, whatever its other threads wait for.
+    """Ends this process and the processes that it has started at once, even if other threads of it are blocked.
 
-    Its log says why where that can be written: the disk may be full, or on the other side of the cable.
+    The reason is written to the log first, in a thread with a time limit, because the disk may be full or unreachable.
     """
     try:
         telling = threading.Thread(target=tell, args=(why,), name="last words", daemon=True)
@@ -85,7 +92,7 @@ def end(why: str) -> None:
 
 
 def tell(why: str) -> None:
-    """Writes a line to the log; what the disk refuses is not said."""
+    """Writes a line to the log; an error of the disk is ignored, because the process ends anyway."""
     with suppress(OSError):
         sys.stderr.write(f"{why}\n")
         sys.stderr.flush()

@@ -30,10 +30,13 @@ _DEATHS = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
 )
+"""Errors of Ray that mean that the actor's process or its node has ended."""
 _WATCH = "watch"
+"""Lane of the call that ends only with the process."""
 SILENT = (
     "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
 )
+"""Added to the reason of a death if the process ended before it could write to a log."""
 
 
 def node_address() -> str:
@@ -113,6 +116,7 @@ class RayWorker:
         await self._gone.wait()
 
     def _create(self, place: Place) -> Any:
+        """Creates the actor at the place, with one concurrency group per lane; Ray never restarts it."""
         share = dict(place.share)
         owns_gpu = share.get("GPU", 0) > 0
         lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
@@ -242,8 +246,10 @@ class RayGroup:
         return self._places[index]
 
     async def add(self, place: Place) -> Worker:
-        """One more worker, in a seat of its own; its index is the lowest that nobody has. Several may be added side by
-        side. Raises as `start` does, and the seat is still taken then."""
+        """Adds one more worker on a seat of its own and returns it, built; several may be added at the same time.
+
+        Its index is the lowest that is free. Raises as `start` does; the seat is still taken then.
+        """
         index = next(index for index in range(self.spec.most) if index not in self._hosts)
         self._places[index] = place
         self._incarnations[index] = self._incarnations.get(index, -1) + 1

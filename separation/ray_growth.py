@@ -1,4 +1,5 @@
-"""A pool of Ray actors that grows while nodes have seats for it, and gives up those of nodes that are to end."""
+"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives seats of ending nodes
+up."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -9,7 +10,7 @@ from separation.ray_seats import POLL_SECONDS, Place, Seats
 
 
 class RayGrowth:
-    """The `Growth` of a RayGroup."""
+    """Implements `Growth` (group.py), whose docstrings describe the methods, for a RayGroup."""
 
     def __init__(self, pool: RayGroup, seats: Seats) -> None:
         self._pool, self._seats = pool, seats

@@ -1,4 +1,7 @@
-"""Joining a Ray cluster that exists: what stands in the way is said at once, and in one sentence."""
+"""`join` connects this process to a running Ray cluster; if that is impossible, it raises one sentence that says why.
+
+ray_session.py calls it.
+"""
 
 import logging
 import os
@@ -11,12 +14,16 @@ from ray.exceptions import RayError
 from separation.placement import ResourcesMissing
 
 MODE = "RAY_AUTH_MODE"
+"""Environment variable with Ray's mode of authentication."""
 _REACH_SECONDS = 20.0
-"""How long a cluster that exists may take to accept a connection."""
+"""Time-out for the connection to a running cluster."""
 
 
 def join(address: str, **options: Any) -> None:
-    """Connects this process, with `ray.init`'s options. Raises ResourcesMissing where nobody answers or lets it in."""
+    """Connects this process to the cluster at `address`; the options are those of `ray.init`.
+
+    Raises ResourcesMissing if nothing answers at the address or the cluster asks for another token.
+    """
     check_reachable(address)
     use_token_where_it_is_asked_for(address)
     try:
@@ -28,10 +35,10 @@ def join(address: str, **options: Any) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ResourcesMissing where nothing listens at `host:port`: Ray would try for minutes, and hear no signal."""
+    """Raises ResourcesMissing if nothing listens at `host:port`; Ray would try for minutes and ignore signals."""
     host, _, port = address.rpartition(":")
     if "/" in address or not (host and port.isdigit()):
-        return  # "auto", or ray://…: Ray knows what is meant
+        return  # "auto" or "ray://…": only Ray can resolve these.
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
@@ -42,10 +49,11 @@ def check_reachable(address: str) -> None:
 
 
 def use_token_where_it_is_asked_for(address: str) -> None:
-    """Before a cluster is joined: its head may ask for the token of `~/.ray/auth_token`, which `ray.init` sends only
-    where RAY_AUTH_MODE says so. A head that asks for none ends the workers of a process that sends one.
+    """Makes Ray send the token of `~/.ray/auth_token` if the cluster's head asks for one.
 
-    So the head is asked without a token first. In a version of Ray that has no tokens nothing is done.
+    `ray.init` sends the token only if RAY_AUTH_MODE says so. A head that asks for no token ends the workers of a
+    process that sends one. Therefore the head is first asked without a token, and only if it refuses is the token used.
+    Does nothing with a version of Ray that has no tokens.
     """
     if MODE in os.environ or address.startswith("ray://"):
         return
@@ -61,14 +69,14 @@ def use_token_where_it_is_asked_for(address: str) -> None:
             GcsClient(address=head).internal_kv_keys(b"nothing", namespace=None)
     except AuthenticationError:
         logging.getLogger(setup.__name__).setLevel(logging.ERROR)
-        # Ray 2.60's name; a version between the two has tokens, but none that it finds by itself.
+        # The name in Ray 2.60. Older versions with tokens do not find the token file by themselves and lack it.
         getattr(setup, "maybe_enable_token_auth_if_token_available", lambda: False)()
     except (RayError, ConnectionError):
-        return  # `ray.init` meets the same, and its failure is told
+        return  # `ray.init` fails in the same way, and `join` reports it.
 
 
 def token_refusal(error: Exception, address: str) -> str | None:
-    """What to do about a cluster that wanted another token; None where that was not the trouble."""
+    """Returns a sentence with advice if the error means that the cluster wanted another token, else None."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

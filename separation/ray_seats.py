@@ -50,13 +50,16 @@ class Seats:
     """
 
     def __init__(self, needs: Resources, most: int, reserved: list[PlacementGroup]) -> None:
-        """`needs`: resources of one worker. `reserved`: all placement groups of the session, which removes them at its
-        end; this object adds its own to the list and takes them out when they are given back."""
+        """`needs` holds the resources of one worker, `reserved` all placement groups of the session.
+
+        The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and takes
+        them out when they are given back.
+        """
         self._needs, self._most, self._reserved = dict(needs), most, reserved
         self._taken: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
         self._successors = 0
-        """Lost workers that are waiting for a seat: they come before new ones."""
+        """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> Place:

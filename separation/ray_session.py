@@ -1,4 +1,7 @@
-"""This process's connection to a Ray cluster: joins one or starts its own, and leaves nothing of its own behind."""
+"""RaySession is the connection of one run to a Ray cluster: it joins or starts the cluster and cleans up at the end.
+
+cluster.py and survey.py use it.
+"""
 
 import asyncio
 import json
@@ -53,17 +56,24 @@ from separation.supervise import together
 log = logging.getLogger(__name__)
 
 ONE_NODE_SECONDS = 20.0
-"""How long a gang waits for the one node that had room for it, before it takes several."""
+"""Time for which a gang waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
+"""Time for which remaining processes may live on before they are killed."""
 _UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-"""Ray's settings for a cluster of our own, whose task history and metrics nothing reads."""
+"""Settings of Ray for a cluster that is started here: its task history and metrics are switched off, as nothing reads
+them."""
 
 
 class RaySession:
-    """Placement groups and workers of one run on one cluster."""
+    """The placement groups and workers of one run on one cluster."""
 
     def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
+        """Joins the cluster at `address`, or starts one on this machine if it is None.
+
+        If this process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster
+        cannot be joined, or if this machine is too small for the pools.
+        """
         self._pools = pools
         self._placement_groups: list[PlacementGroup] = []
         self._groups: dict[str, RayGroup] = {}
@@ -75,7 +85,7 @@ class RaySession:
             try:
                 with _sigterm_ours_alone():
                     self._connect(address)
-            except BaseException:  # a second Ctrl-C, too: Ray forgets the workers that it was starting
+            except BaseException:  # Also after a second Ctrl-C: Ray would leave the processes that it was starting.
                 self._daemons = _started_since(before)
                 self.close()
                 raise
@@ -90,9 +100,10 @@ class RaySession:
         log_dir: Path | None,
         store_bytes: int,
     ) -> dict[str, WorkerGroup]:
-        """Reserves, creates and builds.
+        """Reserves the places of all pools, builds their workers, and returns pool name → pool.
 
-        Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied, DeadlineExceeded.
+        The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied
+        or DeadlineExceeded.
         """
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         exists = totals(nodes)
@@ -112,7 +123,7 @@ class RaySession:
         return {**self._groups}
 
     async def watch(self) -> NoReturn:
-        """Never returns; raises HeadLost when the cluster's head is gone, after which Ray is not asked for anything."""
+        """Raises HeadLost when the cluster's head is lost; never returns. `close` then asks nothing of Ray any more."""
         try:
             await watch_head()
         except HeadLost:
@@ -120,10 +131,10 @@ class RaySession:
             raise
 
     def close(self) -> None:
-        """Kills the workers, gives the reservations back, ends the cluster if it is ours. Blocks for a second or two.
+        """Kills the workers, gives back the reservations, ends a cluster started here; blocks for some seconds.
 
-        It awaits nothing, so that no cancellation can interrupt it. Without the head, which would have to be waited
-        for, the workers of this machine are killed and nothing else: those of others end by themselves.
+        It awaits nothing, so no cancellation can interrupt it. If the head is lost, Ray would block for long; then only
+        the processes on this machine are killed, and workers on other nodes end themselves (ray_fence.py).
         """
         ours = self._processes()
         if self._headless:
@@ -140,7 +151,10 @@ class RaySession:
             log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE_SECONDS)
 
     def _disconnect(self) -> None:
-        """Leaves the cluster, and ends it if it is ours: Ray would wait a second for each daemon that ignores it."""
+        """Leaves the cluster, and ends it if it was started here.
+
+        Ray's shutdown waits a second for each daemon that ignores SIGTERM, so a thread kills the daemons meanwhile.
+        """
 
         def kill_daemons() -> None:
             while ray.is_initialized():
@@ -154,15 +168,16 @@ class RaySession:
         killer.join(_GRACE_SECONDS)
 
     def _connect(self, address: str | None) -> None:
+        """Joins the cluster at `address`, or starts one for the pools on this machine if it is None."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         common: dict[str, Any] = {
             "log_to_driver": False,
             "logging_level": logging.ERROR,
-            # Ray puts one after the other in front of a worker's own, so the first of these has to come last.
+            # Ray inserts these folders one by one at the front of a worker's sys.path, so the first has to come last.
             "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
         }
         if address is None:
-            # Ray starts workers at nice 15, so that anything else on the machine would take their cores from them.
+            # By default Ray starts workers at nice 15; any other process on the machine would then slow them down.
             os.environ.setdefault("RAY_worker_niceness", "0")
             cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
             own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
@@ -173,7 +188,7 @@ class RaySession:
         _log_raylet_messages()
 
     def _processes(self) -> list[psutil.Process]:
-        """Processes of this machine that must be gone at the end: our own daemons, the workers, and their children."""
+        """Returns this machine's processes that must be gone at the end: own daemons, workers, and their children."""
         workers = [worker for group in self._groups.values() for worker in group.processes()]
         roots = [process for process in [*self._daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
@@ -181,7 +196,10 @@ class RaySession:
     async def _take(
         self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
     ) -> dict[tuple[str, int], Place]:
-        """One placement group after the other, so that the first asked is the first served."""
+        """Reserves a placement group for each reservation, in order, so that earlier reservations are served first.
+
+        Returns (pool, index) → place. Raises ResourcesMissing after `seconds`.
+        """
         places: dict[tuple[str, int], Place] = {}
         pending: list[PlacementGroup] = []
         try:
@@ -204,9 +222,10 @@ class RaySession:
         return places
 
     async def _reserve(self, reservation: Reservation) -> PlacementGroup:
-        """Asks for one node where one is free, and for few nodes if somebody else has taken that room meanwhile.
+        """Requests a placement group: on one node if one has room now, otherwise on few nodes.
 
-        What belongs on nodes of its own is asked for once.
+        If another user takes the room meanwhile, the request for one node is replaced after ONE_NODE_SECONDS. A
+        reservation whose bundles must be on different nodes is requested once.
         """
         one_or_few = (packing(reservation, free_by_node()), PACK)
         for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys(one_or_few):
@@ -227,13 +246,16 @@ def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
-    """What is free on every node of `nodes`, or of the cluster, that lives; all of a node that has not reported yet."""
+    """Returns the free resources of each living node; all of its resources for a node that has not reported yet.
+
+    `nodes` are entries of `ray.nodes()`; None means all nodes of the cluster.
+    """
     free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
     return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """Address and short id of the node of every bundle."""
+    """Returns address and short id of each bundle's node."""
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return [f"{address[node]} {node[:6]}" for _, node in sorted(placed.items())]
@@ -248,7 +270,7 @@ def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequ
 
 
 def gpus_here() -> float:
-    """GPUs that a cluster started on this machine would have, as Ray counts them: it asks the driver, not CUDA."""
+    """Returns the number of GPUs that a cluster started on this machine would have, by Ray's count, without CUDA."""
     if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
         return float(given["GPU"])
     if (manager := get_accelerator_manager_for_resource("GPU")) is None:
@@ -267,11 +289,11 @@ async def _created(group: PlacementGroup) -> None:
 
 @contextmanager
 def _sigterm_ours_alone() -> Iterator[None]:
-    """What is started inside never hears SIGTERM, and this process's handler stays: `ray.init` installs its own.
+    """Context in which started processes inherit a blocked SIGTERM; it also keeps this process's own SIGTERM handler.
 
-    Slurm, `timeout` and shells send it to every process of a job at once. Whoever is to end in order on it, with a
-    checkpoint, needs its workers for that; they are ended by SIGKILL, when it is done with them. The mask of blocked
-    signals is inherited by the daemons and by the workers that these start.
+    `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
+    then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
+    Daemons and the workers that they start inherit the mask of blocked signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -287,13 +309,13 @@ def _sigterm_ours_alone() -> Iterator[None]:
 
 
 def _log_raylet_messages() -> None:
-    """Logs the raylet's remarks on dead workers, which Ray would print over whatever this process displays."""
+    """Logs the raylet's messages on dead workers, which Ray would print into this process's terminal display."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
 
 
 def import_path() -> list[str]:
-    """The folders on this process's import path that a fresh interpreter would not have: workers need them too."""
+    """Returns the folders of this process's import path that a fresh interpreter lacks; workers need them, too."""
     standard = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     standard |= {os.path.join(path, "lib-dynload") for path in standard}
     folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]

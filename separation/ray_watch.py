@@ -1,4 +1,8 @@
-"""The head of somebody else's cluster, watched: without it Ray ends this process after a minute, in the middle."""
+"""The driver's watch of the head of a Ray cluster that it has joined: HeadLost is raised before Ray ends this process.
+
+Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up.
+ray_session.py runs `watch_head`; the fence of the workers (ray_fence.py) also starts from Ray's limit.
+"""
 
 import asyncio
 import os
@@ -7,26 +11,28 @@ from typing import NoReturn
 import ray
 
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's setting: seconds after which every process of a cluster ends itself that can't reach the head."""
+"""Environment variable of Ray: seconds after which a process of the cluster that cannot reach the head ends itself."""
 RAY_PATIENCE_SECONDS = 60.0
+"""Ray's default for this time."""
 SHARE = 0.6
-"""Of that time is waited here: enough for a cable that is put back, and there is time left to end in order."""
+"""Part of this time after which the head counts as lost. A network that is soon back is tolerated, and enough time is
+left for an orderly end."""
 FEWEST_FAILURES = 4
-"""Attempts that must fail one after the other, however long each took, before a head counts as out of reach."""
+"""Number of attempts in a row that must fail before a head counts as out of reach."""
 _POLL_SECONDS = 2.0
 
 
 class HeadLost(RuntimeError):
-    """The node with Ray's head can't be reached any more, so that nothing can be started or ended."""
+    """Raised if the node with Ray's head cannot be reached any more; nothing can then be started or ended."""
 
 
 def patience() -> float:
-    """Seconds that a head may be out of reach before a run counts it as lost."""
+    """Returns the seconds for which a head may be out of reach before a run counts it as lost."""
     return SHARE * ray_patience()
 
 
 def ray_patience() -> float:
-    """Seconds after which Ray's own processes give a head up."""
+    """Returns the seconds after which Ray's own processes give a head up."""
     try:
         return float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
     except ValueError:
@@ -34,17 +40,19 @@ def ray_patience() -> float:
 
 
 async def watch_head() -> NoReturn:
-    """Raises HeadLost when nothing has answered at the head's address for `patience()` seconds."""
+    """Watches the head of this process's cluster; raises HeadLost after `patience()` seconds without an answer."""
     address: str = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
     await watch_address(host.strip("[]"), int(port), patience())
 
 
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
-    """Raises HeadLost when attempts to connect have failed for `seconds`.
+    """Connects to the address again and again; raises HeadLost when this has failed for `seconds`.
 
-    They count from the first that failed, and a few must have: a process that was itself stopped for a while asks
-    again, and so does one whose long attempt would miss a cable that was put back (TCP asks ever more seldom).
+    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
+    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
+    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
+    back.
     """
     loop = asyncio.get_running_loop()
     failures, failing_since = 0, 0.0

@@ -16,9 +16,11 @@ from separation.supervise import deadline, together
 LONGEST_TIMEOUT = 20 * 86_400.0
 """Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the name of gloo's network interface."""
 _stores: dict[int, Any] = {}
+"""Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open."""
 _apart: list[Any] = []
-"""The group that this process has joined beside the default one, if any, and its store."""
+"""The group that this process has joined beside the default one, if any, and the store of that group."""
 
 
 def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
@@ -50,9 +52,10 @@ def open_store(world: int, timeout: float) -> int:
 
 
 def join_apart(environment: Mapping[str, str], device: str | None = None) -> None:
-    """Joins a group beside the default one, in place of any such group before; the arguments are those of `join`.
+    """Joins a group beside the default one and leaves an earlier such group; the arguments are those of `join`.
 
-    The default group stays as it is, so that groups made within it go on, though one of its ranks may have died.
+    The default group stays as it is. Process groups made within it can therefore still be used, even if one of its
+    ranks has died.
     """
     import torch
     import torch.distributed as dist
@@ -69,9 +72,9 @@ def join_apart(environment: Mapping[str, str], device: str | None = None) -> Non
 
 
 def sum_ranks(values: Any) -> None:
-    """Sums a tensor, in place, over the ranks of the group beside the default one, else over those of the default one.
+    """Sums a tensor in place over the ranks of the group beside the default one, or, without one, of the default group.
 
-    A process that is in neither has the sum already.
+    In a process without any group the tensor is left as it is.
     """
     import torch.distributed as dist
 
@@ -84,7 +87,7 @@ def sum_ranks(values: Any) -> None:
 
 
 def join(environment: Mapping[str, str], device: str | None = None) -> None:
-    """Joins the default group in a rank, with nccl and gloo on "cuda", gloo on "cpu"; None: cuda if it is available.
+    """Joins the default group as a rank, with nccl and gloo on "cuda", gloo on "cpu"; None: cuda if it is available.
 
     Raises RuntimeError if the process is in a group already, and DistStoreError if a rank is missing after
     PROCESS_GROUP_TIMEOUT seconds, which is also the time-out of the group's collectives.
@@ -139,7 +142,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def leave() -> None:
-    """Leaves the default group if the process is in one, and the one beside it. Other ranks may be dead already."""
+    """Leaves the default group and the one beside it, if the process is in them; other ranks may be dead already."""
     import torch.distributed as dist
 
     _apart.clear()
@@ -149,10 +152,10 @@ def leave() -> None:
 
 
 def abort() -> None:
-    """Ends the collectives of the default group that are under way, with an error: a rank that died answers none.
+    """Ends the collectives that are under way with an error, because a dead rank never answers; needs its own lane.
 
-    For a lane of its own. NCCL's ranks would wait for their time-out; gloo's see that a connection is closed. Ranks
-    that are still joining would wait for their time-out, too: they see that the store on rank 0 is closed.
+    Without it, ranks on NCCL would wait for their time-out; ranks on gloo notice the closed connection. Ranks that are
+    still joining would also wait for their time-out; closing the store on rank 0 ends this.
     """
     import torch
     import torch.distributed as dist
@@ -171,11 +174,11 @@ def abort() -> None:
 async def join_process_group(
     group: WorkerGroup, *, timeout: float, members: Sequence[Worker] | None = None, apart: bool = False
 ) -> None:
-    """Makes the group's workers, or some of them, the ranks 0..n-1 of a new default process group.
+    """Makes the group's workers, or `members` of them, the ranks 0..n-1 of a new process group.
 
-    Each leaves any earlier one first; a single one of `members` stays outside of any. `timeout`, seconds, is that of
-    joining and of every collective of the group later. With `apart` the default group is neither left nor replaced;
-    the new one stands beside it, for `sum_ranks`. Raises DeadlineExceeded.
+    With `apart` it stands beside the default group, for `sum_ranks`; otherwise it is the new default group, and each
+    worker leaves the earlier one first (a single member of `members` then stays without a group). `timeout`, in
+    seconds, is that of joining and of every later collective of the group. Raises DeadlineExceeded.
     """
     workers = group.workers if members is None else members
     world, timeout = len(workers), min(timeout, LONGEST_TIMEOUT)

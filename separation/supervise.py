@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _BODY = "the body"
+"""Name of the block's body in notes."""
 
 
 class DeadlineExceeded(TimeoutError):
@@ -99,6 +100,7 @@ async def _end(tasks: Sequence[asyncio.Task[Any]], failures: list[tuple[str, Bas
 
 
 def _with_notes(failures: Sequence[tuple[str, BaseException]]) -> BaseException:
+    """Returns the first failure, with a note on where it was raised and one note for each later failure."""
     where, error = failures[0]
     first, *others = _leaves(error)
     if where != _BODY:

@@ -1,4 +1,7 @@
-"""A look at a Ray cluster from outside of any run: its nodes, a function on each of them, clocks, and a broadcast."""
+"""The survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast.
+
+The doctor (async_flowrl/doctor) uses `survey` to check the nodes before a run.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +20,12 @@ from separation.ray_session import RaySession, free_by_node
 
 _POLL_SECONDS = 0.2
 CLOCK_ROUNDS = 5
-"""Of a node's clock: the quickest answer is the one that says most."""
+"""Number of times that a node is asked for its time; the quickest answer is used, because it is the most exact."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One living node; `resources` are what it has, `free` what nobody holds at the moment."""
+    """One living node, with all of its resources and those of them that are free now."""
 
     id: str
     address: str
@@ -31,20 +34,20 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Address and short id: several nodes of a pretended cluster share an address."""
+        """Address and short id, because several nodes of a pretended cluster may have the same address."""
         return f"{self.address} {self.id[:6]}"
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Of a node's clock from this process's, known to within `within`; both in seconds."""
+    """Difference of a node's clock from this process's clock in seconds; the error is at most `within` seconds."""
 
     seconds: float
     within: float
 
 
 class _Probe:
-    """An actor without a share of its node's CPUs, so that it starts where a run holds all of them."""
+    """An actor that reserves no CPU, so it also starts on a node where a run holds all CPUs."""
 
     def run(self, place: str, *arguments: Any) -> Any:
         return resolve(place)(*arguments)
@@ -53,28 +56,33 @@ class _Probe:
         return time.time()
 
     def fetch(self, refs: Sequence[Any]) -> tuple[float, int]:
-        """Seconds until the bytes are in this node's object store, and how many arrived."""
+        """Returns the seconds until the object is in this node's object store, and the number of its bytes."""
         began = time.perf_counter()
         (values,) = ray.get(list(refs))
         return time.perf_counter() - began, int(values.nbytes)
 
 
 class Survey:
-    """Of one cluster, with an actor on every node. Every answer is the value or the error, by node id."""
+    """A survey of one cluster, with an actor on every node. Methods return node id → the value or the error."""
 
     def __init__(self, nodes: Sequence[Node], seconds: float) -> None:
+        """`seconds` is the time limit for the answer of a node."""
         self.nodes, self._seconds = nodes, seconds
         self._probes = {node.id: _started_on(node.id) for node in nodes}
 
     def run(self, place: str, *arguments: Any) -> dict[str, Any]:
-        """The result of `pkg.module:function` on every node."""
+        """Returns the result of `pkg.module:function` on every node."""
         return self._answers({node: probe.run.remote(place, *arguments) for node, probe in self._probes.items()})
 
     def clocks(self) -> dict[str, Offset | Exception]:
-        """How far every node's clock is from this one's: half way between question and answer."""
+        """Returns the offset of every node's clock from this process's clock.
+
+        The node's time is compared with the middle between question and answer.
+        """
         return {node: self._offset(probe) for node, probe in self._probes.items()}
 
     def _offset(self, probe: Any) -> Offset | Exception:
+        """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
         found: list[Offset] = []
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
@@ -86,17 +94,21 @@ class Survey:
         return min(found, key=lambda offset: offset.within)
 
     def broadcast(self, nbytes: int) -> dict[str, float | Exception]:
-        """Seconds until every node has an object of so many bytes that was put into this node's store; all at once."""
+        """Puts an object of `nbytes` bytes into this node's store; returns the seconds until each node has fetched it.
+
+        All nodes fetch at the same time.
+        """
         ref = ray.put(np.zeros(nbytes, dtype=np.uint8))
         answers = self._answers({node: probe.fetch.remote([ref]) for node, probe in self._probes.items()})
         return {node: each if isinstance(each, Exception) else each[0] for node, each in answers.items()}
 
     def close(self) -> None:
+        """Kills the actors."""
         for probe in self._probes.values():
             ray.kill(probe)
 
     def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        """What every node answers within the time; an exception where it fails or is late."""
+        """Returns every node's answer; an exception for a node that fails or is late."""
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._seconds)
         answers: dict[str, Any] = {}
         for node, ref in refs.items():
@@ -113,11 +125,11 @@ class Survey:
 
 @contextmanager
 def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 120.0) -> Iterator[Survey]:
-    """Joins the cluster at `address`, looks at it, and leaves it as it was.
+    """Context manager that joins the cluster at `address`, yields a Survey of it, and leaves the cluster unchanged.
 
-    nodes: how many it is waited for, `wait` seconds at most; the survey has those that live then.
-    seconds: how long a node may take to answer.
-    Raises ResourcesMissing where nothing answers at the address, ConnectionError where Ray finds no cluster.
+    It waits until the cluster has `nodes` living nodes, `wait` seconds at most, and then surveys those that live.
+    `seconds` is the time limit for a node's answer. Raises ResourcesMissing if nothing answers at the address, and
+    ConnectionError if Ray finds no cluster there.
     """
     until = time.monotonic() + wait
     session = _joined(address, until)
@@ -134,7 +146,7 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
 
 
 def _joined(address: str, until: float) -> RaySession:
-    """A session with the cluster, which may still be starting up to the time `until`."""
+    """Returns a session on the cluster; a cluster that is still starting is tried again until the time `until`."""
     while True:
         try:
             return RaySession([], address)
@@ -145,7 +157,7 @@ def _joined(address: str, until: float) -> RaySession:
 
 
 def living() -> list[Node]:
-    """The nodes of the cluster that this process has joined, by address."""
+    """Returns the living nodes of the cluster that this process has joined, sorted by address."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     found = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free)

@@ -1,4 +1,5 @@
-"""DiffusionNFT (arXiv 2509.16117): trains the velocity on noised final images, without noisy steps and log-probs."""
+"""DiffusionNFT (arXiv 2509.16117): trains the velocity on final images with fresh noise; needs no SDE steps or
+log-probs."""
 
 from collections.abc import Callable
 
@@ -24,9 +25,11 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class DiffusionNFT(GroupAdvantages):
-    """Pulls the velocity v+ = old + beta (new - old) towards good images, and v- = old - beta (new - old) towards bad.
+    """Trains v+ = old + beta (new - old) to reconstruct good images, and v- = old - beta (new - old) to reconstruct bad
+    ones.
 
-    Old is the velocity of the policy that made the image, so stale images need no correction.
+    `new` is the velocity in training. `old` is the velocity of the policy that made the image, so stale images need no
+    correction.
     """
 
     name = "diffusion_nft"

@@ -3,16 +3,18 @@
 import datetime
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 
 def machine_description() -> dict[str, str]:
-    """Processor, GPUs, versions, date, and the load average of the last minute."""
+    """Returns name → text: processor, cores, GPUs, versions, load average of the last minute, and date."""
     description = {"processor": processor(), "cores": str(os.cpu_count())}
     if torch.cuda.is_available():
-        description["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        names = Counter(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
+        description["GPUs"] = ", ".join(f"{count} x {name}" for name, count in names.items())
     description |= {"torch": torch.__version__, "Python": platform.python_version()}
     description["load average at the start"] = f"{os.getloadavg()[0]:.1f}"
     description["measured"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -20,6 +22,7 @@ def machine_description() -> dict[str, str]:
 
 
 def processor() -> str:
+    """Returns the name of the processor; where Linux does not tell it, that of the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,7 @@
-"""Fresh controller state for one attempt of a run: ticket table, signals and published weights, wired together."""
+"""Builder of a fresh Context (context.py) for one attempt of a run: ticket table, signals and published weights.
+
+run/recovery.py calls `build_context`; tests call it for simulated runs.
+"""
 
 from collections.abc import Mapping
 
@@ -28,7 +31,10 @@ def build_context(
     transport: str = OBJECT_STORE,
     first_step: int = 0,
 ) -> Context:
-    """The context of an attempt that begins with step `first_step`. Rollout workers have joined the ticket table."""
+    """Returns the context of an attempt that begins with step `first_step`.
+
+    The rollout workers have joined its ticket table.
+    """
     config = requests.config
 
     def changed(ticket: Ticket) -> None:

@@ -1,8 +1,9 @@
-"""The end of an optimizer step over several ranks: exactly what was planned is added up, and every rank steps alike.
+"""The end of an optimizer step over several trainer ranks: their sums are added up, then every rank steps alike.
 
-Ranks wait for each other only while their sums are added up, and nobody changes anything before all of them have the
-whole. So a death before that leaves sums that can be added up again, with the dead one's share computed by the living;
-after it, each of the living steps by itself.
+Each rank has the sum of the gradients of its parts; a part is a micro-batch of a group (training/parts.py). trainer.py
+calls two phases. In the first (`add_up`) the ranks wait for each other, and no weights change. If a rank dies before it
+is complete, the living ranks compute the dead rank's parts again and the phase is repeated. In the second (`take_step`)
+each rank steps by itself with the total that it has got.
 """
 
 import asyncio
@@ -21,42 +22,46 @@ from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import deadline
 
 Whole = list[tuple[Worker, Summed]]
-"""What each rank said when the sums of all were added up."""
+"""Each rank's answer to `add_up`."""
 Stepped = list[tuple[Worker, UpdateStats]]
-"""What an optimizer step did, by rank."""
+"""Each rank's statistics of the optimizer step."""
 
 
 @dataclass
 class Sums:
-    """What is in the ranks' sums of one attempt at an optimizer step."""
+    """The parts in the gradient sums of all ranks, for one attempt at an optimizer step."""
 
     step: int
     plan: StepPlan
     manifests: dict[int, Manifest] = field(default_factory=dict)
-    """By rank, as its last call said."""
+    """Rank → the parts in its sum, as its last call reported them."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Parts that were in the sums of ranks that died, by their names."""
+    """Name of a rank that died → number of parts in its sum."""
 
     def forget(self, buried: Mapping[int, str]) -> None:
-        """These ranks died, and with them what they had added."""
+        """Removes the ranks that died (rank → name) with the parts in their sums."""
         for rank, name in buried.items():
             manifest = self.manifests.pop(rank, None)
             self.lost[name] = 0 if manifest is None else len(manifest.parts)
 
 
 def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
+    """Returns group number → number of its parts, for the groups that are trained."""
     return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
 
 
 def complete(groups: Sequence[HandedGroup], sums: Sums) -> bool:
-    """Whether every part of the groups is in somebody's sum."""
+    """Returns True if every part of the groups is in the sum of a rank."""
     return not missing(planned_parts(groups), sums.manifests.values())
 
 
 def lacking(
     groups: Sequence[HandedGroup], sums: Sums, owned: Callable[[HandedGroup], HandedGroup]
 ) -> list[HandedGroup]:
-    """The groups with parts in nobody's sum, with new owners for those; nobody owns the others."""
+    """Returns the groups with parts in no rank's sum; only these parts get an owner, the others get NOBODY.
+
+    `owned(group)` returns the group with a living owner for each part.
+    """
     left = missing(planned_parts(groups), sums.manifests.values())
     found = []
     for group in groups:
@@ -71,8 +76,12 @@ def lacking(
 
 
 async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool) -> Whole:
-    """Has the living, who have met, add up their sums. Raises NotThePlan where these are not the plan, and what one of
-    them raised."""
+    """Has the living ranks add up their sums and returns each rank's answer.
+
+    The ranks must have formed a process group before. `measures` is True if the ranks also measure, on the first part
+    of a group, how far the step moves the policy. Raises NotThePlan if a part is missing or is in two sums, and the
+    errors of the ranks.
+    """
     trained = [group for group in groups if group.meta is not None]
     planned, step, plan = planned_parts(trained), sums.step, sums.plan
     ranks, workers = living.ranks, living.workers
@@ -95,10 +104,10 @@ async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[Hand
 
 
 async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> Stepped:
-    """Has each of the living step by what was added up, and compares their weights.
+    """Has every living rank step by the total, compares the ranks' weights, and returns the statistics by rank.
 
-    A rank that has died since then took nothing along: its share is in the sum that all others have. Raises what one of
-    the living raised, and RuntimeError where they end up with different weights.
+    A rank that dies in this phase is removed. Its parts are in the total of all others, and its statistics are returned
+    with the others' metrics. Raises errors of living ranks, and RuntimeError if their weights differ afterwards.
     """
     calls = {worker.name: asyncio.create_task(worker.call("take_step")) for worker in living.workers}
     try:
@@ -110,7 +119,7 @@ async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> St
                         if not isinstance(error, WorkerDied | WorkerFailed):
                             raise error
                         await living.bury(ctx, error)
-                        break  # which of the others died is known again
+                        break  # `bury` may have removed several ranks, so the calls are read anew.
     finally:
         for call in calls.values():
             call.cancel()
@@ -126,7 +135,7 @@ async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> St
 
 
 def _living(calls: Mapping[str, "asyncio.Task[UpdateStats]"], living: Living) -> dict[str, "asyncio.Task[UpdateStats]"]:
-    """The calls, by the names of their workers, to those that live now."""
+    """Returns name → call, for the calls to workers that live now."""
     return {worker.name: calls[worker.name] for worker in living.workers if worker.name in calls}
 
 

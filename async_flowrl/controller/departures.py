@@ -1,4 +1,7 @@
-"""Rollout workers that come, and that are to leave because their nodes end: each finishes what it has time for."""
+"""Records of the rollout workers that have joined during a run (Arrivals) and that must leave (Departures).
+
+They are parts of the Context (context.py); pool_size.py and dispatch.py use them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,28 +11,32 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Departures:
-    """Of one attempt of a run, by the names of the workers."""
+    """The rollout workers of one attempt that must leave because their nodes end, by name."""
 
     _by: dict[str, float] = field(default_factory=dict)
-    """When each must have left, on the loop's clock; infinity where nobody said."""
+    """Worker → time on the loop's clock at which it must have left; infinity if that time is not known."""
     _working: dict[str, asyncio.Timeout] = field(default_factory=dict)
+    """Worker → time-out of the body of `in_time`."""
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._by
 
     @property
     def names(self) -> frozenset[str]:
-        """Everybody who was ever announced."""
+        """The names of all workers that were ever announced."""
         return frozenset(self._by)
 
     def announce(self, worker: str, seconds: float) -> None:
-        """The worker gets no more tickets, and what it has not finished within `seconds` is handed back."""
+        """Records that the worker gets no more tickets and must end its own within `seconds` (infinity: no limit)."""
         self._by[worker] = asyncio.get_running_loop().time() + seconds
         self._limit(worker)
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Ends the body, without an error, when the time of a worker that leaves is up."""
+        """Context manager for a worker's service; ends the body, without an error, when the time of a leaver is over.
+
+        A leaver is a worker that was announced. Errors of the body are raised unchanged.
+        """
         scope = asyncio.timeout(None)
         self._working[worker] = scope
         try:
@@ -50,13 +57,14 @@ class Departures:
 
 @dataclass
 class Arrivals:
-    """Rollout workers in the pool that do not serve, by their names: they have come while the run goes on."""
+    """The workers that have joined the rollout pool during the run and do not serve, by name."""
 
     starting: int = 0
-    """How many processes are being started, which are not in the pool yet."""
+    """Number of processes that are being started and are not in the pool yet."""
     under_way: set[str] = field(default_factory=set)
+    """Workers that are loading the model and getting the weights."""
     refused: set[str] = field(default_factory=set)
-    """Those that cannot serve and have not left their seats yet."""
+    """Workers that cannot serve and still have their seats."""
 
     def __contains__(self, worker: str) -> bool:
         return worker in self.under_way or worker in self.refused

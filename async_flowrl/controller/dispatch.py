@@ -1,4 +1,8 @@
-"""Dispatch: feeds the rollout workers through the gate, and the reward workers behind them."""
+"""Dispatch: gives tickets to the rollout workers through the gate, replaces dead workers, and asks for rewards.
+
+The loop (async_flowrl/loop.py) runs `dispatch` beside the training. The gate is the rule of the ticket table
+(tickets/table.py) that a worker gets a ticket only if it holds the version that the ticket names.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,36 +21,42 @@ from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded, together
 
 LOST = (WorkerDied, DeadlineExceeded)
-"""What a worker raises that is gone, or as good as gone: it is killed and replaced."""
+"""Errors of a call after which a rollout worker counts as lost: it is killed and replaced."""
 UNFIT = (WorkerFailed, StartError, OtherCode)
-"""What a successor raises that cannot serve. A pool that grows and shrinks goes on without it, as its node may be the
-reason; of a pool whose size is fixed it ends the run."""
+"""Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
+reason; in a pool of fixed size the error ends the run."""
 MAX_LOSSES_PER_SLOT = 4
-"""Workers that one slot may lose in a row without a finished ticket between them; one more ends the run."""
+"""Number of workers that one slot may lose in a row without a finished ticket; one more loss ends the run."""
 MAX_TICKET_ATTEMPTS = 6
-"""Attempts at one ticket; when one more is due, the run ends: the ticket itself probably kills its workers."""
+"""Number of attempts at one ticket; if one more is due, the run ends, because the ticket itself probably kills its
+workers."""
 BACKOFF_SECONDS = 1.0
-"""Pause before the second of several losses in a row is replaced; doubled each time."""
+"""Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
+there is none before the first."""
 
 
 @dataclass
 class Slot:
-    """One slot of the rollout pool, with the worker that is in it now."""
+    """One slot of the rollout pool, i.e. one index of it, with the worker that has this index at present."""
 
     worker: Worker
     watch: asyncio.Task[WorkerDied]
+    """Task that returns the worker's death (`death_of`)."""
     given: int = 0
-    """Tickets that the worker has now."""
+    """Number of tickets in the worker's open calls, with those that are only computed along (`generate`)."""
     finished: bool = False
-    """Whether the worker has made any."""
+    """True once the worker has returned a ticket."""
 
 
 class TicketLost(RuntimeError):
-    """A ticket was lost again and again."""
+    """Raised if a ticket was lost MAX_TICKET_ATTEMPTS times."""
 
 
 async def dispatch(ctx: Context) -> None:
-    """Runs until it is cancelled; the first failure of any worker's coroutine ends it, by name."""
+    """Serves all rollout workers until it is cancelled.
+
+    The first error of a worker's coroutine cancels the others and is raised in an exception group.
+    """
     free = free_workers(ctx)
     async with asyncio.TaskGroup() as tasks:
 
@@ -60,10 +70,11 @@ async def dispatch(ctx: Context) -> None:
 
 
 async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Keeps the worker of one slot of the rollout pool in tickets, and replaces a dead one, until the slot is given up.
+    """Gives tickets to the worker of one slot of the rollout pool and replaces it when it is lost, until the slot ends.
 
-    A worker whose node is drained leaves when it has finished its tickets or handed them back; a lost one, when no node
-    has a seat for its successor.
+    The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
+    if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
+    worker after more than MAX_LOSSES_PER_SLOT losses.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
@@ -87,26 +98,26 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
 
 def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
-    """A slot with a worker that has not made any ticket yet."""
+    """Returns a slot with a worker that has not returned any ticket yet, and starts to watch the worker."""
     return Slot(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
 
 
 async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Gives the slot's worker the ticket that the gate has for it, over and over, until it is to leave.
+    """Gives the slot's worker one batch after another until the worker must leave; starts the scoring of whole groups.
 
-    Raises what `LOST` names.
+    Raises the errors in `LOST`, TicketLost, and the worker's other errors.
     """
     while (ticket := await next_ticket(ctx, slot)) is not None:
         made = await generate(ctx, slot, batch_of(ctx, ticket))
         slot.finished = True
-        # A batch can bring several tickets of one group, which is scored once.
+        # A batch can contain several tickets of one group; the group is scored once.
         for accepted in {ticket.group: ticket for ticket in made}.values():
             if group := ctx.table.to_score(accepted):
                 tasks.create_task(score(ctx, group, free), name=f"score {describe(accepted)}")
 
 
 async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
-    """Returns the worker's death once it has happened, and wakes what waits at the gate."""
+    """Waits until the worker dies, wakes the coroutines that wait at the gate, and returns the death."""
     try:
         await worker.watch()
     except WorkerDied as death:
@@ -115,9 +126,10 @@ async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
 
 
 async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
-    """Waits at the gate; the wait is booked as missing weights or missing work. Raises WorkerDied.
+    """Waits until the gate has a ticket for the slot's worker and returns it; None if the worker must leave.
 
-    None for a worker that is to leave.
+    An idle worker's wait is recorded as state wait_weights or wait_work. Raises WorkerDied if the worker has died or
+    has been removed from the table.
     """
     name = slot.worker.name
     while True:
@@ -128,7 +140,7 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
         if name in ctx.departures:
             return None
         if slot.given:
-            await asyncio.sleep(0)  # Workers without a ticket come first.
+            await asyncio.sleep(0)  # Lets workers without a ticket ask first.
         if (ticket := at_the_gate(ctx, slot)) is not None:
             return ticket
         if not slot.given:
@@ -137,8 +149,12 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
 
 
 def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
-    """The worker's next ticket. Of a worker that trains now, too, one of a later step is as if given ahead: others may
-    be free for it. What is trained may wait for one of its own step, whose images were lost."""
+    """Returns the worker's next ticket, or None if the gate has none now.
+
+    A worker whose process trains now (`placement=shared`) counts as busy for a ticket of a later step, because another
+    worker may be idle. A ticket of the step in training, whose images were lost, is given to it like to any other
+    worker, because that step may wait for it.
+    """
     name, size = slot.worker.name, ctx.config.rollout.tickets_per_batch
     ticket = ctx.table.next_for(name, ahead=slot.given > 0, together=size)
     if ticket is None or slot.worker.index not in ctx.training or ticket.step <= ctx.table.step:
@@ -147,20 +163,21 @@ def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
 
 
 def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
-    """The ticket and those that go through the network with it, in order, whatever has become of them already."""
+    """Returns the tickets, of any state, that go through the network together with `ticket`, it itself included."""
     size = ctx.config.rollout.tickets_per_batch
     return ctx.table.batch(ticket, size) if size > 1 and ticket.kind == TRAIN else [ticket]
 
 
 async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ticket]:
-    """Has those of the batch made that wait to be, along with the others, so that their bits are always the same.
+    """Has the worker make the batch's PENDING tickets; returns those of them whose result was accepted.
 
-    Returns those whose result was the first. Raises TicketLost for one that was lost too often.
+    The batch's other tickets are computed along and dropped, because the bits of a ticket depend on the whole batch.
+    Raises TicketLost if a ticket was lost too often, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     for ticket in wanted:
-        if ticket.attempt - ticket.handed_back >= MAX_TICKET_ATTEMPTS:
-            raise TicketLost(f"{describe(ticket)} was lost {ticket.attempt} times; see the faults in events.jsonl")
+        if (lost := ticket.attempt - ticket.handed_back) >= MAX_TICKET_ATTEMPTS:
+            raise TicketLost(f"{describe(ticket)} was lost {lost} times; see the faults in events.jsonl")
         ctx.table.start(ticket, worker.name, along=ticket is not wanted[0])
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
@@ -175,7 +192,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
 
 
 async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], tuple[Ref, ...]]:
-    """One report per request; then each request's images and trajectory, one after the other."""
+    """Calls the worker; returns one report per request, and refs to each request's images and trajectory in turn."""
     if len(requests) == 1:
         report, payload = await worker.call_split("generate", requests[0], returns=3)
         return [report], payload
@@ -183,14 +200,21 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
-    """Checks a result at the table's door and books its spans; False for a duplicate."""
+    """Records the spans of a result and gives it to the table. Returns False for a duplicate.
+
+    Raises Refused if the images were made by other weights than the ticket's.
+    """
     for span in report.spans:
         book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
     return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
-    """Kills a dead (or hung) worker, whose tickets then wait for another; its successor joins with proven weights."""
+    """Kills a lost worker, makes its tickets PENDING again, and returns its successor, which holds proven weights.
+
+    `pause` is in seconds and comes before the replacement. Raises NoSeat if an elastic pool has no seat for a successor
+    or the successor cannot serve; in a pool of fixed size an error of `UNFIT` is raised as it is.
+    """
     dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
     dead.kill()
@@ -211,7 +235,10 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
 
 
 async def score(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Gives a whole group its scores: those of an earlier attempt, if they are written down. Lost images are remade."""
+    """Gets the scores of a whole group and records them in the table; if the images are lost, the group is made again.
+
+    Scores in the score log (score_log.py) are used again instead of a new call of the reward workers.
+    """
     log = ctx.score_log if group[0].kind == TRAIN else None
     if log is not None and group in log:
         scores = log[group]
@@ -232,7 +259,7 @@ async def score(ctx: Context, group: list[Ticket], free: Free) -> None:
 
 
 def make_again(ctx: Context, tickets: Sequence[Ticket], lost: RefLost) -> None:
-    """A payload is gone, with its node: the tickets go back to PENDING and come again, bit for bit the same."""
+    """Makes tickets whose images or trajectories are lost PENDING again; their new results have the same bits."""
     ctx.observer.event("fault", worker=tickets[0].worker, kind="RefLost", message=str(lost))
     for ticket in tickets:
         ctx.table.retry(ticket)

@@ -28,8 +28,8 @@ PUBLISHING = "publish"
 class TrainerEndpoint:
     """The first trainer rank as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
 
-    Where that rank dies, the next first one publishes the same versions from the same weights, with the same digests,
-    and the call that found the death is made again there.
+    If that rank dies, the next first rank publishes the same versions with the same digests, and the call that noticed
+    the death is made again there.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class TrainerEndpoint:
     ) -> None:
         """`on_sealed` is called with every version's header before a receiver can acknowledge the version.
 
-        `on_moved` is called when another rank has become the sender, with the sealed versions that it cannot send: only
-        those that no ticket names any more.
+        `on_moved` is called when another rank has become the sender, with the sealed versions that the rank lacks. No
+        ticket needs these versions.
         """
         self._living, self._attempt = living, attempt
         self._transport, self._on_sealed, self._stream, self._on_moved = transport, on_sealed, stream, on_moved
@@ -72,8 +72,7 @@ class TrainerEndpoint:
         return reference
 
     async def hold(self, version: int) -> None:
-        """All ranks keep its weights: any of them may be the next sender, or tell its successor what it must be able to
-        send."""
+        """Retains the version until `release`. All ranks keep its weights, because any of them may send it later."""
         await self._keep(version, lane=PUBLISHING)
         self._published.held.add(version)
         await self._publish(f"{self._stream}.hold", version)
@@ -93,8 +92,8 @@ class TrainerEndpoint:
         draft: Draft = await self._publish(f"{self._stream}.draft", version)
         return draft
 
-    # A group has the rank in it that opened it: none of these is made again on another one. Where its death ends a
-    # broadcast, the version goes by the object store, and the next group is formed with the next first rank.
+    # These calls are not made again on another rank, because a group contains the rank that opened it. If that rank
+    # dies during a broadcast, the version is sent by the object store, and the next group contains the next first rank.
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
         await self._first.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
@@ -116,9 +115,9 @@ class TrainerEndpoint:
         return await self._on_first(lambda rank: rank.call(f"sender.{method}", *arguments, lane=PUBLISHING))
 
     async def _on_first(self, call: Callable[[Worker], Awaitable[T]]) -> T:
-        """The call's result on the first rank, which has published everything that can be asked for.
+        """Returns the call's result on the first rank, which first publishes the versions of a sender that has died.
 
-        Raises WorkerDied where no rank is left that could.
+        Raises WorkerDied if no rank is left.
         """
         while True:
             try:
@@ -131,7 +130,7 @@ class TrainerEndpoint:
                 await self._living.bury(self._attempt, error)
 
     async def _move_to(self, rank: Worker) -> None:
-        """Has the rank publish what the sender before it had. Raises RuntimeError where a digest differs then."""
+        """Has the rank publish the versions that the sender before it had. Raises RuntimeError if a digest differs."""
         published, before = self._published, self._sender
         arguments = self._stream, published.versions, sorted(published.held)
         headers: dict[int, Header] = await rank.call("sender.take_over", *arguments, lane=PUBLISHING)
@@ -143,7 +142,7 @@ class TrainerEndpoint:
         self._on_moved(lost)
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        """On all ranks, unless no other can ever become the sender."""
+        """Has all ranks keep the version's weights; does nothing for a single rank, which has no successor."""
         if self._attempt.config.trainer.num_workers > 1:
             await self._on_ranks(self._living.workers, "keep", version, lane=lane)
 

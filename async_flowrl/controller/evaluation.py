@@ -99,6 +99,7 @@ class Evaluations:
             task.cancel()
 
     async def _run(self, ctx: Context, version: int, baselines: Sequence[bool]) -> None:
+        """Waits for earlier evaluations, then makes one evaluation per item of `baselines` and reports each result."""
         async with self.turn:
             await ctx.weights.deliver_for_evaluation(version)
             count = len(ctx.requests.evaluation)

@@ -119,6 +119,7 @@ class EvaluationRecords:
         logger.warning("%s", sentence)
 
     def _name_failures(self, what: str, result: EvaluationResult) -> None:
+        """Records a failure for prompts without scores, and for each term without scores, with numbers of prompts."""
         if result.unscored:
             self.failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
         optional = Counter(name for each in result.scores for name in each.failed)
@@ -152,6 +153,7 @@ class EvaluationRecords:
             logger.warning("%s", sentence)
 
     def _picture(self, result: EvaluationResult) -> Path:
+        """Writes the picture of all images and, if configured, single images; returns the path of the picture."""
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)

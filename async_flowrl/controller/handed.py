@@ -1,4 +1,7 @@
-"""A step's groups on their way through the trainer's door: taken from the table, with their advantages."""
+"""HandedGroup, a group of a step that the ticket table has handed over to the trainer, with its advantages.
+
+trainer.py calls `hand_over`; replicas.py calls the other functions if a group's trajectories are lost.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,14 +23,16 @@ from separation.group import RefLost
 
 @dataclass(frozen=True)
 class HandedGroup:
-    """A group at the trainer's door. `meta` is None if it is left out: no scores, or all advantages zero."""
+    """One group of the trainer's step, with one advantage per image."""
 
     tickets: list[Ticket]
     scores: Scores | None
     advantages: tuple[float, ...]
     meta: GroupMeta | None
+    """Description for the trainer ranks. None if the group is not trained: it has no scores, or all advantages are zero
+    and the algorithm's loss is then zero."""
     remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False, repr=False)
-    """Held while its payloads are made again, for all ranks that lack them."""
+    """Held while its trajectories are made again, for all ranks that lack them."""
 
     @property
     def number(self) -> int:
@@ -35,12 +40,15 @@ class HandedGroup:
 
     @property
     def refs(self) -> list[Any]:
-        """Refs of its trajectories, in ticket order."""
+        """Refs of its trajectories, in the order of its tickets."""
         return [ticket.payload[1] for ticket in self.tickets]
 
 
 def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[HandedGroup]:
-    """Takes ready groups through the table's door and gives them their advantages. Nobody owns them yet."""
+    """Takes ready groups from the ticket table and computes their advantages together; no rank owns their parts yet.
+
+    Raises Refused if a group is not ready, too old, or made by other weights than those published.
+    """
     tickets = [ctx.table.hand_over(step, group) for group in groups]
     scores: list[Scores | None] = [group[0].scores for group in tickets]
     scored = [index for index, value in enumerate(scores) if value is not None]
@@ -57,6 +65,7 @@ def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[in
 
 
 def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
+    """Returns the description of one group for the trainer ranks, without owners."""
     first, config = tickets[0], ctx.config
     selected = tuple(algorithm.select(np.asarray(advantages)))
     return GroupMeta(
@@ -73,16 +82,16 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
 
 
 async def until_whole(groups: Sequence[HandedGroup]) -> None:
-    """Waits while any of the groups is made again for another replica: until then it lacks payloads."""
+    """Waits while the trajectories of any of the groups are being made again for another replica."""
     while remade := [group for group in groups if group.remaking.locked()]:
         async with remade[0].remaking:
             pass
 
 
 async def make_group_again(ctx: Context, group: HandedGroup, lost: RefLost, tried: Sequence[Any]) -> None:
-    """Waits for new payloads of a handed group, unless another rank that lacked those it tried has had them made.
+    """Waits until the lost trajectories of a handed group are made again, unless they have been made again already.
 
-    Its scores stay: its advantages came from them.
+    `tried` are the refs whose values were lost. The group keeps its scores, because its advantages come from them.
     """
     async with group.remaking:
         if any(now is not before for now, before in zip(group.refs, tried, strict=True)):

@@ -1,10 +1,12 @@
-"""The trainer ranks that live: who has died, how the others meet without it, and how a successor takes its place.
+"""Living keeps account of which trainer ranks live: it removes dead ranks, rebuilds the process group, adds successors.
 
-A death costs the other replicas what its replica had not handed in yet. Where every rank holds all of the base, a
-rank is a replica of its own, and a successor takes its place; ranks that shared the base with the dead one are ended,
-and the others go on without them. One rank, the first, also sends the weights and writes the checkpoints; when it dies,
-the next one does (controller/endpoints.py, controller/checkpoints.py). With the last replica a death goes back to the
-checkpoint (run/recovery.py).
+A replica is the ranks that hold one copy of the base together. The trainer (trainer.py, replica_calls.py) and the
+endpoints (endpoints.py) report the errors that they see to `bury`. If a rank dies, only the parts in its replica's
+gradient sum must be computed again. If every rank holds the whole base, a rank is a replica of its own, and a successor
+takes its place. Otherwise the other ranks of the dead rank's replica are ended, too, and the other replicas go on
+without them. The first rank also sends the weights and writes the checkpoints; if it dies, the next rank does so
+(endpoints.py, checkpoints.py). If the last replica dies, the attempt ends and recovery starts at the checkpoint
+(run/recovery.py).
 """
 
 import asyncio
@@ -27,15 +29,17 @@ from separation.supervise import DeadlineExceeded, deadline, together
 logger = logging.getLogger(__name__)
 
 DEATH_DETECTION_SECONDS = 2.0
-"""Time in which the death of one rank shows after another rank has failed because of it."""
+"""Time within which the death of one rank must show after another rank has failed because of it."""
 MAX_SUCCESSORS = 3
-"""Successors of one rank that may fail to come; after that its run goes on without it until its next start."""
+"""Number of successors of one rank that may fail in a row. Then no further one is started, and the rank is missing
+until the next start from a checkpoint."""
 _NOT_COME = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, NoSeat, RefLost)
-"""What keeps a successor from taking part: its process, its load, its base weights, its seat, its peer's state."""
+"""Errors that keep a successor from joining: of its process, its loading, its base weights, its seat or its peer's
+state."""
 
 
 class Attempt(Protocol):
-    """What is asked of the attempt at training that ranks live in; the controller's `Context` is one."""
+    """The parts of an attempt that Living and the endpoints need; the controller's `Context` is one implementation."""
 
     @property
     def config(self) -> Config: ...
@@ -45,12 +49,12 @@ class Attempt(Protocol):
 
     @property
     def base_digest(self) -> str:
-        """Of the base weights that every rank must hold."""
+        """Digest of the base weights that every rank must hold."""
         ...
 
 
 async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that are gone, as far as it shows by now."""
+    """Returns those of the workers whose death shows within DEATH_DETECTION_SECONDS; returns as soon as one has."""
     watches = {asyncio.create_task(worker.watch()): worker for worker in workers}
     done, pending = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -59,20 +63,20 @@ async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def group_timeout(config: Config) -> float:
-    """Seconds that a collective of the ranks may take.
+    """Returns the time-out of the ranks' collectives in seconds.
 
-    A rank that has trained its parts waits for the others, at most as long as a call may take. The call's deadline
-    comes first, and names what was late.
+    A rank that has trained its parts waits for the others in a collective, at most as long as their calls may take. The
+    deadline of a call is shorter, so it passes first, and its error names the call.
     """
     return update_seconds(config, MAX_GROUPS_PER_CALL + 2)
 
 
 def nobody_asks(buried: Mapping[int, str]) -> None:
-    """For `Living` where nobody else keeps a record of the ranks."""
+    """Does nothing; default for `died` of Living, if no other object keeps a record of the ranks."""
 
 
 class Living:
-    """Which trainer ranks live, among those of a pool, and which of them is the first."""
+    """The trainer ranks of a pool that live, and the first of them. A rank is the index of its worker."""
 
     def __init__(
         self,
@@ -81,18 +85,23 @@ class Living:
         died: Callable[[Mapping[int, str]], None] = nobody_asks,
         layout: Layout | None = None,
     ) -> None:
-        """`died` is called at once with the ranks that are buried, and their names. `layout`: of successors."""
+        """`per_replica` is the number of ranks per replica; `layout` is given to successors when they load.
+
+        `died` is called with the ranks that `bury` removes and their workers' names (rank → name). `bury` has not
+        started a successor by then.
+        """
         self._group, self._per_replica, self._died, self._layout = group, per_replica, died, layout
         self.dead: set[int] = set()
         self._first = 0
         self._parted = False
-        """The process group holds one that died, or lacks one that came."""
+        """True: the process group contains a rank that died, or lacks a rank that joined."""
         self._successors: dict[int, asyncio.Task[Worker]] = {}
         self._failures: dict[int, int] = {}
-        """Of each rank's successors, those that failed to come, one after the other."""
+        """Rank → number of its successors that have failed in a row."""
         self._buried: set[str] = set()
-        """Names of all workers that died."""
+        """Names of all workers that have died or were ended."""
         self._settled = False
+        """True once `settle` was called: no more successors are started."""
 
     @property
     def ranks(self) -> list[int]:
@@ -104,20 +113,23 @@ class Living:
 
     @property
     def first(self) -> Worker:
-        """The rank that sends the weights and writes the checkpoints: rank 0 until it dies, then the lowest that lives
-        at that moment, and so on. A successor does not take the role back."""
+        """The rank that sends the weights and writes the checkpoints.
+
+        It is rank 0 until that dies, then the lowest rank that lives at that moment, and so on. A successor does not
+        take the role back.
+        """
         return self._group.workers[self._first]
 
     @property
     def heirs(self) -> list[Worker]:
-        """Those that live and would go on if the first died, the lowest rank first."""
+        """The living ranks outside the first rank's replica, in rank order; one of them follows when that rank dies."""
         own = self._first // self._per_replica
         return [self._group.workers[rank] for rank in self.ranks if rank // self._per_replica != own]
 
     async def on_first(self, attempt: Attempt, method: str, *args: Any, lane: str = "main") -> Any:
-        """The method's result on the first rank; where that dies before it answers, on the next one that is the first.
+        """Returns the method's result on the first rank; if that dies before it answers, the next first rank is asked.
 
-        For what every rank would answer alike. Raises WorkerDied where no rank is left that could.
+        It is used for methods whose result is the same on every rank. Raises WorkerDied if no rank is left.
         """
         while True:
             try:
@@ -126,10 +138,11 @@ class Living:
                 await self.bury(attempt, error)
 
     async def bury(self, attempt: Attempt, error: WorkerDied | WorkerFailed) -> dict[int, str]:
-        """The ranks whose death shows in `error`, with their names; none where another call has buried them meanwhile.
+        """Removes the ranks whose death `error` shows, and returns rank → name of each of them.
 
-        With a rank go those that shared the base with it, which are killed. Raises it where nobody has died, or nobody
-        would be left.
+        The other ranks of a dead rank's replica are killed and removed, too. If every rank is a replica of its own,
+        successors are started. The result is empty if another call has removed the rank already. Raises `error` if no
+        rank has died, or if no rank would be left.
         """
         gone = {worker.name for worker in await dead_among(self.workers)}
         if isinstance(error, WorkerDied):
@@ -171,22 +184,25 @@ class Living:
         self._successors[rank] = asyncio.create_task(self._succeed(attempt, rank), name=name)
 
     async def abort(self) -> None:
-        """Ends a collective, or a meeting, in which the living wait for one that died."""
+        """Aborts the collectives, and the forming of a process group, in which living ranks wait for a dead one."""
 
         async def end(worker: Worker) -> None:
-            with suppress(WorkerDied):  # the next call to it shows that
+            with suppress(WorkerDied):  # The next call of this rank reports its death.
                 await worker.call("separation.rendezvous:abort", lane="control")
 
         await together(*(end(worker) for worker in self.workers))
 
     async def meet(self, attempt: Attempt) -> None:
-        """Has the living form a process group of their own, where one has died or come since they last did."""
+        """Forms a process group of the living ranks, if a rank has died or joined since the last one was formed.
+
+        Raises WorkerDied, WorkerFailed or DeadlineExceeded if that fails; the next call then tries again.
+        """
         while self._parted:
-            # Before they meet, so that a death meanwhile has them meet again.
+            # Set before the group is formed: a death meanwhile sets it to True, and the loop forms another group.
             self._parted = False
             try:
                 seconds = group_timeout(attempt.config)
-                # Ranks that share the base do so in groups within the default one, which must not be left.
+                # Ranks that share the base use process groups made within the default one, so they must not leave it.
                 apart = self._per_replica > 1
                 await join_process_group(self._group, timeout=seconds, members=self.workers, apart=apart)
             except BaseException:
@@ -194,10 +210,10 @@ class Living:
                 raise
 
     async def welcome(self, attempt: Attempt, step: int) -> list[int]:
-        """Between two steps: ranks that were replaced and have loaded take over what their peers are. Returns them.
+        """Lets successors that have loaded join, between two steps, with the first rank's state; returns their ranks.
 
-        One that could not come is named, and called again MAX_SUCCESSORS times; until then, and after that, the others
-        do its work. Raises WorkerDied where no peer is left that could say what it is.
+        A successor that fails is logged, and another one is started until MAX_SUCCESSORS have failed in a row; the
+        other ranks do its work. Raises WorkerDied if no rank is left that has the state.
         """
         came = []
         for rank in [rank for rank, task in self._successors.items() if task.done()]:
@@ -217,7 +233,7 @@ class Living:
         return came
 
     async def _inform(self, attempt: Attempt, worker: Worker) -> tuple[str, str]:
-        """Brings the worker what the first rank is; returns that rank's name and the state's digest."""
+        """Copies the first rank's state to the worker; returns that rank's name and the state's digest."""
         while True:
             peer = self.first
             async with deadline(attempt.config.deadlines.load, f"load: the state of {peer.name} for {worker.name}"):
@@ -230,9 +246,12 @@ class Living:
                 return peer.name, digest
 
     def _failed_to_come(self, attempt: Attempt, rank: int, error: Exception) -> None:
-        """Names the failure, and calls another successor unless too many have failed."""
+        """Logs why a successor failed, and starts another one unless MAX_SUCCESSORS have failed in a row.
+
+        Raises `error` if it is the death of the last living rank.
+        """
         if isinstance(error, WorkerDied) and error.worker in {worker.name for worker in self.workers}:
-            raise error  # its last peer died: nobody is left
+            raise error  # The last living rank died; `bury` did not remove it, because none would be left.
         worker = self._group.workers[rank]
         worker.kill()
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
@@ -252,7 +271,7 @@ class Living:
             self._call_successor(attempt, rank)
 
     async def settle(self) -> None:
-        """Waits no longer for successors; who is replaced afterwards is nobody's business here."""
+        """Cancels the successors that are being started; from now on none is started."""
         self._settled, tasks = True, list(self._successors.values())
         self._successors.clear()
         for task in tasks:
@@ -260,7 +279,7 @@ class Living:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _succeed(self, attempt: Attempt, rank: int) -> Worker:
-        """A worker in the place of one that died, with the base loaded from the files."""
+        """Returns a new worker in the place of a dead rank, after its base weights were loaded and compared."""
         worker, config = await self._group.replace(rank), attempt.config
         attempt.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
         await download_model(model_of(self._group), [(worker, "transformer")], seconds=config.deadlines.download)

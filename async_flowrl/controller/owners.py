@@ -1,20 +1,26 @@
-"""The assignment of the parts of groups to trainer ranks.
+"""Owners assigns the parts of groups to trainer ranks.
 
-The schedulable unit is the replica: the ranks that hold one copy of the base between them. Nothing here changes a bit
-of the weights; it decides only how evenly the work is spread. So it may look at the clock.
+A replica is the ranks that hold one copy of the base together; work is first given to a replica, then to its ranks. The
+weights do not depend on the assignment, so it may depend on measured times: it only balances the work.
 """
 
 from collections.abc import Sequence
 
 PACE_MEMORY = 0.5
-"""Weight of what was known of a replica's pace, beside that of a call that was just measured."""
+"""Weight of the earlier estimate of a replica's pace beside a new measurement."""
 PACE_TRUST = 0.8
-"""Share that a replica without work in an optimizer step keeps of its lag behind the fastest: else one slow call, with
-a payload that was made again in it, say, would leave it without work for good."""
+"""Factor on the lag of a replica behind the fastest one for each optimizer step in which it had no work.
+
+Without it, one slow call, e.g. one that waited for a payload to be made again, could leave a replica without work for
+good.
+"""
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
-    """A sentence where an optimizer step of so many groups has fewer parts than there are ranks."""
+    """Returns a sentence if an optimizer step of `groups` groups has fewer parts than there are ranks, else None.
+
+    `parts` is the number of parts of each group.
+    """
     if groups * parts >= ranks:
         return None
     return (
@@ -24,7 +30,10 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
 
 
 def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
-    """A sentence where a call of so many groups has fewer parts than ranks that must compute side by side."""
+    """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
+
+    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has.
+    """
     if groups * parts >= per_replica:
         return None
     return (
@@ -36,28 +45,36 @@ def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
 
 
 class Owners:
-    """Spreads the groups of one optimizer step, in the order they come, over replicas and the ranks in them.
+    """Assigns the groups of one optimizer step, in the order in which they come, to replicas and their ranks.
 
-    A group, or a part where there are few groups, goes to the replica that is expected to be done with it first: by the
-    seconds that each took for a sample until now, and by what it has been given.
+    A whole group, or a part if there are few groups, goes to the replica that will probably be done with it first. The
+    estimate uses each replica's measured seconds per image and the work that it has got already. `now` is the time in
+    seconds, on a clock of the caller.
     """
 
     def __init__(self, ranks: int, per_replica: int = 1) -> None:
-        """Raises ValueError where ranks cannot be cut into replicas of that size."""
+        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`."""
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
         self._per_replica, self._replicas = per_replica, ranks // per_replica
         self._load = [0] * ranks
+        """Rank → number of images that it has got in this optimizer step."""
         self._done_at = [0.0] * self._replicas
+        """Replica → time at which it will probably be done with its work."""
         self._pace: dict[int, float] = {}
+        """Replica → seconds per image, as an average that forgets (PACE_MEMORY)."""
         self._given: set[int] = set()
-        """Replicas that have work in this optimizer step."""
+        """Replicas that have got work in this optimizer step."""
         self._whole = True
+        """True: groups are not split over replicas."""
         self.absent: set[int] = set()
-        """Replicas that died: they are given nothing."""
+        """Replicas that have died and get no work."""
 
     def begin(self, groups: int, now: float = 0.0) -> None:
-        """A new optimizer step of so many groups. With at least two for each replica, no group is split over them."""
+        """Begins an optimizer step of `groups` groups.
+
+        Groups are split over replicas only if there are fewer than two groups for each living replica.
+        """
         fastest = min(self._pace.values(), default=0.0)
         for replica in self._pace.keys() - self._given:
             self._pace[replica] = fastest + PACE_TRUST * (self._pace[replica] - fastest)
@@ -66,7 +83,10 @@ class Owners:
         self._whole = groups >= 2 * (self._replicas - len(self.absent))
 
     def of(self, samples: Sequence[int], now: float = 0.0) -> tuple[int, ...]:
-        """The owners of the next group's parts, given their samples; of equal replicas and ranks the first."""
+        """Returns the rank for each part of the next group; `samples` is the number of images of each part.
+
+        Of equally good replicas or ranks the lowest is taken.
+        """
         whole = self._next(sum(samples), now) if self._whole else None
         owners = []
         for size in samples:
@@ -77,7 +97,10 @@ class Owners:
         return tuple(owners)
 
     def took(self, replica: int, samples: int, seconds: float, *, idle_at: float | None = None) -> None:
-        """A call to a replica is over; `idle_at`: the time, where it has nothing left to do."""
+        """Records that a replica has computed `samples` images in `seconds`.
+
+        `idle_at` is the present time if the replica has no work left, else None.
+        """
         if samples:
             self._given.add(replica)
             pace, before = seconds / samples, self._pace.get(replica)
@@ -86,7 +109,7 @@ class Owners:
             self._done_at[replica] = idle_at
 
     def _next(self, samples: int, now: float) -> int:
-        """Books the samples on the replica that will be done with them first."""
+        """Returns the replica that will probably be done with the images first, and adds them to its work."""
         usual = sum(self._pace.values()) / len(self._pace) if self._pace else 1.0
 
         def done(replica: int) -> float:

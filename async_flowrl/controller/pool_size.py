@@ -1,6 +1,7 @@
-"""The rollout pool's size while a run goes on: workers join when nodes bring seats, and leave when nodes are drained.
+"""The size of an elastic rollout pool during a run: workers join when nodes bring seats, and leave drained nodes.
 
-None of it shows in the weights: a ticket is a function of its ordinal and its version, whoever makes it.
+dispatch.py runs `change_size`. The size does not change the weights, because a ticket's images depend only on its
+ordinal and its version.
 """
 
 import asyncio
@@ -17,18 +18,19 @@ from separation.supervise import DeadlineExceeded
 logger = logging.getLogger(__name__)
 
 TURNED_AWAY = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, OtherCode)
-"""What a newcomer may fail with: it is turned away, and the run goes on without it."""
+"""Errors of a new worker after which it is removed and the run goes on without it."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
-"""Before a seat is tried again after a newcomer that was turned away; doubled each time, up to the longest."""
+"""First and longest pause before a seat is tried again whose worker could not serve; the pause doubles each time."""
 
 
 class Pauses:
-    """Counts failures that come together, as those of nodes that arrived together do, as one."""
+    """The pauses after failures. Failures that come together, e.g. of nodes that arrived together, count as one."""
 
     def __init__(self) -> None:
         self._last = self._counts_from = 0.0
 
     def after_failure(self) -> float:
+        """Counts a failure and returns the pause after it in seconds."""
         now = asyncio.get_running_loop().time()
         if now >= self._counts_from:
             self._last = min(LONGEST_PAUSE_SECONDS, 2 * self._last or PAUSE_SECONDS)
@@ -36,15 +38,19 @@ class Pauses:
         return self._last
 
     def forget(self) -> None:
+        """Sets the next pause back to PAUSE_SECONDS, after a worker that joined."""
         self._last = self._counts_from = 0.0
 
 
 class PoolTooSmall(RuntimeError):
-    """The rollout pool has had fewer workers than it may have for too long."""
+    """Raised if the rollout pool has had fewer workers than `rollout.min_workers` for too long."""
 
 
 async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]) -> None:
-    """Runs until it is cancelled. `serve(index)` starts to give a worker tickets. Raises PoolTooSmall."""
+    """Changes the pool's size until it is cancelled; `serve(index)` starts to give a worker tickets.
+
+    Raises PoolTooSmall in an exception group.
+    """
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(grow(ctx, growth, serve, tasks), name="growth of the rollout pool")
         tasks.create_task(shrink(ctx, growth), name="drained nodes")
@@ -52,11 +58,15 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
-    """A worker for every seat that comes, all side by side. A seat whose worker cannot serve is kept for a pause."""
+    """Starts a worker for every seat that becomes free, all at the same time; runs until it is cancelled.
+
+    A seat whose worker cannot serve is kept for a pause and then given back.
+    """
     pauses, arrivals = Pauses(), ctx.arrivals
     unfilled: list[Any] = []
 
     async def fill(seat: Any) -> Worker | None:
+        """Builds the worker of the seat; if that fails, gives the seat back after a pause and returns None."""
         arrivals.starting += 1
         try:
             worker = await growth.fill(seat)
@@ -74,6 +84,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         return None
 
     async def bring_in(seat: Any) -> None:
+        """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again."""
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)
@@ -102,12 +113,13 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
 
 
 def refuse(ctx: Context, who: str, error: BaseException) -> None:
+    """Logs why `who` cannot join the run, and records a fault event."""
     logger.warning("%s cannot join the run: %s", who, error)
     ctx.observer.event("fault", worker=who, kind=type(error).__name__, message=str(error))
 
 
 async def shrink(ctx: Context, growth: Growth) -> None:
-    """Tells the workers of a drained node to leave: they get no more tickets."""
+    """Marks the workers of drained nodes as leaving, so that they get no more tickets; runs until it is cancelled."""
     while True:
         for departure in await growth.departures(ctx.departures.names):
             name = departure.worker.name
@@ -116,14 +128,17 @@ async def shrink(ctx: Context, growth: Growth) -> None:
 
 
 async def leave(ctx: Context, worker: Worker, reason: str) -> None:
-    """A worker that has served leaves the run."""
+    """Removes a worker that has served from the run and logs the reason."""
     await take_out(ctx, worker)
     ctx.observer.event("worker_left", worker=worker.name, node=worker.node, reason=reason, workers=serving(ctx))
     logger.warning("%s on %s left (%s): %s", worker.name, worker.node, reason, counted(ctx))
 
 
 async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> None:
-    """Its unfinished tickets wait for another worker, and its seat is given back, after so many seconds."""
+    """Hands back the worker's unfinished tickets, ends its deliveries and gives its seat back.
+
+    `keep_seat` is the pause in seconds before the seat is given back; the worker is killed before the pause.
+    """
     ctx.table.hand_back(worker.name)
     await ctx.weights.leave(worker.name)
     ctx.work.notify()
@@ -136,7 +151,7 @@ async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> N
 
 
 def serving(ctx: Context) -> int:
-    """How many rollout workers serve, or are being replaced."""
+    """Returns the number of rollout workers that serve or are being replaced."""
     return sum(worker.name not in ctx.arrivals for worker in ctx.rollout.workers)
 
 
@@ -146,8 +161,10 @@ def counted(ctx: Context) -> str:
 
 
 async def watch_size(ctx: Context) -> None:
-    """Raises PoolTooSmall when there have been fewer workers than `min_workers` for longer than a start may take, and
-    none is on its way."""
+    """Raises PoolTooSmall if the pool has been too small for too long and no worker is starting; runs until then.
+
+    Too small means fewer than `min_workers`, too long more than `deadlines.load` seconds.
+    """
     seconds, least = ctx.config.deadlines.load, ctx.rollout.spec.least
     clock = asyncio.get_running_loop().time
     enough = clock()

@@ -1,4 +1,8 @@
-"""Calls to the replicas of the trainer, side by side: what each has in its sums then, and which of them died."""
+"""ReplicaCalls gives the replicas of the trainer their groups, and keeps account of their sums and their deaths.
+
+A replica is the ranks that hold one copy of the base together. TrainerGroup (trainer.py) is derived from ReplicaCalls.
+The replicas work at the same time; each gets one call after another.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,31 +21,35 @@ from separation.group import WorkerDied, WorkerFailed, WorkerGroup
 
 
 class ReplicaCalls:
-    """The replicas of a pool of trainer ranks, who of them lives, and what was given to which."""
+    """The replicas of a pool of trainer ranks, which of them live, and the calls that each has got."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self.layout: Layout | None = None
-        """What the ranks are told of their layout when they load; None: what the configuration says."""
+        """Layout that the ranks get when they load; None means the settings of the configuration."""
         self._idle_since = 0.0
+        """Time, on the loop's clock, at which the last call of a replica ended."""
         self._sums = Sums(-1, StepPlan(rows=0))
-        """Of the attempt at an optimizer step under way, or of the last one."""
+        """The sums of the present attempt at an optimizer step, or of the last one."""
         self._arrange(1)
 
     def _arrange(self, per_replica: int) -> None:
+        """Makes the replicas anew, of `per_replica` ranks each, all of them alive."""
         ranks = len(self.workers.workers)
         self._owners = Owners(ranks, per_replica)
         starts = range(0, ranks, per_replica)
         self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
         self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
-        """Beginnings of optimizer steps until now."""
+        """Number of attempts at optimizer steps so far; it numbers them."""
         self._freed = asyncio.Event()
+        """Set when a replica has answered all of its calls."""
         self._measures = True
-        """Whether the next optimizer step is measured, as the ranks said last; new ones have not said anything yet."""
+        """True if the next optimizer step is measured. The ranks say so in the statistics of each step; until then it
+        is True."""
 
     def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
-        """The groups with the ranks that train their parts."""
+        """Returns the groups with the rank that trains each of their parts."""
         owned, samples = [], ctx.config.trainer.micro_batch_size
         for group in groups:
             if group.meta is not None:
@@ -51,7 +59,7 @@ class ReplicaCalls:
         return owned
 
     def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
-        """Only where it changes: with many ranks this is asked for each group."""
+        """Records the state of a replica's ranks if it has changed; it is called for every group."""
         if replica.state != state and not replica.dead:
             replica.state = state
             for rank in replica.ranks:
@@ -67,7 +75,7 @@ class ReplicaCalls:
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
-        """Has every replica do its groups, one call after the other, beside the other replicas."""
+        """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
         for index, replica in enumerate(self._replicas):
             own = [group for group in groups if replica.owns(group)]
             if own:
@@ -79,6 +87,7 @@ class ReplicaCalls:
     async def _on_replica(
         self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str
     ) -> None:
+        """Makes one call of a replica after its earlier calls, and tells the Owners how many seconds it took."""
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
         async with replica.lock:
             began = now()
@@ -98,9 +107,9 @@ class ReplicaCalls:
     async def _call(
         self, ctx: Context, replica: Replica, sums: Sums, groups: Sequence[HandedGroup], method: str
     ) -> None:
-        """One call to a replica, and what is in its sums then. One that dies is buried, and what it had with it.
+        """Makes one call of a replica and records what is in its sums then. A replica that dies in the call is removed.
 
-        Raises what one that lives raised, whoever died meanwhile: nobody knows what is in its sums then.
+        Raises the error if the replica lives, even if another rank died meanwhile, because its sums are then unknown.
         """
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
@@ -108,7 +117,7 @@ class ReplicaCalls:
         request = TrainRequest(sums.step, metas, sums.plan if trains and not replica.begun else None, more=more)
         replica.begun |= trains
         try:
-            # As they are now: a successor that takes the place of one of them meanwhile knows nothing of this step.
+            # A copy of the list: a successor that replaces one of these workers meanwhile knows nothing of this step.
             answers = await with_trajectories(ctx, list(self.workers.workers), replica, groups, method, request)
         except (WorkerDied, WorkerFailed) as error:
             await self.living.bury(ctx, error)
@@ -119,7 +128,7 @@ class ReplicaCalls:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
 
     def _died(self, buried: Mapping[int, str]) -> None:
-        """What these ranks had in their sums is lost, and they are given nothing any more; whoever has noticed."""
+        """Marks the replicas of removed ranks (rank → name) as dead: their sums are lost; they get no more groups."""
         self._sums.forget(buried)
         for index, replica in enumerate(self._replicas):
             if any(rank in buried for rank in replica.ranks):
@@ -127,6 +136,7 @@ class ReplicaCalls:
                 self._owners.absent.add(index)
 
     def _came(self, ranks: Sequence[int]) -> None:
+        """Marks the replicas of ranks that have joined as alive."""
         for index, replica in enumerate(self._replicas):
             if any(rank in ranks for rank in replica.ranks):
                 replica.dead = False
@@ -138,4 +148,5 @@ class ReplicaCalls:
 
 
 def now() -> float:
+    """Returns the time of the running loop in seconds."""
     return asyncio.get_running_loop().time()

@@ -1,4 +1,8 @@
-"""Calls to the replicas of the trainer: the groups of each go to its ranks in order, replicas work side by side."""
+"""Replica, one replica of the trainer for the controller, and the calls that pass trajectories to its ranks.
+
+A replica is the trainer ranks that hold one copy of the base together. replica_calls.py, trainer.py and collect.py use
+this file.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -16,35 +20,39 @@ from separation.group import RefLost, Worker
 from separation.supervise import deadline, together
 
 ARRIVED = "async_flowrl.training.messages:arrived"
+"""Function with which a worker confirms that the arguments of the call have arrived."""
 MAX_GROUPS_PER_CALL = 8
-"""Groups that go to a replica in one call where so many are ready: between two calls it waits for milliseconds."""
+"""Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds."""
 
 
 @dataclass
 class Replica:
-    """The ranks that hold one copy of the base between them. They compute side by side, so they get the same calls."""
+    """The ranks that hold one copy of the base together. They run collectives together, so they get the same calls."""
 
     ranks: range
+    """The numbers of its ranks."""
     size: int
-    """All trainer ranks."""
+    """Number of all trainer ranks."""
     begun: bool = False
-    """It has been told of the optimizer step under way."""
+    """True once its ranks know the plan of the present optimizer step."""
     waiting: int = 0
-    """Calls that were not answered yet."""
+    """Number of calls that are not answered yet, those that wait for `lock` included."""
     dead: bool = False
-    """Its ranks are gone, and nobody has taken their place yet."""
+    """True: its ranks have died, and no successor has joined yet."""
     state: str = ""
-    """What was last recorded of its ranks in this step."""
+    """The state of its ranks that was recorded last in this step."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a call: a replica gets its calls one after another."""
 
     def places(self) -> list[Place]:
         return [Place(rank, self.size, len(self.ranks)) for rank in self.ranks]
 
     def owns(self, group: HandedGroup) -> bool:
+        """Returns True if one of its ranks trains a part of the group."""
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)
 
     def samples(self, groups: Iterable[HandedGroup], samples: int) -> int:
-        """Samples of the groups that its ranks train, in parts of so many."""
+        """Returns the number of images of the groups that its ranks train; a part has at most `samples` images."""
         return sum(
             len(part)
             for group in groups
@@ -62,10 +70,11 @@ async def with_trajectories(
     method: str,
     request: TrainRequest,
 ) -> list[Any]:
-    """Calls `method` on the replica's ranks, each with the trajectories that it needs of the groups, all trained.
+    """Calls `method` on the ranks of a replica with the trajectories that each needs; returns answers in rank order.
 
-    Those that are lost are made again first. Several ranks confirm that they have theirs before any of them begins:
-    afterwards they wait for each other.
+    All `groups` must be trained ones (`meta` is set), in the order of `request.metas`. Trajectories that are lost are
+    made again first; the groups are then sent one by one, and the answers of the last call are returned. Raises
+    DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     samples = ctx.config.trainer.micro_batch_size
 
@@ -88,7 +97,8 @@ async def with_trajectories(
             if len(groups) == 1:
                 await make_group_again(ctx, groups[0], lost, tried[0])
                 continue
-        # Whose payload was lost shows when they go one by one; a call that lacks an argument has done nothing.
+        # One call per group shows which group has lost its payload. A call without an argument has not run, so nothing
+        # is done twice.
         single = zip(groups, request.split(), strict=True)
         return [
             await with_trajectories(ctx, workers, replica, [group], method, its_part) for group, its_part in single
@@ -101,7 +111,11 @@ async def with_probe(
     probe: HandedGroup | None,
     requests: Sequence[TrainRequest],
 ) -> list[Any]:
-    """Calls `add_up` on the ranks with what ends an optimizer step, and the trajectories of the probe's first part."""
+    """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
+
+    The probe is the group on which the ranks measure how far the step moves the policy; None: nothing is measured. Its
+    trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
+    """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
         which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
@@ -121,6 +135,11 @@ async def with_probe(
 async def _called(
     workers: Sequence[Worker], method: str, calls: Sequence[tuple[TrainRequest, Sequence[Any]]]
 ) -> list[Any]:
+    """Calls the method on all workers at once. Several workers first confirm that their trajectories have arrived.
+
+    In the method the ranks wait for each other in collectives, so a lost trajectory must show before any of them
+    begins.
+    """
     if len(workers) > 1 and any(refs for _, refs in calls):
         await together(*(w.call(ARRIVED, *refs) for w, (_, refs) in zip(workers, calls, strict=True)))
     return await together(*(w.call(method, request, *refs) for w, (request, refs) in zip(workers, calls, strict=True)))
@@ -128,7 +147,7 @@ async def _called(
 
 @asynccontextmanager
 async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose first failure is raised as itself."""
+    """A TaskGroup whose first failure is raised as itself, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks

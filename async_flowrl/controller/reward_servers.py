@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 SERVERS = "servers"
 """Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place."""
 LOST = (WorkerDied, WorkerFailed, DeadlineExceeded)
+"""Errors of a server's worker after which its server counts as dead."""
 MARGIN_SECONDS = 30.0
 """Seconds that a call may take in addition to the time limit of the work that it waits for."""
 Listener = Callable[[Mapping[str, Addresses]], None]
+"""Function that gets term → addresses of its servers whenever they change."""
 TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
 """Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them."""
 

@@ -1,8 +1,11 @@
-"""The trainer ranks as the controller sees them: which groups go to which of them, and when.
+"""TrainerGroup, the trainer as the controller sees it: decides which ranks train which groups of a step, and when.
 
-The trainer takes whichever group of the step is ready. Advantages are computed once (float64, on the controller), and
-which rank trains which part of a group is said here; a batch is cut into optimizer steps by the groups' numbers. Batch
-and stream hand-over train the same parts; only the waiting differs.
+The loop (async_flowrl/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
+and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
+are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
+parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A
+replica is the ranks that hold one copy of the base together. Advantages are computed once, in float64, on the
+controller.
 """
 
 import logging
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerGroup(ReplicaCalls):
-    """All trainer ranks of one run."""
+    """All trainer ranks of one run; it implements the protocol `Trainer` (context.py)."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         super().__init__(workers)
@@ -43,7 +46,10 @@ class TrainerGroup(ReplicaCalls):
         self._waited = 0.0
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
-        """How many ranks hold one copy of the base between them, as they said when they loaded it."""
+        """Sets the number of ranks per replica, which the ranks reported when they loaded the base.
+
+        Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
+        """
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
@@ -53,15 +59,18 @@ class TrainerGroup(ReplicaCalls):
             logger.warning("%s", said)
 
     def _most_selected(self, config: Config) -> list[int]:
-        """What the algorithm trains of a group whose images all differ."""
+        """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
-        """The method's results on every rank that lives, in rank order; the first failure is raised."""
+        """Returns the method's results on all living ranks, in rank order. Raises the first error."""
         return await together(*(worker.call(method, *args, lane=lane) for worker in self.living.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
-        """Trains on step `step`'s batch and returns its line of metrics (without timing)."""
+        """Trains on the groups of `step` and returns the step's metrics, with the seconds of waiting and of training.
+
+        Raises WorkerDied if the last replica died, other errors of the ranks, and DeadlineExceeded.
+        """
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = now()
         self._waited = 0.0
@@ -83,35 +92,39 @@ class TrainerGroup(ReplicaCalls):
         timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
-    # -- which groups, and when
+    # -- the groups of a step, in the order in which they are trained
 
     async def _batch(self, ctx: Context, step: int, size: int) -> list[HandedGroup]:
-        """All groups of the step, once all are ready; the ranks know what those of later optimizer steps need."""
+        """Waits until all groups of the step are ready and returns them, with an owner for each part.
+
+        The owners of the groups of later optimizer steps also compute the proximal predictions for them now, because
+        the weights change with the first optimizer step.
+        """
         groups = range(ctx.config.prompts_per_step)
-        # Asked after every group: the last ones are the ones that are missing.
+        # The condition is checked after every group; the last groups are usually those that are missing.
         await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
         handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
         for start in range(0, len(handed), size):
             self._owners.begin(size, now())
             batch += self._owned(ctx, handed[start : start + size])
         async with failing_as_one() as tasks:
-            # Predictions of the weights at the start of the batch, on the ranks that will train on them.
+            # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
             self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
         return batch
 
     async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
-        """Groups that are here: as many as one call takes for one replica, everything where several share it."""
+        """Yields groups that are handed over already: for a single replica one call's worth at a time, else all."""
         most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
         for start in range(0, len(groups), most):
             yield groups[start : start + most]
 
     async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
-        """A step's groups in whatever order they get ready, as soon as a replica is free; of several the lowest."""
+        """Yields the groups of an optimizer step as they become ready and a replica is idle, low numbers first."""
         left = set(range(size))
         self._owners.begin(size, now())
 
         def ready() -> list[int]:
-            # A handed group that is made again gets ready a second time.
+            # A group that was handed over and is made again becomes ready a second time; it is not in `left` any more.
             return [group for group in ctx.table.ready_groups(step) if group in left]
 
         while left:
@@ -120,14 +133,14 @@ class TrainerGroup(ReplicaCalls):
                 self._freed.clear()
                 await self._freed.wait()
             found, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
-            # Smaller and smaller shares, so that all replicas end at about the same time.
+            # A call gets only a share of the ready groups: shares shrink, so all replicas end at about the same time.
             chosen = found[: min(max(1, len(found) // shares), MAX_GROUPS_PER_CALL) * free]
             left -= set(chosen)
             if chosen:
                 yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
     async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
-        """Waits for groups; it counts as waiting only as long as no rank computes."""
+        """Waits until `condition()` holds; only time in which no rank computes counts as waiting for the rollout."""
         if not condition():
             began = now()
             for replica in self._alive:
@@ -144,7 +157,11 @@ class TrainerGroup(ReplicaCalls):
     async def _optimizer_step(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], list[UpdateStats]]:
-        """One optimizer step on the groups that come: all of them by rising number, and what it did, by rank."""
+        """Makes one optimizer step on the groups that `coming` yields; returns the groups and each rank's statistics.
+
+        The groups are sorted by number. If the sum of the gradients overflows, the optimizer step is computed again
+        with a larger exponent (training/exact.py).
+        """
         while True:
             groups, found = await self._attempt(ctx, step, update, size, coming)
             if not isinstance(found, int):
@@ -162,9 +179,12 @@ class TrainerGroup(ReplicaCalls):
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """The groups by rising number, and what was done, or the exponent with which it must be done again."""
+        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent.
+
+        The exponent means that the sum overflowed, and that the step must be tried again with it.
+        """
         groups: list[HandedGroup] = []
-        found: Stepped | int = []
+        found: Stepped | int | None = None
         sums = self._sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
         for replica in self._replicas:
@@ -179,7 +199,7 @@ class TrainerGroup(ReplicaCalls):
                 else:
                     found = await self._train_alone(ctx, sums, groups, some, finishes=len(groups) == size)
         groups.sort(key=lambda group: group.number)
-        return groups, found or await self._finish(ctx, sums, groups)
+        return groups, await self._finish(ctx, sums, groups) if found is None else found
 
     async def _train_alone(
         self,
@@ -189,8 +209,11 @@ class TrainerGroup(ReplicaCalls):
         groups: Sequence[HandedGroup],
         *,
         finishes: bool,
-    ) -> Stepped | int:
-        """On the only rank: the last call ends the optimizer step, too."""
+    ) -> Stepped | int | None:
+        """Trains groups on the only rank; the call for the last groups also finishes the optimizer step.
+
+        Returns None before the last call, then the rank's statistics, or a larger exponent if the sum overflowed.
+        """
         step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
         trained = [group for group in groups if group.meta is not None]
         metas = tuple(group.meta for group in trained if group.meta)
@@ -203,7 +226,7 @@ class TrainerGroup(ReplicaCalls):
             async with deadline(update_seconds(ctx.config, 1), f"update: step {step}"):
                 results = await self.all("train", request)
         if not finishes:
-            return []
+            return None
         summed = results[0]
         if isinstance(summed, Summed):
             assert summed.overflow is not None, "a rank alone steps at once"
@@ -211,7 +234,10 @@ class TrainerGroup(ReplicaCalls):
         return [(self.living.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Has the living add up what they have, which is the whole step then, and step."""
+        """Adds up the living ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
+
+        If a rank dies before the sums are added up, the others compute its parts again first.
+        """
         while True:
             await self._complete(ctx, sums, groups)
             for replica in self._alive:
@@ -219,7 +245,7 @@ class TrainerGroup(ReplicaCalls):
             try:
                 await self.living.meet(ctx)
                 if not complete(groups, sums):
-                    continue  # one has died in the meantime
+                    continue  # A rank has died in the meantime.
                 summed = await add_up(ctx, self.living, sums, groups, measures=self._measures)
             except (WorkerDied, WorkerFailed) as error:
                 await self.living.bury(ctx, error)
@@ -230,7 +256,7 @@ class TrainerGroup(ReplicaCalls):
             return await take_step(ctx, self.living, sums.step, summed)
 
     async def _complete(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> None:
-        """Has the living compute again what is in nobody's sum, because the rank that had it died."""
+        """Has the living ranks compute the parts that are in no rank's sum, because the rank that had them died."""
         for _ in self._replicas:
             if not (again := lacking(groups, sums, lambda group: self._owned(ctx, [group])[0])):
                 return
@@ -249,12 +275,14 @@ class TrainerGroup(ReplicaCalls):
                 self._give(ctx, tasks, sums, again, "train")
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
+        """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
         rows = groups * per_group * len(request.train_steps)
         return StepPlan(rows, update, self._attempts, probe=update == 0)
 
     def _book(self, ctx: Context, results: Stepped) -> None:
+        """Records the spans of an optimizer step, and the trajectories that each rank fetched, as events."""
         self._measures = results[0][1].measures_next
         for worker, stats in results:
             for span in stats.spans:

@@ -1,1 +1,1 @@
-"""Doctor: describes a machine, checks if a configuration can start there, and with `--gpu` tests its GPUs."""
+"""The doctor: describes a machine, checks whether a configuration can start there, and with `--gpu` tests its GPUs."""

@@ -1,9 +1,9 @@
 """Command line of the doctor: python -m async_flowrl.doctor [--config-name NAME] [key=value ...] | [--gpu ...].
 
-With a configuration it checks if that can start here, or on the cluster at its `runtime.address`. With `--gpu` it runs
-a series of checks, each in a process of its own with a time limit, and writes a report. Without either it shows
-versions, devices and optional parts. The exit code is 0 if nothing failed, 1 if something failed, and 2 for wrong
-arguments, a configuration that cannot be read, or `--gpu` without a GPU.
+With a configuration it checks whether a run with it can start here, or on the cluster at its `runtime.address`. With
+`--gpu` it runs a series of checks, each in a process of its own with a time limit, and writes a report. Without either
+it shows versions, devices and optional parts. The exit code is 0 if nothing failed, 1 if something failed, and 2 for
+wrong arguments, a configuration that cannot be read, or `--gpu` without a GPU.
 """
 
 import argparse

@@ -20,10 +20,10 @@ NAME = "devices"
 
 
 def devices(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
-    """Compares the plan of each pool with the GPUs that its workers can get.
+    """Compares the memory plan of each pool with the GPUs that its workers can get.
 
-    It is a failure if even a pool's largest GPUs are too small, and a warning if it depends on which of them Ray gives
-    it: that shows only when the workers sit.
+    The finding is a failure if even a pool's largest GPUs are too small. It is a warning if the plan fits only some of
+    the GPUs, because Ray chooses among them when the workers start.
     """
     if not any(machine.facts["gpus"] for machine in machines):
         return Finding(NAME, SKIPPED, "no GPU: everything runs on CPUs", "nothing to plan")
@@ -50,13 +50,13 @@ def devices(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machi
 
 
 def judged(spec: PoolSpec, config: Config) -> bool:
-    """Whether the plan says what a worker of the pool needs of a GPU; the engine vllm_omni plans by itself."""
+    """Returns True if the memory plan covers the pool and its workers use a GPU; vllm_omni plans its memory itself."""
     known = spec.name in (TRAINER, SHARED) or is_scoring_pool(spec.name)
     return spec.gpus_per_worker > 0 and (known or (spec.name == ROLLOUT and config.rollout.engine != "vllm_omni"))
 
 
 def offers(spec: PoolSpec, machines: Sequence[Machine]) -> list[tuple[int, str]]:
-    """Bytes of the GPUs of every node that can hold the pool's workers, with the node's name, the largest first."""
+    """Returns (bytes, name of the node) of each GPU on nodes that can hold the pool's workers, the largest first."""
     exists = totals(machine.resources for machine in machines if machine.resources is not None)
     bundle = share_of_node(needs_of(spec, exists), spec.workers_per_node or 1)
     fitting = [one for one in machines if one.resources is None or holds(one.resources, bundle)]
@@ -64,7 +64,7 @@ def offers(spec: PoolSpec, machines: Sequence[Machine]) -> list[tuple[int, str]]
 
 
 def said(smallest: Mapping[str, int]) -> str:
-    """`of 80.0 GiB`, or per pool where they differ."""
+    """Returns `of 80.0 GiB`, or the sizes by pool if they differ."""
     if len(set(smallest.values())) == 1:
         return f"of {next(iter(smallest.values())) / GIB:.1f} GiB"
     return ", ".join(f"for {pool} of {size / GIB:.1f} GiB" for pool, size in smallest.items())

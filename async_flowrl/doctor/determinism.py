@@ -50,7 +50,7 @@ def run(setting: Setting, way: str, options: Sequence[str], seconds: float) -> D
 
 
 def judged(twice: Digests, beside: Digests) -> list[Finding]:
-    """One finding per kind of work: failed if the digests differ or torch has no deterministic kernel."""
+    """Returns one finding per kind of work: failed if the digests differ or torch has no deterministic kernel."""
     findings = []
     for work, digests in twice.items():
         everywhere = {*digests, *beside[work]}

@@ -62,7 +62,7 @@ def all_digests(setting: Setting, device: torch.device, rounds: int) -> dict[str
 
 
 def digest(compute: Work) -> str:
-    """XXH3-128 over the bytes of all results, in order; "refused: …" if a kernel has no deterministic form."""
+    """Returns XXH3-128 over the bytes of all results, in order; "refused: …" if a kernel has no deterministic form."""
     try:
         results = compute()
     except RuntimeError as error:
@@ -77,12 +77,12 @@ def digest(compute: Work) -> str:
 
 
 def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal values that depend only on the name and the shape: equal in every process."""
+    """Returns standard normal values that depend only on the name and the shape, so they are equal in every process."""
     return torch.randn(list(shape), generator=generator(derive(0, "doctor", name))).to(device, dtype)
 
 
 def products(setting: Setting, dtype: torch.dtype, device: torch.device) -> dict[str, Work]:
-    """Matrix products, and attention forward and backward, with the model's shapes."""
+    """Returns matrix products, and attention forward and backward, with the model's shapes."""
     heads = setting.sizes.heads
     tokens = (setting.sizes.resolution // 16) ** 2
     a, b = (drawn(name, (ROWS * tokens, 128 * heads), dtype, device) for name in ("a", "b"))
@@ -100,7 +100,7 @@ def products(setting: Setting, dtype: torch.dtype, device: torch.device) -> dict
 
 
 def of_the_model(setting: Setting, dtype: str, device: torch.device) -> dict[str, Work]:
-    """A LoRA layer and a network of one block, forward and backward, and an optimizer step on its LoRA."""
+    """Returns a LoRA layer and a network of one block, forward and backward, and an optimizer step on its LoRA."""
     config = configuration(setting, *model_overrides(setting, dtype=dtype, layers=1))
     policy = load_policy(resolve_model(config.model), dtype=dtype, device="cpu", parts="transformer")
     add_lora(policy.transformer, config.lora, policy, config.seed)
@@ -116,7 +116,7 @@ def of_the_model(setting: Setting, dtype: str, device: torch.device) -> dict[str
 
 
 def lora_layer(policy: Policy, dtype: torch.dtype, device: torch.device) -> Work:
-    """The first adapted layer on a batch of image tokens, forward and backward."""
+    """Returns the work of the first adapted layer on a batch of image tokens, forward and backward."""
     layer = next(iter(lora_modules(policy.transformer).values()))
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     width = int(next(iter(layer.parameters())).shape[-1])
@@ -131,7 +131,7 @@ def lora_layer(policy: Policy, dtype: torch.dtype, device: torch.device) -> Work
 
 
 def network(config: Config, policy: Policy, parameters: FlatParameters, device: torch.device) -> Work:
-    """One velocity and the gradient of the LoRA."""
+    """Returns the work of one velocity and of the gradient of the LoRA."""
     how = sampling(config)
     latents = drawn("latents", (ROWS, *policy.latent_shape(how.resolution)), torch.float32, device)
     prompt = {name: drawn(name, each.shape, each.dtype, device) for name, each in text(policy)}
@@ -152,7 +152,7 @@ def text(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def optimizer_step(config: TrainerConfig, parameters: FlatParameters) -> Work:
-    """Gradient norm, clipping and one AdamW step, always from the same weights and with empty moments."""
+    """Returns the work of a gradient norm, clipping and one AdamW step, from equal weights and with empty moments."""
     start = parameters.snapshot()
     gradient = drawn("gradient", start.shape, torch.float32, start.device)
 

@@ -69,7 +69,7 @@ def facts(asked: Asked) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of PACKAGES; "none" for a missing one."""
+    """Returns the versions of PACKAGES; "none" for a missing package."""
     return {package: version(package) for package in PACKAGES}
 
 
@@ -81,7 +81,7 @@ def version(package: str) -> str:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Name of every network interface → its IPv4 addresses, the first of them first."""
+    """Returns name of a network interface → its IPv4 addresses, in their order."""
     return {
         name: [each.address for each in addresses if each.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
@@ -89,7 +89,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def free_memory() -> int:
-    """Bytes of memory that processes can still take: Linux's figure, or less if a control group allows less."""
+    """Returns the bytes that processes can still take: Linux's figure, or less if a control group allows less."""
     left = [left_in(folder, names) for folder, names in control_groups()]
     return min([int(psutil.virtual_memory().available), *(bytes_ for bytes_ in left if bytes_ is not None)])
 
@@ -109,7 +109,7 @@ def control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
-    """Bytes that processes of a group can still take; None if it has no limit or cannot be read."""
+    """Returns the bytes that processes of a group can still take; None if it has no limit or cannot be read."""
     limit, used, files = names
     try:
         most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
@@ -120,7 +120,7 @@ def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
 
 
 def free_disk(folder: Path) -> dict[str, Any]:
-    """Free and total bytes of the file system of `folder` or its nearest existing parent; whether it is writable."""
+    """Returns free and total bytes of the file system of `folder` or its nearest parent, and whether it is writable."""
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -132,12 +132,12 @@ def _writable(folder: Path) -> bool:
 
 
 def temporary() -> str:
-    """Folder of Ray's files on this machine, unless `ray start --temp-dir` gave another one."""
+    """Returns the folder of Ray's files on this machine, unless `ray start --temp-dir` gave another one."""
     return os.environ.get("RAY_TMPDIR") or str(Path(tempfile.gettempdir()) / "ray")
 
 
 def model_cache() -> str:
-    """Folder of Hugging Face's downloads on this machine."""
+    """Returns the folder of Hugging Face's downloads on this machine."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     return os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")
 
@@ -151,7 +151,7 @@ def importable(module: str) -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or does not answer."""
+    """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

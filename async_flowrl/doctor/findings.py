@@ -30,7 +30,7 @@ class Finding:
             raise ValueError(f"a finding's status is one of {', '.join(STATUSES)}, got {self.status!r}")
 
     def line(self) -> str:
-        """The finding as the console shows it."""
+        """Returns the finding as the console shows it."""
         advice = f"; {self.advice}" if self.advice else ""
         return f"{self.status:8} {self.name}: {self.sentence}{advice}"
 
@@ -41,7 +41,7 @@ def as_finding(record: Mapping[str, Any]) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """1 if any finding failed, else 0; warnings and skipped findings are no failures."""
+    """Returns 1 if any finding failed, else 0; warnings and skipped findings are no failures."""
     return exit_codes.ERROR if any(finding.status == FAILED for finding in findings) else exit_codes.OK
 
 

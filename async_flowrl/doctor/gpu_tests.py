@@ -14,6 +14,7 @@ from async_flowrl.doctor.setting import Setting
 NOT_HERE = ("tests/gpu/test_doctor.py",)
 """Tests of the doctor itself, which would start a second doctor."""
 MIN_TEST_SECONDS = 10.0
+"""Smallest time limit of the tests."""
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
@@ -22,6 +23,7 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def tested(setting: Setting, seconds: float) -> Finding:
+    """Runs the tests and returns the finding; skipped with `--quick`, without a checkout, or without pytest."""
     name, root = "tests", checkout()
     if setting.quick:
         return Finding(name, SKIPPED, "left out by --quick", "run `make test-gpu`")
@@ -41,6 +43,6 @@ def tested(setting: Setting, seconds: float) -> Finding:
 
 
 def checkout() -> Path | None:
-    """Root of the checkout from which this package is imported; None for an installed wheel."""
+    """Returns the root of the checkout from which this package is imported; None for an installed wheel."""
     root = Path(async_flowrl.__file__).parents[1]
     return root if (root / "tests" / "gpu").is_dir() else None

@@ -55,14 +55,14 @@ def versions() -> dict[str, str]:
 
 
 def nccl_version() -> str | None:
-    """Version of torch's own NCCL; None without one."""
+    """Returns the version of torch's own NCCL; None without one."""
     if torch.version.cuda is None or not dist.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None if nvidia-smi is missing, fails or does not answer."""
+    """Returns the version of the NVIDIA driver; None if nvidia-smi is missing, fails or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -99,7 +99,7 @@ def device(index: int) -> dict[str, Any]:
 
 
 def numa_node(properties: Any) -> int | None:
-    """NUMA node (host memory near the device) from sysfs; None if the kernel or torch does not tell."""
+    """Returns the NUMA node (host memory near the device) from sysfs; None if the kernel or torch does not tell."""
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     if not all(hasattr(properties, name) for name in names):
         return None
@@ -110,7 +110,7 @@ def numa_node(properties: Any) -> int | None:
 
 
 def peers(index: int) -> list[int] | None:
-    """Devices whose memory this one can read directly; None if torch has no CUDA."""
+    """Returns the devices whose memory this one can read directly; None if torch has no CUDA."""
     if torch.version.cuda is None:
         return None
     others = (other for other in range(torch.cuda.device_count()) if other != index)

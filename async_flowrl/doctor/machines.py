@@ -26,9 +26,9 @@ class Machine:
     facts: Mapping[str, Any]
     store: float = 0.0
     resources: Mapping[str, float] | None = None
-    """What Ray has of the node; None if the run starts Ray itself."""
+    """The resources that Ray knows of the node; None if the run starts Ray itself."""
     address: str = ""
-    """The node's, as Ray knows it; empty if the run starts Ray itself."""
+    """The node's address as Ray knows it; empty if the run starts Ray itself."""
 
     @property
     def memory(self) -> int:
@@ -46,7 +46,7 @@ class Machine:
         return not self.store and 0 < self.facts["shm"] < self.object_store
 
     def disk(self, folder: str) -> Mapping[str, Any]:
-        """Facts of the file system of one of the folders asked for."""
+        """Returns the facts of the file system of one of the folders asked for."""
         found: Mapping[str, Any] = self.facts["disks"][folder]
         return found
 
@@ -99,9 +99,10 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
 
 
 def interface_findings(machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Warns of nodes where gloo would take another address than Ray: it is told an interface, and takes its first.
+    """Warns of nodes on which gloo would use another address than Ray.
 
-    A node with older code, which another finding names, does not tell its interfaces.
+    gloo is told the name of an interface and uses the first address of it. Nodes with older code do not report their
+    interfaces; `same_findings` reports such nodes.
     """
     others = [
         f"{machine.name} has {', '.join(addresses)} on {name}, and Ray uses {machine.address}"
@@ -119,7 +120,7 @@ def _all(machines: Sequence[Machine]) -> str:
 
 
 def together(machines: Sequence[Machine]) -> int:
-    """Free memory of all nodes in bytes; nodes on one machine together count at most its free memory."""
+    """Returns the free memory of all nodes in bytes; nodes on one machine together count at most its free memory."""
     of_boot: dict[str, list[Machine]] = {}
     for machine in machines:
         of_boot.setdefault(machine.facts["boot"], []).append(machine)
@@ -186,12 +187,12 @@ def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequenc
 
 
 def run_folder(config: Config) -> str:
-    """Absolute path of the run directory."""
+    """Returns the absolute path of the run directory."""
     return str(Path(config.output_dir).expanduser().absolute())
 
 
 def shared_finding(folder: str, machines: Sequence[Machine]) -> Finding:
-    """Reports whether every node sees what this machine writes into the run directory."""
+    """Reports whether every node sees the files that this machine writes into the run directory."""
     blind = [machine.name for machine in machines if not machine.facts["marked"]]
     name = "shared run directory"
     if not blind:

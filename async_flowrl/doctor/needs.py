@@ -22,11 +22,11 @@ class Process:
     count: int
     bytes: int
     per_node: int = 1
-    """How many must find room on one node (`workers_per_node`)."""
+    """Number of the processes that one node must hold (`workers_per_node`)."""
 
     @property
     def on_a_node(self) -> int:
-        """Bytes that one node must have for them."""
+        """Bytes that one node must have for its processes of the pool."""
         return self.per_node * self.bytes
 
 
@@ -70,7 +70,7 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
 
 
 def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
-    """Trainer ranks and rollout workers, or with `placement=shared` the processes that are both."""
+    """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
     if config.placement == SHARED:
         of_both = shared_bytes(config, plan, on_gpus=on_gpus)
@@ -84,17 +84,17 @@ def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> li
 
 
 def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Host memory of a trainer worker: on a GPU only what is offloaded, on a CPU everything."""
+    """Returns the host memory of a trainer worker in bytes: on a GPU only what is offloaded, on a CPU everything."""
     if on_gpus and config.trainer.gpus_per_worker > 0:
         return PROCESS_BYTES + plan.host
     return PROCESS_BYTES + on_host(plan.trainer)
 
 
 def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Host memory of a rollout worker.
+    """Returns the host memory of a rollout worker in bytes.
 
-    On a GPU it is the text encoder that `rollout.text_encoder=offload` keeps on the host, or with cached the network
-    while an encoder has its place; on a CPU it is everything.
+    On a CPU, everything is in host memory. On a GPU worker, host memory holds the text encoder with
+    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU.
     """
     if on_gpus and config.rollout.gpus_per_worker > 0:
         text = plan.model.text_parameters * plan.model.itemsize
@@ -106,7 +106,10 @@ def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
 
 
 def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Host memory of a process that samples and trains: on a GPU what both need there, on a CPU one base for both."""
+    """Returns the host memory, in bytes, of a process that samples and trains.
+
+    On a GPU it is what both parts need on the host; on a CPU it is everything, with one base for both parts.
+    """
     if on_gpus and config.trainer.gpus_per_worker > 0:
         sampling = rollout_bytes(config, plan, on_gpus=True)
         return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
@@ -114,12 +117,12 @@ def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
 
 
 def on_host(footprint: Footprint) -> int:
-    """Bytes of a footprint on the host, without the CUDA runtime."""
+    """Returns the bytes of a footprint on the host, without the CUDA runtime."""
     return footprint.total - footprint.processes * RUNTIME_BYTES
 
 
 def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Kept checkpoints, one more that is being written, the best one if configured, the LoRA, and other files."""
+    """Returns the bytes of kept checkpoints, one more being written, a best one, the weights, and other files."""
     return (
         FOLDER_BYTES
         + plan.adapter_bytes
@@ -128,7 +131,7 @@ def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Weights and both Adam moments in float32, moving averages if used, and every version that is kept."""
+    """Returns the bytes of weights and both Adam moments in float32, moving averages if used, and all kept versions."""
     averages = (config.trainer.ema_decay is not None) + samples_from_average(
         config.algorithm.name, config.algorithm.old_policy_decay
     )
@@ -137,6 +140,6 @@ def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def model_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Size of the pipeline's weights in the dtype used for computing."""
+    """Returns the bytes of the pipeline's weights in the dtype used for computing."""
     model = plan.model
     return model.base_bytes + (model.text_parameters + model.vae_parameters) * model.itemsize

@@ -8,6 +8,7 @@ from separation.survey import Node, Offset, Survey
 SKEW_SECONDS = 1.0
 """Clock difference above which the log lines of several nodes are in the wrong order."""
 BROADCAST_BYTES = 32_000_000
+"""Size of the object whose broadcast is timed."""
 STORE_PART = 8
 """The broadcast object takes at most 1/STORE_PART of the smallest object store."""
 SLOW_BYTES_PER_SECOND = 50e6
@@ -78,5 +79,5 @@ def _silent(name: str, errors: Mapping[str, Exception]) -> Finding:
 
 
 def first(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Returns the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

@@ -33,7 +33,7 @@ class Part:
     lack: Callable[[], str | None]
     wanted: Callable[[Config], bool]
     on_device: bool = False
-    """Whether it needs a GPU, which the driver's machine need not have."""
+    """True if it needs a GPU; the machine that starts a run on a cluster need not have one."""
 
 
 def why_not(check: Callable[[], object]) -> str | None:
@@ -87,17 +87,19 @@ PARTS: Mapping[str, Part] = {
         for what, (names, extra) in EXTRAS.items()
     },
 }
+"""Name of an optional part → the part."""
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
-    """One finding per part: ok or skipped, or failed if the configuration needs a missing part.
+    """Returns one finding per part: ok or skipped, or failed if the configuration needs a part that is missing.
 
-    A warning where workers on other machines need it, and this one has no GPU.
+    It is a warning instead of a failure if the workers on a cluster need the part and this machine has no GPU.
     """
     return [finding_of(name, part, config) for name, part in PARTS.items()]
 
 
 def finding_of(name: str, part: Part, config: Config | None) -> Finding:
+    """Returns the finding on one part; `config` is the configuration that may need it, or None."""
     lack = part.lack()
     if lack is None:
         number = f" {nccl_version()}" if name == "NCCL" else ""

@@ -124,12 +124,15 @@ def trained(prepared: Prepared, trajectories: Sequence[Trajectory], rounds: int)
 
 
 def tickets(config: Config) -> list[Ticket]:
-    """Tickets of the first step, one whole group each."""
+    """Returns the tickets of the first step, one whole group each."""
     return [Ticket(TRAIN, group, 0, group, 0, 0) for group in range(config.prompts_per_step)]
 
 
 def meta(config: Config, group: int, step: int) -> GroupMeta:
-    """Metadata of a group as one_step_off has it at this step, with random advantages that depend on step and group."""
+    """Returns the metadata of a group for this step of one_step_off.
+
+    Its advantages are random and depend on step and group.
+    """
     size, version = config.group_size, max(0, step - config.max_staleness)
     advantages = np.random.default_rng([step, group]).standard_normal(size)
     return GroupMeta(
@@ -146,7 +149,7 @@ def meta(config: Config, group: int, step: int) -> GroupMeta:
 
 
 def images(config: Config) -> int:
-    """Images per training step."""
+    """Returns the number of images per training step."""
     return config.prompts_per_step * config.group_size
 
 
@@ -161,7 +164,7 @@ def peak_since(before: int) -> int:
 
 
 def timed(work: Callable[[], Any], rounds: int) -> float:
-    """Median seconds of a round, with the device's work finished; a first round is not counted."""
+    """Returns the median seconds of a round, with the device's work finished; a first round is not counted."""
     taken = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
@@ -173,7 +176,7 @@ def timed(work: Callable[[], Any], rounds: int) -> float:
 
 
 def total(spans: Sequence[Span]) -> float | None:
-    """Sum of the spans' FLOPs; None if no span has them."""
+    """Returns the sum of the spans' FLOPs; None if no span has them."""
     known = [span.flops for span in spans if span.flops is not None]
     return sum(known) if known else None
 

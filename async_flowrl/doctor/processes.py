@@ -1,4 +1,4 @@
-"""Processes with a time limit. A check that hangs in a driver or in NCCL can only be ended from outside."""
+"""Processes with a time limit: a check that hangs in a driver or in NCCL can only be ended from another process."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ class Ended:
     log: Path
 
     def last_words(self) -> str:
-        """The last line of the log that is not blank; empty if there is none."""
+        """Returns the last line of the log that is not blank; empty if there is none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -62,7 +62,7 @@ def end_session(leader: int) -> None:
 
 
 def members(leader: int) -> list[psutil.Process]:
-    """Living processes of a session, and their descendants in any session."""
+    """Returns the living processes of a session, and their descendants in any session."""
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):

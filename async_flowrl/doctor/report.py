@@ -34,7 +34,7 @@ class Report:
         return [finding for found in self.checks.values() for finding in found]
 
     def counts(self) -> str:
-        """Number of findings by status, e.g. `12 ok, 1 warning, 0 failed, 2 skipped`."""
+        """Returns the number of findings by status, e.g. `12 ok, 1 warning, 0 failed, 2 skipped`."""
         counted = Counter(finding.status for finding in self.findings)
         return ", ".join(f"{counted[status]} {status}" for status in STATUSES)
 

@@ -25,7 +25,8 @@ DETERMINISM = "see the lines on determinism above; where they are ok, the report
 class Ran:
     """Results of a finished run. `step_seconds` is the median over the steps after `FIRST_STEPS`.
 
-    `publishes` counts versions sent, `fallbacks` those sent by the object store instead of NCCL.
+    `publishes` is the number of versions sent, `fallbacks` the number of those sent by the object store instead of
+    NCCL.
     """
 
     digest: str
@@ -36,7 +37,7 @@ class Ran:
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
-    """Yields findings: equal digests of the two runs of one_step_off, their deliveries, and the step times."""
+    """Yields findings on the digests of the two runs of one_step_off, on their deliveries, and on the step times."""
     until, ran = time.monotonic() + seconds, {}
     wanted = {"first": "one_step_off", "second": "one_step_off", **({} if setting.quick else {"sync": "sync"})}
     for left, (name, mode) in zip(range(len(wanted), 0, -1), wanted.items(), strict=True):
@@ -73,9 +74,9 @@ def run(setting: Setting, name: str, mode: str, seconds: float) -> Ran | Finding
 def placed(setting: Setting, mode: str) -> Sequence[str]:
     """Returns the overrides that place the workers.
 
-    With two devices each pool has one, and NCCL sends the weights. On a single device sync uses it in turns, and the
-    pools of one_step_off share it. With `--quick` workers are threads of one process, because most of the time would go
-    to starting Ray.
+    With two devices each pool has one, and NCCL sends the weights. With one device, the pools of sync use it in turns,
+    and those of one_step_off share it, half for each. With `--quick` workers are threads of one process, because most
+    of the time would go to starting Ray.
     """
     workers = ("rollout.num_workers=1", "trainer.num_workers=1")
     if setting.quick:

@@ -88,7 +88,7 @@ class Setting:
         return path
 
     def environment(self) -> dict[str, str]:
-        """Environment of all processes of the checks: models are built in the scratch folder, without the Hub."""
+        """Returns the environment of the checks' processes: models are built in the scratch folder, without the Hub."""
         return {
             **os.environ,
             "ASYNC_FLOWRL_CACHE": str(self.folder("models")),

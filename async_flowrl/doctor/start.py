@@ -1,4 +1,4 @@
-"""Checks if a configuration can start: on this machine, or with `runtime.address` on every node of that cluster."""
+"""The check whether a configuration can start here, or with `runtime.address` on every node of that cluster."""
 
 import os
 import secrets
@@ -191,7 +191,7 @@ def _store(node: Node) -> float:
 
 
 def silent(node: Node, error: Exception) -> Finding:
-    """Finding on a node that cannot run `facts`; usually async_flowrl is not installed there."""
+    """Returns the finding on a node that cannot run `facts`; usually async_flowrl is not installed there."""
     advice = "install this package there, in the same environment, and start Ray from it"
     return Finding(f"node {node.name}", FAILED, f"{type(error).__name__}: {first(error)}", advice)
 

@@ -28,11 +28,13 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_
 
 MEGABYTE = 10**6
 TENSORS = 32
+"""Number of tensors of the LoRA that is delivered."""
 DEVICE_COPIES = 8
 """Largest number of payload-sized buffers on a device; sender and receiver share it in the first part."""
 HOST_COPIES = 16
 """Largest number of payload-sized buffers in host memory, Ray's object store included."""
 OPEN_SECONDS = 60.0
+"""Time limit for opening a group."""
 OTHERS = "needed for that transport alone"
 ADVICE = {
     OBJECT_STORE: "this transport has nothing below it: send the report",
@@ -54,14 +56,14 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 
 def megabytes(setting: Setting) -> float:
-    """Size of the delivered LoRA in MB: that of the sizes, or less if the device or the host lacks room."""
+    """Returns the size of the delivered LoRA in MB: that of the sizes, or less if the device or the host lacks room."""
     free = torch.cuda.mem_get_info(0)[0] / DEVICE_COPIES
     host = psutil.virtual_memory().available / HOST_COPIES
     return float(round(min(setting.sizes.adapter_megabytes, free / MEGABYTE, host / MEGABYTE), 1))
 
 
 def adapter(size: float) -> dict[str, torch.Tensor]:
-    """32 float32 tensors on the first device, of `size` MB together."""
+    """Returns 32 float32 tensors on the first device, of `size` MB together."""
     rows = max(1, int(size * MEGABYTE) // (TENSORS * 64 * 4))
     return {f"t{i:02d}": torch.full((rows, 64), float(i), device="cuda:0") for i in range(TENSORS)}
 
@@ -98,7 +100,7 @@ def hand_over(publisher: Publisher, receiver: Receiver, version: int) -> None:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the device has finished."""
+    """Returns the seconds until the device has finished the work."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     work()

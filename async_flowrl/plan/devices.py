@@ -41,8 +41,11 @@ SHOWN = 3
 """Most settings that a message names."""
 
 TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
+"""Process titles: a process of each kind alone, and a trainer rank and a rollout worker that share a device."""
 ALL = "a trainer rank with all rollout workers of its process"
+"""Title of the process of the local backend, which holds the workers of both pools."""
 ONE = "a process that samples and trains"
+"""Title of a process of `placement=shared`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """As `check_devices`, but every failure of the planner is raised."""
+    """Compares like `check_devices`, but raises every failure of the planner."""
     warnings = compared_rewards(config, memory)
     memory = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     model = build_meta_model(config)
@@ -129,7 +132,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """As `check_devices`, for the reward pools alone, with the memory that the rewards declare."""
+    """Compares like `check_devices`, only for the reward pools, with the memory that the rewards declare."""
     warnings = []
     for seat in reward_seats(config):
         if (size := memory.get(seat.pool)) is None:
@@ -230,7 +233,7 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     if title != ROLLOUT and not trainer.cpu_offload and not full:
         found.append(Change("trainer.cpu_offload", True))
     if title != ROLLOUT and full and trainer.num_workers > 1:
-        found.append(Change("trainer.num_workers", 1))  # a lone rank needs no sum beside its own
+        found.append(Change("trainer.num_workers", 1))  # A single rank needs no buffer for the sum of other ranks.
     if config.model.dtype == "float32":
         found.append(Change("model.dtype", "bfloat16"))
     if config.lora.rank > 1 and not full:
@@ -247,7 +250,7 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
 
 
 def _shared(config: Config) -> list[Change]:
-    """Ways to have more trainer ranks share the base."""
+    """Returns changes that let more trainer ranks share the base."""
     trainer, found = config.trainer, []
     if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
         found.append(Change("trainer.shard", "full"))

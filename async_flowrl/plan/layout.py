@@ -1,7 +1,7 @@
-"""The choice of `trainer.shard=auto` and `trainer.gradient_checkpointing=auto` on given devices, with its reason.
+"""The choice of the trainer's layout on given devices if `trainer.shard` or `trainer.gradient_checkpointing` is `auto`.
 
-Plan, rehearsal, doctor and run all ask `resolved`, so what a plan counts is what a run does. The choice changes no bit
-of the weights where the kernels are deterministic.
+Plan, rehearsal, doctor and run all call `resolved`, so a plan counts what the run does. If the kernels are
+deterministic, the choice does not change a bit of the weights.
 """
 
 import logging
@@ -22,31 +22,34 @@ AUTO = "auto"
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
 """Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least."""
 SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"
+"""The settings that may be `auto`."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layout of the trainer, and a sentence on what `auto` is in it and why, where it was asked for."""
+    """A layout of the trainer."""
 
     layout: Layout
     reasons: tuple[str, ...]
+    """One sentence that says what `auto` means in it and why; empty if no setting is `auto`."""
 
     def applied(self, config: Config) -> Config:
+        """Returns a copy of the configuration with this layout."""
         return with_layout(config, self.layout)
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
-    """A copy of the configuration with a layout in place of `auto`."""
+    """Returns a copy of the configuration with `layout` in its trainer settings."""
     return replace(config, trainer=layout.applied(config.trainer))
 
 
 def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
-    """The layout that the configuration names or, for `auto`, the cheapest that fits; `memory` is pool → bytes of its
-    smallest device, without an entry where a pool has none.
+    """Returns the configured layout, with `auto` replaced by the cheapest values that fit into the devices.
 
-    Cheapest first: each rank holds all of the base (nothing to gather, and a rank's death costs one step's share of
-    its work) and checkpoints as few blocks as fit; then the ranks share it. Where nothing fits, what needs least. A
-    model that cannot be planned is named in the reasons; its layout is the one that needs least.
+    `memory` is pool → bytes of its smallest device; a pool without a device is missing. The cheapest layout is that
+    each rank holds the whole base, with as few checkpointed blocks as possible: it needs no communication, and the
+    death of a rank costs least. Next come layouts in which ranks share the base. If no layout fits, or if the model
+    cannot be planned, the one that needs least memory is chosen, and the reason says so.
     """
     asked = _asked(config)
     if not asked:
@@ -55,20 +58,20 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
     try:
         return _planned(config, memory, asked)
-    except Exception as error:  # whatever a planner has against a model, the run may start
+    except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be planned ({type(error).__name__}: {error}), and this needs least memory"
         return _chosen(_filled(config, _shared(config), "full"), asked, why)
 
 
 def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
-    """Pool → bytes of its devices, for the pools that have any by the configuration."""
+    """Returns pool → `device_bytes`, for the trainer and the rollout pool if they have GPUs by the configuration."""
     asked = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
     return {pool: device_bytes for pool, gpus in asked.items() if gpus > 0}
 
 
 def _asked(config: Config) -> list[str]:
-    """The keys that are `auto` and decide something."""
+    """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
     free = trainer.num_workers > 1 and config.tune != FULL and not trainer.cpu_offload and config.placement != SHARED
     found = [SHARD] if trainer.shard == AUTO and free else []
@@ -76,7 +79,7 @@ def _asked(config: Config) -> list[str]:
 
 
 def candidates(config: Config) -> Iterator[Layout]:
-    """Layouts in the order in which they are tried, cheapest first."""
+    """Yields the layouts to try, the cheapest first."""
     asked = _asked(config)
     for shard in ("none", _shared(config)) if SHARD in asked else ("",):
         for how in CHECKPOINTED if CHECKPOINTING in asked else ("",):
@@ -84,6 +87,11 @@ def candidates(config: Config) -> Iterator[Layout]:
 
 
 def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Chosen:
+    """Tries the candidates in order and returns the first that fits, else the one that needs least memory.
+
+    A layout fits if its planned memory, activations included, is at most TIGHT of the device. Raises the errors of the
+    planner.
+    """
     pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
     ((title, device),) = devices.items()
@@ -95,27 +103,31 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
         now, how = with_layout(config, layout), layout.gradient_checkpointing
         held = footprint(title, now, model, device).resident
         if held <= device.available and how not in peaks:
-            # Checkpointing cannot be removed from a network, so each way takes a new one.
+            # Checkpointing cannot be removed from a network again, so each setting needs a new network.
             peaks[how] = _peak(now, model if how == "none" else build_meta_model(now))
         whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
         total = whole.total if held <= device.available else max(held, whole.total)
         tried.append((layout, total))
         if held <= device.available and total <= TIGHT * device.available:
             break
-    # Of several that need the same, the last: activations are not counted where the weights alone do not fit.
+    # Activations are not counted if the weights alone do not fit, so totals may be equal; the last of them is then
+    # taken, because it checkpoints most.
     least = min(reversed(tried), key=lambda one: one[1])
     layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else least
     return _chosen(layout, asked, _why(title, tried, layout, total, device))
 
 
 def _peak(config: Config, model: MetaModel) -> int:
-    """Of training, after sampling has made what a network makes once and keeps, as in a plan of both."""
+    """Returns the peak bytes of training's activations.
+
+    Sampling runs first, so that what a network computes once and keeps is not counted as part of training.
+    """
     sampling_peak(config, model)
     return training_peak(config, model)
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, device: Device) -> str:
-    """What the layout needs, and what the one before it would have."""
+    """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
     needs = f"{title} is planned to need {total / GIB:.3g} of {device.available / GIB:.3g} GiB, activations included"
     dearer = [one for one in tried if one[0] != layout]
     if total > TIGHT * device.available:
@@ -127,18 +139,19 @@ def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int
 
 
 def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
+    """Returns the layout with its reason: the value of each setting that is `auto`, and `why`."""
     values = {SHARD: layout.in_shard(), CHECKPOINTING: layout.gradient_checkpointing}
     return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in asked)}: {why}",))
 
 
 def _shared(config: Config) -> str:
-    """How ranks share the base where they must: those of a node between them, where it is known how many these are."""
+    """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
     per_node = config.trainer.workers_per_node
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 
 def _filled(config: Config, shard: str, how: str) -> Layout:
-    """The configuration's layout with these in place of an `auto` that decides something."""
+    """Returns the configuration's layout with these values in place of each `auto` that makes a difference."""
     layout, asked = Layout.named(config.trainer), _asked(config)
     if SHARD in asked:
         size = config.trainer.workers_per_node if shard == "hybrid" else layout.shard_size

@@ -29,22 +29,23 @@ class MetaModel:
     policy: PipelinePolicy
     """Policy with its adapter."""
     base_parameters: int
+    """Number of parameters of the transformer without its LoRA."""
     block_bytes: tuple[int, ...]
     """Bytes of each transformer block of the base."""
     root_bytes: int
     """Bytes of the base that are in no block."""
     adapter_parameters: int
-    """That are trained: of the adapter, or with tune=full of the transformer itself."""
+    """Number of trained parameters: those of the LoRA, or with tune=full those of the transformer."""
     text_parameters: int
     """Parameters of all text encoders."""
     vae_parameters: int
     buffer_bytes: int = 0
     """Bytes of the transformer's buffers (constant tables), which are never sharded."""
     itemsize: int = 4
-    """Bytes of one number, of the network and of a version."""
+    """Bytes of one number of the network and of a version."""
     family: str = ""
     full: bool = False
-    """The trained parameters are among the base's."""
+    """True: the trained parameters are the transformer's own (tune=full)."""
 
     @property
     def base_bytes(self) -> int:

@@ -1,6 +1,7 @@
-"""Stand-ins for workers, trainer and weight delivery in a simulation: they wait for the planned time, compute nothing.
+"""Stand-ins for workers, trainer and weight delivery in a simulation: they wait for the planned time.
 
-`simulate` builds the controller's context of them. The durations come from the laws of a `Work` (see `plan/work.py`).
+They compute nothing. plan/simulate.py builds the controller's context of them. The durations come from the laws of a
+`Work` (plan/work.py).
 """
 
 import asyncio
@@ -60,8 +61,11 @@ def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int) ->
 
 
 def trainer_places(config: Config) -> list[str]:
-    """Names of the trainer ranks that do different things: each where they take whole groups as these get ready, as
-    the real ones do where every one gets two or more; else the first stands for all."""
+    """Returns the names of the trainer ranks that are simulated one by one.
+
+    These are all ranks if each of them takes whole groups as the groups become ready (`stream`, and at least two groups
+    per rank, as in the real trainer). Otherwise the ranks do the same, and the first stands for all.
+    """
     ranks = config.trainer.num_workers
     apart = config.hand_over == "stream" and config.prompts_per_step >= 2 * ranks
     return [f"trainer-{index}" for index in range(ranks if apart else 1)]
@@ -78,9 +82,11 @@ class PlannedTrainer:
         self._work, self._seed = work, seed
         self._ranks, self._update = layout.trainer, work.update_on(layout.trainer)
         self._whole = work.update.scaled(1.0 + work.serial * (layout.trainer - 1))
-        """A group on one of several ranks: all of them busy, they get as much done as `_update` says."""
+        """Duration of a whole group on one of several ranks. If all ranks are busy, together they train as fast as with
+        `_update`."""
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
+        """Takes the step's groups from the ticket table and sleeps for their training and for the end of the update."""
         left = size = ctx.config.prompts_per_step
         places = trainer_places(ctx.config)
         if len(places) > 1:
@@ -97,6 +103,7 @@ class PlannedTrainer:
         return {}
 
     async def _side_by_side(self, ctx: Context, step: int, places: Sequence[str]) -> None:
+        """Trains the step's groups with ranks that take whole groups independently; returns when all ranks are done."""
         left = ctx.config.prompts_per_step
 
         def due() -> bool:
@@ -111,7 +118,7 @@ class PlannedTrainer:
                 taken = [ctx.table.hand_over(step, group) for group in ready[:share]] if left else []
                 left -= len(taken)
                 if not left:
-                    ctx.ready.notify()  # nobody need wait any longer
+                    ctx.ready.notify()  # Wakes the ranks that wait for a further group.
                 for tickets in taken:
                     await asyncio.sleep(self._whole.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
                 ctx.observer.state(name, "idle")

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 5.0
+"""Time-out of the check whether the hub answers."""
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pb", "*.gguf", "*.py")
 """Files that are never downloaded: weights in other formats than safetensors, and code."""
 _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_model", "model", "pytorch_model"))

@@ -1,6 +1,6 @@
-"""`model.dtype=auto`: finds the dtype in which most bytes of the transformer's files are stored.
+"""The meaning of `model.dtype=auto`: the dtype in which most bytes of the transformer's files are stored.
 
-It reads only the headers of the safetensors files, in a hub model's case also over the network.
+Only the headers of the safetensors files are read, for a hub model also over the network.
 """
 
 import json

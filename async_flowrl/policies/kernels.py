@@ -22,7 +22,7 @@ def repeatable_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # It only helps to find reads of uninitialised memory, and costs time for every new tensor.
+    # Filling only helps to find reads of uninitialised memory, and costs time for every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,8 @@
-"""Converts a FLUX.1 LoRA to the format of kohya's sd-scripts.
+"""Conversion of a FLUX.1 LoRA to the format of kohya's sd-scripts; lora_formats.py uses it.
 
-That network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one LoRA with the
-sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection without LoRA. Alpha is
-multiplied by the same factor as the rank, so alpha / rank stays.
+sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one LoRA
+with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection without LoRA.
+Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
 """
 
 import re
@@ -24,12 +24,14 @@ _FUSED = {
     "attn.add_k_proj": ("txt_attn_qkv", 1),
     "attn.add_v_proj": ("txt_attn_qkv", 2),
 }
+"""diffusers' layer of a double block → (fused layer of sd-scripts, position in it)."""
 _FUSED_SINGLE = {
     "attn.to_q": ("linear1", 0),
     "attn.to_k": ("linear1", 1),
     "attn.to_v": ("linear1", 2),
     "proj_mlp": ("linear1", 3),
 }
+"""The same for single blocks."""
 _NAMES = {
     "attn.to_out.0": "img_attn_proj",
     "attn.to_add_out": "txt_attn_proj",
@@ -40,7 +42,9 @@ _NAMES = {
     "norm1.linear": "img_mod_lin",
     "norm1_context.linear": "txt_mod_lin",
 }
+"""diffusers' layer of a double block → the same layer in sd-scripts."""
 _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
+"""The same for single blocks."""
 
 
 def convert(source: LoraFile) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dt
 from async_flowrl.seeds import derive, generator, untouched_rng
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules."""
 
 
 def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Loads a LoRA file of any supported format (diffusers, PEFT, kohya, ComfyUI) into a diffusers pipeline.
+"""Loading of a LoRA file of any supported format (diffusers, PEFT, kohya, ComfyUI) into a diffusers pipeline.
 
 diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error.
 """
@@ -51,6 +51,10 @@ def weights_file(path: Path) -> Path:
 
 
 def _load(pipeline: Any, file: Path, where: Path) -> None:
+    """Loads the LoRA file and checks that the pipeline uses all of it; `where` is the path for messages.
+
+    Raises ValueError if diffusers cannot load it, if it belongs to another pipeline, or if a layer is missing.
+    """
     from async_flowrl.policies.loading import quiet
 
     options = {"weight_name": file.name, "use_safetensors": True}

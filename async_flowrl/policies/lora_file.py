@@ -1,8 +1,9 @@
-"""Reads and writes LoRA files in the formats of diffusers (`pipe.load_lora_weights(folder)`) and of PEFT
-(`PeftModel.from_pretrained(transformer, folder)`).
+"""LoRA files, read and written in the formats of diffusers and of PEFT.
 
-The diffusers file always contains alpha as metadata, because diffusers otherwise assumes alpha = rank. One folder can
-hold both formats: of several safetensors files diffusers loads `pytorch_lora_weights.safetensors`.
+diffusers loads the first with `pipe.load_lora_weights(folder)`, PEFT the second with
+`PeftModel.from_pretrained(transformer, folder)`. The diffusers file always contains alpha as metadata, because
+diffusers otherwise assumes alpha = rank. One folder can hold both formats: of several safetensors files diffusers loads
+`pytorch_lora_weights.safetensors`.
 """
 
 import json
@@ -22,12 +23,17 @@ from torch import Tensor
 from async_flowrl.config.schema import LoraConfig
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
+"""Name of the LoRA file in diffusers' format."""
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Names of the two files in PEFT's format."""
 PREFIX, PEFT_PREFIX = "transformer.", "base_model.model."
+"""Prefixes of tensor names in the two formats; the layout name follows them."""
 BASE_MODEL = "base_model"
 """Metadata key for the hub name of the base model; it is missing if the base model is not from the hub."""
 _METADATA = "lora_adapter_metadata"
+"""Metadata key under which diffusers stores rank and alpha as JSON."""
 _BASE_KEYS = (BASE_MODEL, "base_model_name_or_path", "ss_sd_model_name")
+"""Keys of metadata and of adapter_config.json that may name the base model."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _PLAIN_LORA: dict[str, Any] = {
@@ -47,6 +53,7 @@ _PLAIN_LORA: dict[str, Any] = {
 """Constant entries of `adapter_config.json` for a plain LoRA; PEFT's `LoraConfig` has defaults for the others. They are
 written without PEFT, whose import takes three seconds."""
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save")
+"""Settings of LoRA variants that this project does not read."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,7 @@ def _read_peft(folder: Path) -> LoraFile:
 
 
 def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors as float32 by layout name, and the file's metadata; `prefixes` are removed from the names."""
     header, tensors = header_of(path), {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
@@ -230,6 +238,7 @@ def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _check(config: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError if `config` uses a variant of LoRA that is not supported."""
     for key in _UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{where} uses {key}={config[key]!r}, which is not supported; plain LoRA is")

@@ -1,8 +1,8 @@
-"""Writes LoRA files for ComfyUI and for kohya's trainers, and checks them; `async-flowrl export --format` calls it.
+"""LoRA files for ComfyUI and for kohya's trainers, written and then checked; for `async-flowrl export --format`.
 
 ComfyUI (comfy/lora.py) names the layers of Qwen-Image and Z-Image `diffusion_model.<diffusers' name>`, those of FLUX.1
-and Stable Diffusion 3 `transformer.<diffusers' name>`. It reads alpha from a tensor; without one it scales by 1.
-The names of kohya's format are those of sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
+and Stable Diffusion 3 `transformer.<diffusers' name>`. It reads alpha from a tensor; without one it scales by 1. The
+names of kohya's format are those of sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from async_flowrl.policies.lora_file import PREFIX, LoraFile
 from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
+"""Function: LoRA → tensors with the names of a format."""
 _TOLERANCE = 1e-5
 """Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 

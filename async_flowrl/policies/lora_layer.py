@@ -13,6 +13,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 ADAPTER = "default"
+"""Name of the PEFT adapter that a run trains."""
 
 
 class LoraLinear(Linear):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Interprets `model.path` as the tiny model, a local folder, or a hub name, without importing torch."""
+"""The meaning of `model.path`: the tiny model, a local folder, or a hub name. This module does not import torch."""
 
 import re
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
-"""The base of a process that samples and trains: read once, and held by the networks of both.
+"""The base weights of a process that samples and trains (`placement=shared`): read once, used by both of its networks.
 
-Two networks, because each has an adapter of its own: float32 masters with gradients in one, what is sampled with in
-the other. So no value is ever swapped, and neither can compute with what is the other's. Their frozen parameters are
-the same objects.
+The rollout worker and the trainer rank of such a process have one network each, because each has its own adapter: the
+trainer's has float32 masters with gradients, the rollout worker's the version that it samples with. The frozen
+parameters of both networks are the same objects. So no value is ever swapped, and neither network can compute with the
+other's adapter. shared/worker.py makes a OneBase.
 """
 
 from collections.abc import Container
@@ -17,10 +18,10 @@ from checkpoint_engine import base_digest
 
 
 class OneBase:
-    """To be used by one thread at a time, as loading is (loading.ONE_AT_A_TIME)."""
+    """The base weights of one process. Only one thread may use it at a time, as for all loading (`ONE_AT_A_TIME`)."""
 
     def __init__(self, model: ResolvedModel, *, parts: str, device: torch.device | str) -> None:
-        """`parts` and `device` as `load_policy` has them."""
+        """The arguments are those of `load_policy`, for the policy that samples."""
         self._model, self._parts, self._device = model, parts, device
         self._policy: Policy | None = None
         self._state: dict[str, Tensor] = {}
@@ -28,10 +29,10 @@ class OneBase:
 
     @property
     def policy(self) -> Policy:
-        """The one that samples: read from the files the first time, without an adapter."""
+        """The policy that samples. It is read from the files on the first access and then has no adapter."""
         if self._policy is None:
             policy = load_policy(self._model, dtype=self._model.dtype, device=self._device, parts=self._parts)
-            # Before any adapter is attached, which gives its layers' parameters other names.
+            # Taken before an adapter is attached, because that changes the names of the adapted layers' parameters.
             self._state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))
             self._digest = base_digest(dict(policy.transformer.named_parameters()))
             self._policy = policy
@@ -39,14 +40,14 @@ class OneBase:
 
     @property
     def digest(self) -> str:
-        """Of the parameters, as they were read."""
+        """Digest of the parameters as they were read."""
         assert self.policy is not None
         return self._digest
 
     def lend(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
-        """Gives a network on the meta device, without adapter, the same parameters; copies of those that it trains.
+        """Puts the base's parameters into a network on the meta device that has no adapter yet.
 
-        Raises RuntimeError where it is another network.
+        Parameters named in `trained` are copied, all others shared. Raises RuntimeError if names or shapes differ.
         """
         assert self.policy is not None
         own = {name: nn.Parameter(t.detach().clone()) for name, t in self._state.items() if name in trained}

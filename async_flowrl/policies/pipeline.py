@@ -39,6 +39,7 @@ class PipelinePolicy(ABC):
     """Name of the model in messages."""
     lora_targets: Sequence[str]
     least_steps: ClassVar[int] = 1
+    """Smallest number of denoising steps for which the model's schedule exists."""
     size_step: ClassVar[int] = 1
     """Image sides must be a multiple of this many pixels, and of the size of an image token."""
     has_system_prompt: ClassVar[bool] = False
@@ -141,6 +142,7 @@ class PipelinePolicy(ABC):
         retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=sigmas, mu=self._shift(tokens))
 
     def _shift(self, tokens: int) -> float:
+        """Returns the shift of the schedule for this number of image tokens, from the scheduler's configuration."""
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
         config = self._scheduler.config
@@ -181,9 +183,11 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance; see `Policy.velocity`. ValueError for latents of another image size.
+        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another image
+        size.
 
-        With true CFG, prompt and negative prompt both get gradients; they are one batch, or two if `_apart`.
+        With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
+        (`_apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -201,8 +205,11 @@ class PipelinePolicy(ABC):
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError for a guidance_scale above 0 if the network takes none, for 0 if it takes one, and for a
-        true_cfg_scale between 0 and 1, which would weaken the prompt."""
+        """Raises ValueError for guidance settings that the network does not support.
+
+        These are a guidance_scale above 0 if the network takes none, a guidance_scale of 0 if it takes one, and a
+        true_cfg_scale between 0 and 1, which would weaken the prompt.
+        """
         if 0 < sampling.true_cfg_scale < 1:
             raise ValueError(
                 f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {sampling.true_cfg_scale}"
@@ -224,9 +231,10 @@ class PipelinePolicy(ABC):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        """Returns the network's velocity, float32. The rows belong in equal parts to `branches`, in their order.
+        """Returns the network's velocity, float32 [n, ...].
 
-        Only the network's inputs are cast to its dtype.
+        The n rows are divided into equal parts, one for each conditioning of `branches`, in their order. Only the
+        network's inputs are cast to its dtype.
         """
 
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
@@ -243,10 +251,10 @@ class PipelinePolicy(ABC):
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
-        """`images`: the VAE decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose
-        blending changes some pixels; the VAE decides which images are large.
+        """Makes the VAE decode in smaller parts, to save memory.
 
-        Raises ValueError if the VAE does not support it.
+        `images`: it decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose blending
+        changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
         for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):
@@ -290,7 +298,7 @@ class PipelinePolicy(ABC):
 
 
 def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Returns True if the two branches of guidance need two forward passes: on CUDA, for texts of different lengths.
+    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
 
     In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
     change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.

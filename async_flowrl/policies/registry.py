@@ -28,6 +28,7 @@ FAMILIES = {
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
 }
+"""Name of a model family → `pkg.module:attr` of its class."""
 PIPELINES = {
     "QwenImagePipeline": "qwen_image",
     "StableDiffusion3Pipeline": "sd3",

@@ -29,8 +29,11 @@ class SanaPolicy(PipelinePolicy):
         super().__init__(transformer, scheduler, **options)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """Returns {"prompt_embeds": [L, D], "prompt_attention_mask": [L]}. The text encoder reads the prompt after the
-        instruction that is the default of the diffusers pipeline; the pipeline cuts the instruction off again."""
+        """Returns {"prompt_embeds": [L, D], "prompt_attention_mask": [L]}.
+
+        The text encoder reads the prompt after the instruction that is the default of the diffusers pipeline; the
+        pipeline then removes the instruction's embeddings.
+        """
         call = inspect.signature(type(self._whole("encode prompts")).__call__)
         return self._read(text, call.parameters["complex_human_instruction"].default)
 

@@ -1,4 +1,4 @@
-"""Reads a model's files without building it: configurations of its parts, and single tensors of the transformer."""
+"""A model's files without the model: the configurations of its parts, and single tensors of the transformer."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,9 @@ from async_flowrl.config.messages import first_line
 from async_flowrl.policies.download import download, hub_file
 
 FOLDER = "transformer"
+"""Folder of the transformer in a diffusers model."""
 FILE = "diffusion_pytorch_model.safetensors"
+"""Name of the transformer's weights file; the names of several files, and of their index, are derived from it."""
 
 
 class StoredWeights(Mapping[str, Tensor]):

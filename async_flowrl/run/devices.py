@@ -1,4 +1,4 @@
-"""`compare_devices` compares the devices' memory with the planned memory before models are loaded (run/job.py)."""
+"""Checks of the devices' memory before models are loaded, and the choice of the trainer's layout; for run/job.py."""
 
 import asyncio
 import logging
@@ -33,7 +33,10 @@ async def compare_devices(config: Config, memory: Mapping[str, int], check: Chec
 async def lay_out(
     prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup, choose: ChooseLayout
 ) -> tuple[Prepared, dict[str, int]]:
-    """Decides what `auto` is in the trainer's layout; returns the run with it, and the devices' memory by pool."""
+    """Decides what `auto` means in the settings of the trainer's layout, and tells the ranks' TrainerGroup.
+
+    Returns the run with the chosen settings, and pool → bytes of memory of its smallest device.
+    """
     config = prepared.config
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)

@@ -1,4 +1,4 @@
-"""Specs of a run's worker pools: what each hosts, on which lanes, threads and GPUs. Nothing is started here."""
+"""Specs of a run's worker pools: the class of the workers, their lanes, threads and GPUs. Nothing is started here."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -37,7 +37,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
 
 
 def shared_pool(prepared: Prepared) -> PoolSpec:
-    """The processes that sample and train. `PARTS` are the two pools that share them."""
+    """Returns the pool for `placement=shared`: its processes both sample and train, and `PARTS` splits it into two."""
     config = prepared.config
     return PoolSpec(
         SHARED,
@@ -64,11 +64,12 @@ PARTS = (
     Part(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
     Part(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
 )
-"""Training has a lane of its own, so that it need not queue behind tickets; who computes is said in the worker."""
+"""The two parts of a shared process, each with a map from the part's lanes to those of the process. Training has its
+own lane, so its calls do not wait behind tickets; shared/turns.py decides which of the two computes."""
 
 
 def separate_pools(prepared: Prepared) -> list[PoolSpec]:
-    """Trainer ranks and rollout workers in processes of their own."""
+    """Returns the pools of trainer ranks and of rollout workers, each with its own processes."""
     config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
     vllm_omni = config.rollout.engine == "vllm_omni"
     return [
@@ -133,13 +134,13 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
 
 
 def placement_of(config: Config) -> str:
-    """How the pools of `pools` are placed: a shared one is one pool among others."""
+    """Returns the placement of the pools of `pools` for `separation`: a shared pool is placed like any other pool."""
     return "separate" if config.placement == SHARED else config.placement
 
 
 @asynccontextmanager
 async def as_two(groups: Mapping[str, WorkerGroup]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """The pools with the shared one, if there is one, as the trainer's and the rollout workers'."""
+    """Yields the pools by name; a shared pool, if there is one, is replaced by its trainer and its rollout part."""
     if SHARED not in groups:
         yield groups
         return

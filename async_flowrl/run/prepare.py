@@ -28,6 +28,7 @@ from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Resolution
 
 SIZES_SHOWN = 4
+"""Largest number of image sizes that messages list one by one."""
 
 
 @dataclass(frozen=True)

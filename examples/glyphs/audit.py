@@ -1,4 +1,4 @@
-"""Measures trained LoRAs on the held-out words: the trained OCR score and scores that were not trained.
+"""Measurement of trained LoRAs on the held-out words: the trained OCR score and scores that were not trained.
 
 python -m examples.glyphs.audit outputs/glyphs/lora
 
@@ -92,25 +92,25 @@ def row(name: str, images: ByteArray) -> str:
 
 
 def sharpness(images: ByteArray) -> float:
-    """Mean absolute difference of horizontal neighbours plus that of vertical neighbours, with greys in 0..1."""
+    """Returns the mean absolute difference of horizontal neighbours plus that of vertical ones, with greys in 0..1."""
     grey = images.astype(np.float32).mean(-1) / 255
     return float(np.abs(np.diff(grey, axis=-1)).mean() + np.abs(np.diff(grey, axis=-2)).mean())
 
 
 def variety(images: ByteArray) -> float:
-    """Difference between the images of one word (`statistics.diversity`), averaged over the words."""
+    """Returns the difference between the images of one word (`statistics.diversity`), averaged over the words."""
     return float(np.mean([diversity(group) or 0.0 for group in images]))
 
 
 def contrast(images: ByteArray) -> float:
-    """95th minus 5th percentile of an image's greys in 0..1, averaged over the images."""
+    """Returns the 95th minus the 5th percentile of an image's greys in 0..1, averaged over the images."""
     flat = images.astype(np.float32).mean(-1).reshape(-1, images.shape[-2] * images.shape[-3]) / 255
     low, high = np.percentile(flat, (5, 95), axis=1)
     return float(np.mean(high - low))
 
 
 def template_accuracy(images: ByteArray, words: Sequence[str]) -> float:
-    """Share of letters that template matching recognises, in images uint8 [len(words), copies, H, W, 3].
+    """Returns the share of letters that template matching recognises in images uint8 [len(words), copies, H, W, 3].
 
     A letter counts if, among the `templates` of all letters, one of the right letter correlates best with its cell.
     """
@@ -132,7 +132,8 @@ def standardised(cells: FloatArray) -> FloatArray:
 
 @cache
 def templates(letter: str, place: int) -> FloatArray:
-    """Drawings of a letter in cell `place` (0 to 2), dark on light: [27, H * W], three sizes times nine shifts."""
+    """Returns drawings [27, H * W] of a letter in cell `place` (0 to 2), dark on light: three sizes, each with nine
+    shifts."""
     drawn = []
     for size, x, y in itertools.product((12, 13, 14), (-1, 0, 1), (-1, 0, 1)):
         image = Image.new("L", (SIDE, SIDE), 255)

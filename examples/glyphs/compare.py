@@ -1,4 +1,4 @@
-"""Trains glyphs in several modes and seeds, and draws the OCR scores against images and wall-clock seconds.
+"""Comparison of glyphs runs in several modes and seeds: trains them and draws OCR scores against images and seconds.
 
 python -m examples.glyphs.compare                                    # every run without a result, then the pictures
 python -m examples.glyphs.compare --variants one_step_off --seeds 0  # one run

@@ -1,4 +1,4 @@
-"""Measures the parts of a training step of glyphs, in milliseconds per 48 images, for two sets of LoRA layers.
+"""Cost of the parts of a training step of glyphs, in milliseconds per 48 images, for two sets of LoRA layers.
 
 python -m examples.glyphs.cost
 
@@ -82,7 +82,7 @@ def open_policy() -> QwenImagePolicy:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """Smallest processor time of `repeats` calls, after one warm-up call."""
+    """Returns the smallest processor time of `repeats` calls, after one warm-up call."""
     work()
     spent = []
     for _ in range(repeats):

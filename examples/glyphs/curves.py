@@ -1,4 +1,4 @@
-"""Draws the OCR scores of finished runs, on training images and on held-out words, against images and seconds.
+"""Curves of finished runs: their OCR scores, on training images and on held-out words, against images and seconds.
 
 python -m examples.glyphs.curves outputs/seed0 outputs/seed1 --out docs/images/glyphs_curves.png
 

@@ -51,13 +51,13 @@ def latents_of(vae: Any, words: Sequence[str], copies: int) -> Tensor:
 
 
 def prompt_ids(pipeline: Any, texts: Sequence[str]) -> Tensor:
-    """Token ids [n, L] of the texts inside the pipeline's prompt template; all texts must have equally many tokens."""
+    """Returns token ids [n, L] of the texts inside the pipeline's prompt template; all must have the same length L."""
     template = pipeline.prompt_template_encode
     return torch.tensor(pipeline.tokenizer([template.format(text) for text in texts]).input_ids)
 
 
 def embed(pipeline: Any, ids: Tensor) -> Tensor:
-    """Prompt embeddings [n, L - prefix, D] like those of the pipeline's `encode_prompt`, but with gradients."""
+    """Returns prompt embeddings [n, L - prefix, D] like those of the pipeline's `encode_prompt`, but with gradients."""
     states: Tensor = pipeline.text_encoder.model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     return states[:, pipeline.prompt_template_encode_start_idx :]
 
@@ -142,7 +142,10 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
 
 
 def legibility(images: ByteArray, words: Sequence[str], reader: Mapping[str, Any] = READER) -> float:
-    """Mean OCR score (`text_score`, 0..1) of images uint8 [len(words), copies, H, W, 3], read by `OCR(**reader)`."""
+    """Returns the mean OCR score (`text_score`, 0..1) of images uint8 [len(words), copies, H, W, 3].
+
+    `reader` holds the options of `OCR`.
+    """
     ocr = OCR(**reader)
     pairs = [(image, word) for word, group in zip(words, images, strict=True) for image in group]
     return float(np.mean([text_score(ocr.read(image), word) for image, word in pairs]))

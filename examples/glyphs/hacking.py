@@ -1,4 +1,4 @@
-"""Provokes reward hacking on the glyphs model and checks that the alarm fires in hacked runs and in no honest one.
+"""Test of the reward-hacking alarm on the glyphs model: it must fire in runs that are made to hack, and in no other.
 
 python -m examples.glyphs.hacking                                  # every run without a result, then the table
 python -m examples.glyphs.hacking --variants honest --seeds 4      # one run

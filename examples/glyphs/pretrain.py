@@ -1,4 +1,4 @@
-"""Pretrains the glyphs model, a small Qwen-Image that writes three capitals badly; takes three to five minutes.
+"""Pretraining of the glyphs model, a small Qwen-Image that writes three capitals badly; takes three to five minutes.
 
 python -m examples.glyphs.pretrain
 python -m async_flowrl.main --config-name one_step_off experiment=glyphs model.path=~/.cache/async_flowrl/glyphs

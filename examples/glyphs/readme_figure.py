@@ -1,4 +1,4 @@
-"""Makes the picture of the README and prints its table of numbers.
+"""The picture of the README and its table of numbers: makes the first, prints the second.
 
 python -m examples.glyphs.readme_figure
 
@@ -94,6 +94,7 @@ def table(runs: dict[str, Run]) -> str:
 
 
 def draw(runs: dict[str, Run], out: Path) -> None:
+    """Draws the picture into `out`: held-out words above, scores and timelines below."""
     mpl.rcParams.update({"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[1, 1], hspace=0.02), dtype=object)
@@ -135,6 +136,7 @@ def progress(run: Path) -> list[ByteArray]:
 
 
 def scores(axes: Axes, runs: dict[str, Run]) -> None:
+    """Draws the OCR scores of all runs against seconds: lines are training words, dots held-out words."""
     for variant, run in runs.items():
         curve, colour = run.curve, COLOURS[variant]
         places = [0.0 if step < 0 else curve.seconds[step] for step, _ in curve.evaluations]

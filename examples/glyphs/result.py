@@ -49,11 +49,17 @@ class Result:
         temporary.replace(path)
 
     def seconds_to(self, score: float) -> float | None:
-        """Seconds of training until the first evaluation of at least `score`; 0 if before training, None if never."""
+        """Returns the seconds of training until the first evaluation of at least `score`.
+
+        It is 0 if an evaluation before training reached it, and None if none did.
+        """
         return self._until(score, self.seconds)
 
     def images_to(self, score: float) -> float | None:
-        """Images trained on until the first evaluation of at least `score`; 0 if before training, None if never."""
+        """Returns the images trained on until the first evaluation of at least `score`.
+
+        It is 0 if an evaluation before training reached it, and None if none did.
+        """
         return self._until(score, self.images)
 
     def _until(self, score: float, along: list[float]) -> float | None:
@@ -69,7 +75,7 @@ def load_all(folder: Path) -> list[Result]:
 
 
 def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result, Result]]:
-    """Pairs of runs (of `one`, of `other`) with the same seed and the same number of images."""
+    """Returns pairs of runs (of `one`, of `other`) with the same seed and the same number of images."""
     found = {(r.variant, r.seed, r.images[-1]): r for r in results}
     return [
         (result, found[other, seed, images])
@@ -79,19 +85,19 @@ def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result,
 
 
 def score_differences(results: Sequence[Result], one: str, other: str, *, key: str = "ocr") -> list[float]:
-    """Final score `key` of `one` minus that of `other`, for each pair in which both have it."""
+    """Returns the final score `key` of `one` minus that of `other`, for each pair in which both have it."""
     both = pairs(results, one, other)
     return [a.final[key] - b.final[key] for a, b in both if key in a.final and key in b.final]
 
 
 def time_ratios(results: Sequence[Result], one: str, other: str) -> list[float]:
-    """Seconds of `one` divided by those of `other`, for each pair in which both are `timed`."""
+    """Returns the seconds of `one` divided by those of `other`, for each pair in which both are `timed`."""
     timed = [result for result in results if result.timed]
     return [a.seconds[-1] / b.seconds[-1] for a, b in pairs(timed, one, other)]
 
 
 def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -> list[float]:
-    """Seconds of `one` divided by those of `other` until an evaluation reached `score`, for each `timed` pair.
+    """Returns the seconds of `one` divided by those of `other` until an evaluation reached `score`, by `timed` pair.
 
     Pairs are left out if a run never reached it, or if `other` had it before training.
     """
@@ -101,7 +107,7 @@ def goal_ratios(results: Sequence[Result], one: str, other: str, score: float) -
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """90 % confidence interval of the mean (Student's t); None for fewer than two or more than ten differences."""
+    """Returns the 90 % confidence interval of the mean (Student's t); None unless there are two to ten differences."""
     freedom = len(differences) - 1
     if freedom not in T90:
         return None

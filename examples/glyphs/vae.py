@@ -115,7 +115,7 @@ def train_vae(vae: Any, steps: int, *, batch: int = 16, learning_rate: float = 6
 
 @torch.no_grad()
 def encode(vae: Any, images: ByteArray, chunk: int = 64) -> Tensor:
-    """Posterior means of grey images uint8 [n, H, W], not normalised: float32 [n, 16, H/4, W/4]."""
+    """Returns posterior means of grey images uint8 [n, H, W], not normalised: float32 [n, 16, H/4, W/4]."""
     with single_frames():
         parts = [vae.encode(as_frames(images[i : i + chunk])).latent_dist.mode() for i in range(0, len(images), chunk)]
     return torch.cat(parts)[:, :, 0]

@@ -1,4 +1,4 @@
-"""Nodes are pretended where namespaces are allowed; elsewhere their tests are skipped, in one sentence."""
+"""Fixtures of the tests on pretended nodes; the tests are skipped, with a reason, where namespaces are not allowed."""
 
 import json
 import os
@@ -22,8 +22,10 @@ def allowed() -> None:
 
 @pytest.fixture
 def ray_nodes(allowed: None, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
-    """Makes nodes with a Ray cluster over them, one for each mapping of seats; the first is the head. Keywords are
-    fields of every node."""
+    """Returns a function that makes nodes with a Ray cluster, one node per mapping of seats; the first is the head.
+
+    Keyword arguments are fields of every node. The nodes end with the test.
+    """
     opened: list[Nodes] = []
 
     def make(*seats: Mapping[str, float], **each: Any) -> Nodes:
@@ -42,7 +44,7 @@ def ray_nodes(allowed: None, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
 
 @pytest.fixture(scope="session")
 def one_node_digest(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """Weights after so many steps of a run whose workers are threads of one process."""
+    """Returns a function: number of steps → digest of the weights of a run whose workers are threads of one process."""
     known: dict[int, str] = {}
 
     def digest(steps: int) -> str:

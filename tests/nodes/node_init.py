@@ -1,7 +1,7 @@
-"""First process of a pretended node: makes the namespaces that it was started in a node, then waits for ever.
+"""First process of a pretended node: turns the namespaces in which it was started into a node, then waits for ever.
 
-As process 1 of its process namespace it collects whatever is orphaned there, and all of that ends with it. Only the
-standard library: it starts in a moment, and costs next to nothing.
+It is process 1 of its process namespace, so it must collect orphans, and all processes in there end with it. It uses
+only the standard library, so that it starts at once and needs little memory.
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
-"""As Debian installs it: the node's own name means loopback, which nobody else can reach."""
+"""/etc/hosts as Debian installs it: the node's own name means loopback, which other nodes cannot reach."""
 
 
 def mount(source: str, target: str, *options: str) -> None:
@@ -20,7 +20,7 @@ def mount(source: str, target: str, *options: str) -> None:
 
 
 def make_node(name: str, folder: Path, shm: str, scratch: str) -> None:
-    """A hostname, /etc/hosts, /dev/shm and /tmp/ray of its own, the last two of the given sizes (`200m`)."""
+    """Gives the node its own hostname, /etc/hosts, /dev/shm and /tmp/ray; sizes of the last two are like `200m`."""
     socket.sethostname(name)
     mount("none", "/", "--make-rprivate")
     mount("proc", "/proc", "-t", "proc")

@@ -1,4 +1,4 @@
-"""Runs whose driver is on a pretended node, and what they leave behind."""
+"""Runs that are started on a pretended node, and helpers to read their output and files."""
 
 import json
 import subprocess
@@ -22,23 +22,27 @@ TINY = (
     "deadlines.load=120",
 )
 LIMIT = 300.0
-"""Seconds any one run may take."""
+"""Time limit of each wait for a run, in seconds."""
 HEADLESS = 60.0
-"""Seconds in which a run ends that has lost Ray's head."""
+"""Time limit for the end of a run that has lost Ray's head, in seconds."""
 
 
 @dataclass
 class RunOnNodes:
-    """A run under way or over; `root` is its folder."""
+    """A run that has been started; `root` is its run directory."""
 
     root: Path
     process: "subprocess.Popen[str]"
 
     def after_step(self, step: int, seconds: float = LIMIT) -> None:
-        """Waits until a step is trained. Raises AssertionError, with what was printed, where the run ends before."""
+        """Waits until a step is trained. Raises AssertionError, with the run's output, if the run ends before."""
         self.wait_for(lambda: self.last_step >= step, f"step {step}", seconds)
 
     def wait_for(self, true: Callable[[], bool], what: str, seconds: float = LIMIT) -> None:
+        """Waits until `true()` is true.
+
+        Raises AssertionError, which names `what`, if the run ends before or after `seconds` seconds.
+        """
         end = time.monotonic() + seconds
         while not true():
             assert self.process.poll() is None, f"ended before {what}:\n{self.printed}"
@@ -46,7 +50,10 @@ class RunOnNodes:
             time.sleep(0.1)
 
     def finish(self, code: int = 0, seconds: float = LIMIT) -> str:
-        """What the run printed, when it has ended with this exit code."""
+        """Waits for the end of the run and returns its output.
+
+        Raises AssertionError for another exit code or if the run hangs.
+        """
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -76,12 +83,12 @@ class RunOnNodes:
         return (self.root / "logs" / "controller.log").read_text()
 
     def nodes_of(self, pool: str) -> set[str]:
-        """Addresses of the nodes that the pool's workers had seats on."""
+        """Returns the addresses of the nodes on which the pool's workers were started."""
         return {e["node"] for e in self.events if e["event"] == "worker" and e["worker"].startswith(pool)}
 
     @property
     def trained(self) -> list[tuple[int, int]]:
-        """Step and ordinal of every trained ticket, without what a return to a checkpoint made void."""
+        """(step, ordinal) of every trained ticket, without those that a return to a checkpoint has undone."""
         found: list[tuple[int, int]] = []
         for event in self.events:
             if event["event"] == "rollback":
@@ -92,14 +99,14 @@ class RunOnNodes:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file of JSON lines, those that are whole."""
+    """Returns the complete lines of a file of JSON lines; empty if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def start(driver: Node, root: Path, *overrides: str, **environment: str) -> RunOnNodes:
-    """A run as people start it, on the Ray cluster of the node that it is started on."""
+    """Starts a run with the normal command on the node `driver`, on the Ray cluster of that node."""
     words = ["--config-name", "one_step_off", *TINY, "runtime.address=auto", f"output_dir={root}", *overrides]
     root.parent.mkdir(parents=True, exist_ok=True)
     with root.with_suffix(".txt").open("w") as printed:

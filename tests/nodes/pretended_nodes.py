@@ -1,8 +1,8 @@
-"""Machines pretended on this one: Linux namespaces, joined by virtual cables and a switch.
+"""Pretended nodes: Linux namespaces on this machine, joined by virtual cables and a switch.
 
-Each node has its own network, hostname, processes, /dev/shm and /tmp/ray; files are shared but for these, as on a
-cluster with a shared file system. Nothing is given a name outside its namespaces: everything is held by one process per
-node, which ends with the process that started it, by SIGKILL too, and takes processes, cables and mounts with it.
+Each node has its own network, hostname, processes, /dev/shm and /tmp/ray. All other files are shared, as on a cluster
+with a shared file system. Nothing has a name outside the namespaces. One process per node holds its namespaces; it ends
+with the process that started it, even by SIGKILL, and then the node's processes, cables and mounts are gone, too.
 """
 
 import ctypes
@@ -23,9 +23,10 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 NETWORK, INTERFACE = "10.77.0", "eth1"
-"""Addresses that nodes have for each other, and where."""
+"""Prefix of the addresses by which nodes reach each other, and the name of their interface."""
 OUTWARD = "10.0.2.15"
-"""Every node's address on eth0, which has the default route and leads to no other node: so virtual machines have it."""
+"""Address that every node has on eth0, as in virtual machines. eth0 has the default route and leads to no other
+node."""
 PORT = 6379
 SIDE_BY_SIDE = 2
 COMMAND_SECONDS = 60.0
@@ -45,12 +46,12 @@ RAY = {
     "RAY_health_check_failure_threshold": "6",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
-"""A silent node counts as dead after some 15 s; a node or driver without its head ends after 20 s. Ray's own are about
-30 and 60."""
+"""Ray's environment on the nodes. A silent node counts as dead after about 15 s, and a node or driver without its head
+ends after 20 s; Ray's own limits are about 30 and 60 s."""
 
 
 def obstacle() -> str | None:
-    """Why no nodes can be pretended here, in a sentence; None where they can."""
+    """Returns a sentence about why nodes cannot be pretended here; None if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes are pretended by Linux namespaces, which needs root"
     missing = [tool for tool in ("ip", "tc", "ss", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
@@ -70,21 +71,21 @@ def obstacle() -> str | None:
 
 
 def end_with_parent() -> None:
-    """In a child before its program starts: SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG)."""
+    """Makes this process get SIGKILL when the thread that started it ends; called in a child before its program."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @dataclass
 class Namespaces:
-    """A process that holds namespaces; with it ends whatever is in them."""
+    """A process that holds namespaces; all processes in them end with it."""
 
     keeper: "subprocess.Popen[str]"
     pid: int
-    """Of the first process inside, as it is known outside."""
+    """Pid of the first process inside, as seen from outside."""
 
     @classmethod
     def open(cls, kinds: Sequence[str], *arguments: str) -> "Namespaces":
-        """Raises RuntimeError where the first process does not get as far as it should."""
+        """Starts the process and returns its namespaces. Raises RuntimeError if it does not report that it is ready."""
         flags = [f"--{kind}" for kind in kinds]
         program = [sys.executable, "-S", str(Path(__file__).with_name("node_init.py")), *arguments]
         keeper = subprocess.Popen(
@@ -101,7 +102,7 @@ class Namespaces:
         return cls(keeper, psutil.Process(keeper.pid).children()[0].pid)
 
     def inside(self, *command: str, kinds: str = "-a") -> list[str]:
-        """The command, to be run in the namespaces."""
+        """Returns the command line that runs a command in the namespaces."""
         return ["nsenter", "-t", str(self.pid), kinds, "--", *command]
 
     def ip(self, *words: str) -> None:
@@ -116,7 +117,7 @@ class Namespaces:
 
 @dataclass
 class Node:
-    """A pretended machine. `seats` are workers of a pool that may sit there, where there is no GPU."""
+    """A pretended machine. `seats` is pool → number of its workers for which the node has room; there are no GPUs."""
 
     name: str
     address: str
@@ -127,10 +128,10 @@ class Node:
     store_bytes: int = 100_000_000
     environment: Mapping[str, str] = field(default_factory=dict)
     ray_options: Sequence[str] = ()
-    """More words for `ray start`."""
+    """Further arguments for `ray start`."""
 
     def start(self, *command: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subprocess.Popen[str]":
-        """A program on this node, in the folder /: it finds the code that is installed, as Ray's workers do."""
+        """Starts a program on this node, in the folder /, so that it imports the installed code as Ray's workers do."""
         return subprocess.Popen(
             self.spaces.inside(*command),
             env={**os.environ, **RAY, "HF_HUB_OFFLINE": "1", **self.environment, **environment},
@@ -141,7 +142,10 @@ class Node:
         )
 
     def run(self, *command: str, seconds: float = COMMAND_SECONDS, **environment: str) -> str:
-        """What a program prints that ends well. Raises RuntimeError with it otherwise, or TimeoutExpired."""
+        """Runs a program and returns its output.
+
+        Raises RuntimeError, with the output, if the program fails, and TimeoutExpired.
+        """
         process = self.start(*command, **environment)
         try:
             output, _ = process.communicate(timeout=seconds)
@@ -153,9 +157,9 @@ class Node:
         return output
 
     def start_ray(self, head: "Node | None" = None) -> None:
-        """A raylet on this node; with `head`, of that one's cluster, else as the head.
+        """Starts Ray on this node: as the head, or with `head` as a node of that head's cluster.
 
-        Ray gives a raylet 30 s to announce itself; where the machine is too busy for that, it is tried again.
+        Ray gives its raylet a limited time to report; if the machine is too busy for that, the start is tried again.
         """
         for left in reversed(range(START_ATTEMPTS)):
             try:
@@ -186,36 +190,36 @@ class Node:
         )
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Those of the node whose program or title begins so: `raylet`, `ray::ProcessHost`."""
+        """Returns the node's processes whose `title` begins with `name`, e.g. `raylet` or `ray::ProcessHost`."""
         found = psutil.Process(self.spaces.pid).children(recursive=True)
         return [process for process in found if title(process).startswith(name)]
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
-        """The signal `how` to every process of that name. Raises AssertionError where there is none."""
+        """Sends the signal `how` to every process of that name. Raises AssertionError if there is none."""
         victims = self.processes(name)
         assert victims, f"no {name} on {self.name}"
         for process in victims:
             process.send_signal(how)
 
     def unplug(self) -> None:
-        """Pulls the cable out of the switch: the node keeps its addresses, nothing arrives, nobody is told."""
+        """Disconnects the node's cable from the switch: the node keeps its addresses, but nothing arrives any more."""
         self.switch.ip("link", "set", self.name, "down")
 
     def plug(self) -> None:
         self.switch.ip("link", "set", self.name, "up")
 
     def slow_down(self, rate: str) -> None:
-        """What the node sends goes at this rate (`20mbit`), by a token bucket filter."""
+        """Limits the rate at which the node sends (e.g. `20mbit`), by a token bucket filter."""
         shape = ["tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf"]
         run(self.spaces.inside(*shape, "rate", rate, "burst", "64kb", "latency", "400ms", kinds="-n"))
 
     def power_off(self) -> None:
-        """The whole machine, at once."""
+        """Ends all processes of the node at once."""
         self.spaces.close()
 
 
 class Nodes:
-    """A switch and the nodes at it. Leaving the block ends them; so does the end of this process."""
+    """A switch and the nodes connected to it. They end with the block, and with this process."""
 
     def __init__(self, folder: Path, seats: Sequence[Mapping[str, float]], **each: Any) -> None:
         self.folder, self._seats, self._each = folder, seats, each
@@ -248,7 +252,7 @@ class Nodes:
         return f"{self.head.address}:{PORT}"
 
     def add(self, seats: Mapping[str, float], *, shm: str = "160m", scratch: str = "200m", **changes: Any) -> Node:
-        """One more node, with its cable plugged in, without Ray."""
+        """Adds and returns one more node, with its cable connected, without Ray."""
         assert self._switch is not None
         name = f"node{len(self.nodes) + 1}"
         folder = self.folder / name
@@ -269,7 +273,7 @@ class Nodes:
         return node
 
     def start_ray(self) -> None:
-        """A Ray cluster over all nodes: the head first, then the others, a few at a time."""
+        """Starts a Ray cluster over all nodes: the head first, then the others, SIDE_BY_SIDE at a time."""
         self.head.start_ray()
         with ThreadPoolExecutor(SIDE_BY_SIDE) as side_by_side:
             list(side_by_side.map(lambda node: node.start_ray(self.head), self.nodes[1:]))
@@ -280,14 +284,14 @@ class Nodes:
 
 
 def run(command: Sequence[str]) -> None:
-    """Raises RuntimeError with what the command says when it fails."""
+    """Runs a command. Raises RuntimeError, with its error output, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def title(process: psutil.Process) -> str:
-    """What a process calls itself (its command line, of which Ray's workers make a title), by its last path part."""
+    """Returns the last path component of the program, or the whole title if the process sets one, as Ray workers do."""
     try:
         words = process.cmdline()
     except psutil.NoSuchProcess:
@@ -296,7 +300,7 @@ def title(process: psutil.Process) -> str:
 
 
 def end_tree(process: "subprocess.Popen[str]") -> None:
-    """Ends a program and what it started."""
+    """Kills a program and all processes that it has started."""
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.kill()
     process.wait(COMMAND_SECONDS)

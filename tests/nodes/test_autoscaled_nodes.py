@@ -1,4 +1,4 @@
-"""Ray's autoscaler brings a node for the workers that a rollout pool lacks; the weights are those of a run on one.
+"""Test of Ray's autoscaler, which starts a node for a missing rollout worker; the weights are those of one node.
 
 The nodes come from the provider that the Ray wheel ships for tests: raylets beside the head's, on the same machine.
 """
@@ -20,7 +20,7 @@ LIMIT = 900.0
 HEAD: dict[str, float] = {"trainer": 1, "rollout": 1}
 FAKE = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
 UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
-"""Seconds before each ticket: the node that is started finds the run still going on."""
+"""A pause of ten seconds before each ticket, so that the run is still going on when the new node has started."""
 EMPTY = {"auth": {}, "docker": {}, "file_mounts": {}, "file_mounts_sync_continuously": False} | {
     f"{which}_commands": []
     for which in ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
@@ -28,7 +28,7 @@ EMPTY = {"auth": {}, "docker": {}, "file_mounts": {}, "file_mounts_sync_continuo
 
 
 def cluster(most: int) -> dict[str, Any]:
-    """A cluster file: a head, and up to `most` nodes with a seat for a rollout worker, which are started on demand."""
+    """Returns a cluster file: a head, and up to `most` nodes with a seat for a rollout worker, started on demand."""
     seat = {"CPU": 2, "rollout": 1, "object_store_memory": 100_000_000}
     return EMPTY | {
         "cluster_name": "on_demand",

@@ -1,4 +1,4 @@
-"""A node that is cut off from the others counts as dead, ends by itself, and is never heard of again."""
+"""Test of a node that is cut off from the others: it counts as dead, its processes end, and it stays out of the run."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,14 +13,15 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 STEPS = 20
 LIMIT = 900.0
 UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
-"""Seconds before each ticket: the run is still going on when the cable is put back."""
+"""A pause of ten seconds before each ticket, so that the run is still going on when the cable is connected again."""
 POOLS = ("trainer.num_workers=2", "rollout.num_workers=2", "save.every=2")
 PINGS = {"RAY_grpc_client_keepalive_time_ms": "5000", "RAY_grpc_client_keepalive_timeout_ms": "5000"}
-"""As docs/clusters.md has them, but shorter: a raylet asks a silent head for a sign of life, and ends without one."""
+"""Settings of docs/clusters.md with shorter times: a raylet asks a silent head for a sign of life, and ends if it gets
+none."""
 
 
 def of_ray(node: Node) -> list[str]:
-    """Ray's processes on a node, and those of runs."""
+    """Returns the names of Ray's processes on a node, workers included."""
     return [process.name() for name in ("raylet", "ray::") for process in node.processes(name)]
 
 
@@ -38,7 +39,7 @@ def test_a_node_that_comes_back_finds_the_run_gone_on_without_it(
     ray_nodes: Callable[..., Nodes],
     one_node_digest: Callable[[int], str],
 ) -> None:
-    """It had a trainer rank and a rollout worker. Of three nodes with seats for two such pairs, one has both."""
+    """The node had a trainer rank and a rollout worker. There are three nodes with a seat for each, for two pairs."""
     both = {"trainer": 1, "rollout": 1}
     nodes = ray_nodes({}, both, both, both, environment=settings)
     run = start(nodes.head, nodes.folder / "run", f"total_steps={STEPS}", *POOLS, *UNHURRIED)

@@ -1,4 +1,4 @@
-"""The doctor on a cluster whose second node has another clock and other code: both are found, and named."""
+"""Tests of the doctor on several nodes: it names a node with another clock, with other code, or without a seat."""
 
 import shutil
 import sys
@@ -15,7 +15,7 @@ SECONDS = 600.0
 
 
 def doctor(nodes: Nodes, *words: str) -> tuple[int, str]:
-    """As a driver on the first node starts it: exit code, and what it says."""
+    """Runs the doctor on the first node and returns its exit code and its output."""
     command = [sys.executable, "-m", "async_flowrl.doctor", f"runtime.address={nodes.ray_address}", *words]
     process = nodes.head.start(*command)
     said, _ = process.communicate(timeout=SECONDS)
@@ -44,7 +44,7 @@ def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -
 
 
 def test_workers_that_find_no_seat_and_a_folder_that_is_not_shared(allowed: None, tmp_path: Path) -> None:
-    """/dev/shm is a node's own; a trainer of three ranks has no place where one may sit."""
+    """Each node has its own /dev/shm, and the cluster has a seat for only one of three trainer ranks."""
     with Nodes(tmp_path / "nodes", [{"trainer": 1}, {"rollout": 1}]) as nodes:
         nodes.start_ray()
         code, said = doctor(nodes, "trainer.num_workers=3", "output_dir=/dev/shm/run")

@@ -1,4 +1,4 @@
-"""A rollout pool that grows and shrinks over real nodes: the weights are those of a run on one node."""
+"""Test of a rollout pool that grows and shrinks over several nodes: the weights are those of a run on one node."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 STEPS = 10
 POOL = ("rollout.num_workers=1", "rollout.min_workers=1", "rollout.max_workers=2")
 UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
-"""Seconds before each ticket: a node that arrives finds the run still going on."""
+"""A pause of ten seconds before each ticket, so that the run is still going on when the new node has joined."""
 LIMIT = 600.0
 NOTICE = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "120")
 
 
 def drain(node: Node, head: Node) -> None:
-    """What a preemption notice does: the cluster is told that the node will end."""
+    """Tells the cluster that the node will end, as a preemption notice does."""
     (raylet,) = node.processes("raylet")
     (number,) = (word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--node_id="))
     where = ("--address", f"{head.address}:{PORT}", "--node-id", number)

@@ -1,4 +1,4 @@
-"""What leaves the trainer's node for 2, 4 and 8 receivers on nodes of their own: not a copy for each."""
+"""Test of the bytes that leave the trainer's node for 1, 2, 4 and 8 receivers on other nodes: not one copy for each."""
 
 import json
 import sys
@@ -13,9 +13,10 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 MEGABYTES = 10
 SECONDS = 1800.0
 MOST = {"object_store": {1: 1, 2: 2, 4: 2, 8: 2}, "gloo": {1: 1, 2: 2, 4: 3, 8: 4}}
-"""Copies that may leave: two at most by the tree; by gloo's broadcast, a binomial tree, one for each of its levels."""
+"""Transport → number of receivers → largest number of copies that may leave. The tree of the object store sends at most
+two; gloo's broadcast, a binomial tree, sends one for each of its levels."""
 OVERHEAD = 0.25
-"""Of a copy: headers of packets, acknowledgements, calls, and what Ray tells its head beside all this."""
+"""Allowed share of a copy for packet headers, acknowledgements, calls, and Ray's other messages to its head."""
 
 
 def test_bytes_out_of_the_senders_node_do_not_grow_with_the_receivers(ray_nodes: Callable[..., Nodes]) -> None:

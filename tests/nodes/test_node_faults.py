@@ -1,4 +1,7 @@
-"""Faults of whole nodes. Each test's name says the outcome; "the same weights" are those of a run on one node."""
+"""Tests of faults of whole nodes; each test's name says the outcome.
+
+"The same weights" are those of a run on one node.
+"""
 
 import signal
 import sys
@@ -22,10 +25,10 @@ kept = [ray.put(numpy.full(20_000_000, index, numpy.uint8)) for index in range(8
 print("full", flush=True)
 time.sleep(3600)
 """
-"""Holds 160 MB of a store of 100 MB; Ray puts the rest on disk."""
+"""Program that puts 160 MB into an object store of 100 MB; Ray moves the rest to disk."""
 IN_THE_STORE = {"RAY_max_direct_call_object_size": "1000"}
-"""Ray sends results below 100 KB along with the answer. Those of the small model are to stay on their worker's node, as
-those of a large one do."""
+"""Setting of Ray by which results of more than 1 KB stay in the store of their worker's node, as those of a large model
+do. By default Ray sends results below 100 KB with the answer, and those of the small model are that small."""
 POOLS = (f"total_steps={STEPS}", "trainer.num_workers=2", "rollout.num_workers=2", "save.every=2")
 Make = Callable[..., Nodes]
 Digest = Callable[[int], str]
@@ -38,14 +41,14 @@ def begun(nodes: Nodes, *overrides: str) -> RunOnNodes:
 
 
 def same_weights(run: RunOnNodes, digest: Digest) -> None:
-    """The run ends well with the weights of a run on one node, and trained nothing twice."""
+    """Checks that the run ends well, has the weights of a run on one node, and has trained no ticket twice."""
     run.finish()
     assert run.digest == digest(STEPS)
     assert len(run.trained) == len(set(run.trained))
 
 
 def node_with(nodes: Nodes, run: RunOnNodes, pool: str) -> int:
-    """Index of the last node on which a worker of the pool sits."""
+    """Returns the index of the last node that has had a worker of the pool."""
     addresses = run.nodes_of(pool)
     return max(index for index, node in enumerate(nodes.nodes) if node.address in addresses)
 
@@ -54,7 +57,7 @@ def node_with(nodes: Nodes, run: RunOnNodes, pool: str) -> int:
 def test_without_the_raylet_of_a_rollout_worker_the_weights_are_the_same(
     how: signal.Signals, ray_nodes: Make, one_node_digest: Digest
 ) -> None:
-    """SIGTERM, which ends a raylet in order, is a death of its workers, too."""
+    """SIGTERM ends a raylet in order, but its workers die then, too."""
     nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 1}, {"rollout": 1}, {"rollout": 1})
     run = begun(nodes)
     nodes.nodes[node_with(nodes, run, "rollout")].kill("raylet", how)
@@ -65,13 +68,13 @@ def test_without_the_raylet_of_a_rollout_worker_the_weights_are_the_same(
 def test_trajectories_whose_only_copy_was_on_a_lost_node_are_made_again(
     ray_nodes: Make, one_node_digest: Digest
 ) -> None:
-    """They wait for the trainer, which holds still inside a step, when the raylet of their node is killed."""
+    """The trajectories wait for the trainer, which pauses inside a step, when the raylet of their node is killed."""
     steps = 5
     nodes = ray_nodes({}, {"trainer": 1}, {"rollout": 1}, {"rollout": 1}, environment=IN_THE_STORE)
     slow_trainer = ("debug.delays.update=40", "debug.delays.constant=true")
     run = start(nodes.head, nodes.folder / "run", f"total_steps={steps}", *slow_trainer)
     run.after_step(2)
-    time.sleep(20)  # half of what the trainer now holds still; the next step's tickets are made meanwhile
+    time.sleep(20)  # Half of the trainer's pause; the tickets of the next step are made meanwhile.
     lost = nodes.nodes[node_with(nodes, run, "rollout")]
     lost.kill("raylet")
     killed = time.time()

@@ -1,4 +1,4 @@
-"""A run over several nodes: the weights are those of a run on one, and what can't work is refused at the start."""
+"""Tests of runs over several nodes: the weights are those of a run on one node, and wrong set-ups are refused early."""
 
 import os
 import subprocess
@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.nodes, pytest.mark.serial]
 
 STEPS = 4
 SEATS = ({}, {"trainer": 1, "rollout": 1}, {"trainer": 1}, {"rollout": 1})
-"""The driver's node has none; trainer ranks have to sit on two nodes, and so do rollout workers."""
+"""Seats of each node. The driver's node has none; the two trainer ranks must be on different nodes, and so must the two
+rollout workers."""
 POOLS = (f"total_steps={STEPS}", "trainer.num_workers=2", "rollout.num_workers=2", "reward.num_workers=2")
 
 
@@ -29,19 +30,19 @@ def nodes(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 def refused(nodes: Nodes, name: str, *overrides: str) -> str:
-    """What a run prints that is refused; nothing of it is left on any node."""
+    """Starts a run that must be refused and returns its output; checks that it has not trained."""
     printed = start(nodes.head, nodes.folder / name, *POOLS, *overrides).finish(2)
     assert not (nodes.folder / name / "metrics.jsonl").exists()
     return printed
 
 
 def links() -> str:
-    """The network interfaces of this machine itself."""
+    """Returns the network interfaces of this machine outside the nodes, as text."""
     return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
 def shown_by(node: Node, source: Path, target: Path) -> None:
-    """The node, and no other, finds the file or folder `source` at the place of `target`."""
+    """Makes the file or folder `source` appear at the path of `target` on this node only."""
     node.run("mount", "--bind", str(source), str(target))
 
 
@@ -49,7 +50,7 @@ def shown_by(node: Node, source: Path, target: Path) -> None:
 def test_the_weights_are_those_of_a_run_on_one_node(
     transport: str, nodes: Nodes, one_node_digest: Callable[[int], str]
 ) -> None:
-    """The nodes' names mean loopback, and their default route leads nowhere: nobody listens or calls there."""
+    """The nodes' names mean loopback, and their default route leads nowhere: no connection may use these addresses."""
     per_node = ("trainer.workers_per_node=1", "rollout.workers_per_node=1")
     run = start(nodes.head, nodes.folder / transport, *POOLS, *per_node, f"checkpoint_engine.transport={transport}")
     run.after_step(1)
@@ -97,7 +98,7 @@ def test_a_run_directory_that_a_trainer_node_does_not_see_is_refused(nodes: Node
 
 
 def test_nodes_end_with_the_process_that_made_them(allowed: None, tmp_path: Path) -> None:
-    """Also by SIGKILL: no process, cable or mount is left."""
+    """This holds even if that process gets SIGKILL: no process, cable or mount is left."""
     program = (
         "import sys, time; from pathlib import Path; from pretended_nodes import Nodes\n"
         "nodes = Nodes(Path(sys.argv[1]), [{}, {}]).__enter__()\n"

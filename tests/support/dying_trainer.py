@@ -18,10 +18,10 @@ OTHERS_LATER = 1.5
 
 
 class DyingTrainer(TrainerWorker):
-    """`deaths` is worker name → (step, place), where the place is one of these:
+    """A trainer rank; `deaths` is worker name → (step, place). A rank that is not in it lives.
 
-    `micro-batch` (at its second micro-batch), `manifest` (before it reports its sum), `all-reduce` (before the sum over
-    ranks), `stepped` (after the optimizer step). A rank that is not in it lives.
+    The places are `micro-batch` (at its second micro-batch), `manifest` (before it reports its sum), `all-reduce`
+    (before the sum over ranks), and `stepped` (after the optimizer step).
     """
 
     def __init__(self, deaths: dict[str, tuple[int, str]], **arguments: Any) -> None:

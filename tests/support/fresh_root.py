@@ -1,4 +1,4 @@
-"""A Debian of its own in a folder, made by debootstrap: commands run in it as in a container that was just started."""
+"""A fresh Debian system in a folder, made by debootstrap, in which commands run as in a new container."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PREPARE = 'mount --make-rprivate / && mount -t proc proc "$ROOT/proc" && mount -
 
 
 def obstacle() -> str | None:
-    """Why none can be made here, in a sentence; None where it can."""
+    """Returns a sentence about why no such system can be made here; None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a root of its own needs root on Linux"
     missing = [tool for tool in ("debootstrap", "unshare", "chroot") if shutil.which(tool) is None]
@@ -25,24 +25,28 @@ def obstacle() -> str | None:
 
 @dataclass
 class FreshRoot:
-    """The system below `path`. Mounts last as long as a command, in a namespace of its own."""
+    """The system in the folder `path`. Mounts are made in a namespace of each command and end with the command."""
 
     path: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Raises AssertionError with what debootstrap says when it fails."""
+        """Makes the system. Raises AssertionError, with debootstrap's output, if that fails."""
         said(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(self.path), MIRROR])
         (self.path / "usr" / "local" / "bin" / "python").symlink_to("/usr/bin/python3")
         shutil.copy("/etc/resolv.conf", self.path / "etc" / "resolv.conf")
-        if CERTIFICATES.exists():  # a network may have an authority of its own
+        if CERTIFICATES.exists():  # The network here may need certificates that Debian does not ship.
             shutil.copy(CERTIFICATES, self.path / CERTIFICATES.relative_to("/"))
 
     def run(self, text: str, folder: str) -> None:
-        """A shell command in a folder of the root. Raises AssertionError with what it says when it fails."""
+        """Runs a shell command in the folder `folder` of the system.
+
+        Raises AssertionError, with the command's output, if it fails.
+        """
         options, mounts = pip_options(), [PREPARE]
         named = {found for value in options.values() for found in re.findall(r"(?:file://)?(/[^\s'\"]+)", value)}
-        for name in sorted(each.removesuffix("/simple") for each in named):  # beside an index lie its files
+        # The packages of a local index lie in the folder above its `simple`.
+        for name in sorted(each.removesuffix("/simple") for each in named):
             there = self.path / name[1:]
             if Path(name).is_dir():
                 there.mkdir(parents=True, exist_ok=True)
@@ -58,7 +62,10 @@ class FreshRoot:
 
 
 def pip_options() -> dict[str, str]:
-    """The variables that have pip find packages as it does here: its configuration, and what the environment says."""
+    """Returns the environment variables with which pip finds packages as it does here.
+
+    They are made from pip's configuration and from the proxy variables of this process.
+    """
     listed = said([sys.executable, "-m", "pip", "config", "list"])
     found = dict(re.findall(r"^(?:global|install)\.([a-z-]+)='(.*)'$", listed, re.MULTILINE))
     variables = {f"PIP_{name.upper().replace('-', '_')}": " ".join(value.split("\\n")) for name, value in found.items()}
@@ -66,6 +73,7 @@ def pip_options() -> dict[str, str]:
 
 
 def said(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Runs a command and returns its output. Raises AssertionError, with the output, if it fails."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -20,7 +20,7 @@ def main() -> None:
     show_what_can_be_shown()
     steps, seconds, *words = int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]
     library = logging.getLogger("a.library")
-    library.addHandler(logging.StreamHandler())  # keeps the stderr of before the panel
+    library.addHandler(logging.StreamHandler())  # This handler holds the stderr from before the panel.
     logging.basicConfig(format="%(levelname)s: %(message)s")
     config = Config(name="signs", total_steps=steps)
     with closing(open_display(config, held_out=True)) as display:

@@ -29,9 +29,7 @@ class Terminal:
         program: str = sys.executable,
         environment: dict[str, str] | None = None,
     ) -> None:
-        surroundings = {
-            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
-        }
+        surroundings = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         surroundings |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **(environment or {})}
         self.child = pexpect.spawn(
             program, list(arguments), dimensions=(rows, columns), env=surroundings, cwd=str(ROOT), timeout=LIMIT

@@ -22,12 +22,12 @@ class ToyGrowth:
         pool.spec = replace(pool.spec, min_workers=least, max_workers=most)
         self.free = 0
         self._ending: dict[str, float] = {}
-        """Worker → when its drained node ends, on the loop's clock."""
+        """Worker → time on the loop's clock at which its drained node ends."""
         self._nodeless: set[str] = set()
-        """Workers whose node is gone, or takes nobody any more."""
+        """Workers whose node has ended or is being drained; no successor can use the node."""
         self._building: set[int] = set()
         self._open = self._seats = 0
-        """Seats that nobody sits in yet, and all that were ever given."""
+        """Number of seats without a worker, and number of all seats ever given."""
         self._changed = asyncio.Event()
 
     def arrive(self) -> None:
@@ -50,7 +50,7 @@ class ToyGrowth:
         worker.kill()
 
     async def seat(self) -> int:
-        """A number for whoever gives it back; the index follows when the worker is built."""
+        """Waits for a seat and returns its number; the worker's index is chosen when the worker is built."""
         while not self.free or len(self.pool.workers) + self._open >= self.pool.spec.most:
             await self._changed.wait()
         self.free -= 1

@@ -1,4 +1,7 @@
-"""Toy workers that sample and train, in virtual time, under the real controller and pools of parts."""
+"""Toy workers that sample and train (`placement=shared`), in virtual time, under the real controller.
+
+The pool is divided into its two parts by the real code (separation/shared.py).
+"""
 
 import asyncio
 from functools import partial
@@ -20,7 +23,7 @@ SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), (
 
 
 class ToySharedRollout(ToyRollout):
-    """Keeps the versions of its trainer as the real one does."""
+    """The rollout part of a toy worker; it keeps the versions of its trainer part by the real worker's method."""
 
     trainer: Any
     both: "ToyBoth"
@@ -49,7 +52,8 @@ class ToySharedTrainer(ToyTrainer):
 
 
 class ToyBoth:
-    """The hosted object, with the turn that its two parts take."""
+    """The object of a toy worker: its trainer part, its rollout part, and the state that says which of them
+    computes."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         place = name.removeprefix(f"{SHARED}-")
@@ -61,7 +65,7 @@ class ToyBoth:
 
 
 class ToySharedWorker(ToyWorker):
-    """Computes one thing at a time, training first; faults know it by the name of the part that is called."""
+    """A worker that makes one call at a time, calls of training first. Faults name it by the part that is called."""
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
@@ -127,5 +131,8 @@ def shared_virtual(
     disturb: Disturbance | None = None,
     horizon: float = 1e5,
 ) -> ToyRun:
-    """A toy run in virtual time. Whatever ends it is raised; a hang is Deadlock or HorizonReached."""
+    """Runs a toy run in virtual time and returns its results. Raises the error that ends it.
+
+    Raises Deadlock if nothing can happen any more, and HorizonReached after `horizon` virtual seconds.
+    """
     return run_virtual(_run(config, timing or Timing(), fault, disturb, ListObserver()), horizon=horizon)
