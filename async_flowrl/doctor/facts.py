@@ -152,13 +152,18 @@ def importable(module: str) -> bool:
 
 def gpus() -> list[dict[str, Any]]:
     """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
+    rows = [line.rpartition(",") for line in nvidia_smi("name,memory.total", "nounits") if "," in line]
+    return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]
+
+
+def nvidia_smi(query: str, *form: str) -> list[str]:
+    """Returns one line per GPU with the asked properties; empty if nvidia-smi is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = [program, f"--query-gpu={query}", f"--format={','.join(('csv', 'noheader', *form))}"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError):
         return []
-    rows = [line.rpartition(",") for line in said.splitlines() if "," in line]
-    return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]
+    return said.splitlines()

@@ -1,8 +1,6 @@
 """Check `machine`: versions of the software that matters on GPUs, and the devices as torch sees them."""
 
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from async_flowrl.doctor.facts import nvidia_smi
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
 from async_flowrl.doctor.setting import PRETENDED, Setting
 from async_flowrl.observability.flops import device_peak
@@ -23,7 +22,6 @@ LEAST_CAPABILITY = (8, 0)
 MIN_FREE_SHARE = 0.9
 """Least free share of a device's memory; with less, another program uses the device."""
 GIB = 2**30
-NVIDIA_SMI_SECONDS = 20.0
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
@@ -63,15 +61,7 @@ def nccl_version() -> str | None:
 
 def driver_version() -> str | None:
     """Returns the version of the NVIDIA driver; None if nvidia-smi is missing, fails or does not answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError):
-        return None
-    return said.split("\n")[0].strip() or None
+    return next(iter(nvidia_smi("driver_version")), "").strip() or None
 
 
 def versions_finding(found: dict[str, str]) -> Finding:

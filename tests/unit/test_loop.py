@@ -162,6 +162,23 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     assert "step 2: the sum of its gradients could exceed the range of multiples of 2^-50" in caplog.text
 
 
+def test_a_larger_exponent_of_zero_is_one_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only rank answers with it once; nothing is computed again in the refused attempt."""
+    config, add_up, refused = toy_config(1), ToyTrainer.add_up, list[int]()
+
+    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
+        if trainer.step == 2 and not refused:
+            refused.append(trainer.sum._account.count)
+            return Summed(0, ())
+        return add_up(trainer, request)
+
+    calm = virtual(config, SHAKEN)
+    monkeypatch.setattr(ToyTrainer, "add_up", overflowing)
+    found = virtual(config, SHAKEN)
+    assert len(found.trained) == len(calm.trained) + sum(refused)
+    assert not found.observer.of("recomputed")
+
+
 @MODE
 def test_weights_change_from_version_to_version_and_between_seeds_and_modes(mode: str) -> None:
     found = run(mode)
