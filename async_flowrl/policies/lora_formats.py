@@ -1,10 +1,12 @@
-"""LoRA files for ComfyUI and for kohya's trainers, written and then checked; for `async-flowrl export --format`.
+"""LoRA files with the layer names of ComfyUI and of kohya's trainers; `async-flowrl export --format` writes them.
 
-ComfyUI (comfy/lora.py) names the layers of Qwen-Image and Z-Image `diffusion_model.<diffusers' name>`, those of FLUX.1
-and Stable Diffusion 3 `transformer.<diffusers' name>`. It reads alpha from a tensor; without one it scales by 1. The
-names of kohya's format are those of sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
+Each file is read back with diffusers before it gets its name. ComfyUI (comfy/lora.py) adds a prefix to the name that a
+layer has in diffusers: `diffusion_model.` for Qwen-Image and Z-Image, `transformer.` for FLUX.1 and Stable Diffusion 3.
+It reads alpha from a tensor beside each layer; where there is none it takes alpha = rank. kohya's names are those of
+sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
 """
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,28 +21,31 @@ from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
 """Function: LoRA → tensors with the names of a format."""
+ALPHA_IN_B = ("sd3",)
+"""Families whose files hold B · alpha / rank, so that the alpha of the file is its rank."""
 _TOLERANCE = 1e-5
 """Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 
 
 def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | None = None) -> Path:
-    """Writes a LoRA to `path` in the format `form` (a key of FORMS) and reads it back with diffusers to check it.
+    """Writes a LoRA to `path` in the format `form` (a key of FORMS), checked by reading it back with diffusers.
 
-    `base` is the configured model path (see lora_file.write). Returns `path`. Raises ValueError, one sentence, and
-    leaves no file, if the format has no names for the family or a layer, or if diffusers reads another LoRA.
+    `base` is the configured `model.path`; it is recorded in the file if it is a hub name. Returns `path`. Raises
+    ValueError with one sentence if the format has no names for the family or for a layer, or if the layers that
+    diffusers reads compute something else. After an error there is no new file, and an earlier one at `path` stays.
     """
+    tensors = converter(form, family)(source)
+    alpha = source.rank if family in ALPHA_IN_B else source.alpha
     header = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(source.rank),
-        "ss_network_alpha": f"{source.alpha:g}",
+        "ss_network_alpha": f"{alpha:g}",
     }
-    tensors = converter(form, family)(source)
-    lora_file.put(path, lora_file.encoded(tensors, header, base))
-    try:
-        compare(source, read_back(path, family), path)
-    except ValueError:
-        path.unlink()
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as unchecked:
+        written = lora_file.put(Path(unchecked) / path.name, lora_file.encoded(tensors, header, base))
+        compare(source, _read(written, family, path), path)
+        written.replace(path)
     return path
 
 
@@ -60,9 +65,14 @@ def converter(form: str, family: str) -> Convert:
 def read_back(path: Path, family: str) -> LoraFile:
     """Returns the LoRA that diffusers' loader of the family reads from a file.
 
-    Raises ValueError, one sentence, if diffusers cannot read it, or reads more than a LoRA of the transformer with one
-    rank and one alpha.
+    Raises ValueError with one sentence if diffusers cannot read the file, or if the file adapts more than the
+    transformer, or if its layers differ in rank or in alpha.
     """
+    return _read(path, family, path)
+
+
+def _read(path: Path, family: str, where: Path) -> LoraFile:
+    """Returns what `read_back` returns; the messages of errors name `where`."""
     import diffusers
 
     kind: Any = getattr(diffusers, next(name for name, of in PIPELINES.items() if of == family))
@@ -74,24 +84,25 @@ def read_back(path: Path, family: str) -> LoraFile:
             converted, alphas = kind.lora_state_dict(str(path.parent), **options), {}
     except (ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise ValueError(
-            f"{path}: diffusers cannot read it as a LoRA of {kind.__name__}: {first_line(error)}"
+            f"{where}: diffusers cannot read it as a LoRA of {kind.__name__}: {first_line(error)}"
         ) from error
     tensors = {key.removeprefix(PREFIX): value.float() for key, value in converted.items() if key.startswith(PREFIX)}
     if not tensors:
-        raise ValueError(f"{path}: diffusers finds no layer of {kind.__name__} in it; a name is {min(converted)}")
+        there = min(converted, default="no tensor")
+        raise ValueError(f"{where}: diffusers finds no layer of {kind.__name__} in it, but e.g. {there}")
     if strange := sorted(set(converted) - {PREFIX + name for name in tensors}):
-        raise ValueError(f"{path} adapts more than the transformer, e.g. {strange[0]}; that is not supported")
-    rank = lora_file.rank_of(tensors, str(path))
+        raise ValueError(f"{where} adapts more than the transformer, e.g. {strange[0]}; that is not supported")
+    rank = lora_file.rank_of(tensors, str(where))
     scales = {float(alpha) for alpha in (alphas or {}).values()} or {float(rank)}
     if len(scales) > 1:
-        raise ValueError(f"{path} has layers of different alpha ({sorted(scales)}), which is not supported")
+        raise ValueError(f"{where} has layers of different alpha ({sorted(scales)}), which is not supported")
     return LoraFile(tensors, rank, scales.pop())
 
 
 def compare(wanted: LoraFile, found: LoraFile, where: Path) -> None:
-    """Raises ValueError, which begins with `where`, if two LoRAs differ.
+    """Raises ValueError if two LoRAs compute different things; the message begins with `where`.
 
-    It compares alpha / rank · B(Ax) for one random x per layer; a layer that one of them lacks must give zero.
+    It compares alpha / rank · B(Ax) for one random x per layer. A layer that is in one LoRA only must give zero.
     """
     modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(found.tensors)})
     for module in modules:
@@ -126,7 +137,10 @@ def _prefixed(prefix: str) -> Convert:
 
 
 def _scaled(source: LoraFile) -> dict[str, Tensor]:
-    """Returns diffusers' names, and B times alpha / rank, because its Stable Diffusion 3 loader refuses alpha."""
+    """Returns the tensors under diffusers' names, with B multiplied by alpha / rank, so that alpha = rank.
+
+    diffusers' loader for Stable Diffusion 3 refuses files with a tensor for alpha.
+    """
     scale = source.alpha / source.rank
     return {PREFIX + name: t * scale if name.endswith("lora_B.weight") else t for name, t in source.tensors.items()}
 

@@ -1,4 +1,9 @@
-"""Pipeline that vllm-omni runs: vllm-omni's network inside the denoising loop of this project's diffusers engine."""
+"""Pipeline class that vllm-omni runs in its engine processes; it makes the images of tickets.
+
+Only the network (the transformer) is vllm-omni's. The denoising loop is `TogetherEngine`, which is also used without
+vllm-omni, so noise and log-probs are computed by the same code as in the trainer. A ticket is a RolloutRequest: the
+images of one prompt that are made in one call.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -24,13 +29,13 @@ from async_flowrl.types import RolloutRequest
 
 
 class RolloutPipeline(nn.Module):
-    """Pipeline of one rank, which vllm-omni builds and calls.
+    """The pipeline that vllm-omni builds and calls in each of its processes; with tensor parallelism all make the same.
 
-    Only the network is vllm-omni's. Denoising, noise and log-probs are those of `DiffusersEngine`, as in the trainer.
-    Text encoders, VAE, schedule and prompt template are diffusers', loaded by `open_rollout`.
+    vllm-omni loads the network's weights; `open_rollout` then loads text encoders, VAE and scheduler with diffusers.
     """
 
     supports_request_batch = True
+    """vllm-omni passes a batch object to `forward`; here it always holds one request."""
     _dit_modules: ClassVar[list[str]] = ["transformer"]
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
@@ -51,9 +56,10 @@ class RolloutPipeline(nn.Module):
     def open_rollout(
         self, adapters: Adapters, config: Config, model: ResolvedModel, network_config: Mapping[str, Any]
     ) -> None:
-        """Loads all parts but the network from the model's folder; `RolloutWorkerExtension.rollout_open` calls it.
+        """Loads the parts that are not the network from the model's folder, and makes the engine.
 
-        `network_config` is the configuration of the diffusers network.
+        `RolloutWorkerExtension.rollout_open` calls it once, before the first ticket. `adapters` holds the LoRA versions
+        of this process; `network_config` is the configuration of the network in diffusers.
         """
         self.adapters = adapters
         network = as_in_diffusers(model.family, self.transformer, network_config)
@@ -67,30 +73,30 @@ class RolloutPipeline(nn.Module):
         )
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """Generates the tickets of one request and returns one output with their rollouts and the version used.
+        """Makes the images of all tickets of a request; returns one output, whose metadata has the rollouts.
 
-        vllm-omni's warm-up request, which comes before `open_rollout`, gets an empty image. Raises ValueError if the
-        batch is not one request of whole tickets.
+        Beside the rollouts, one per ticket, it has the LoRA version that was active. vllm-omni's warm-up request, which
+        comes before `open_rollout`, gets a black image. Raises ValueError as `whole_tickets`.
         """
         if req.is_dummy_run():
             return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
         requests = whole_tickets(req)
         several = len(requests) > 1
         rollouts = self.engine.generate_together(requests) if several else [self.engine.generate(requests[0])]
-        # The images are uint8 already and are part of the rollouts, so vllm-omni gets no image to convert.
+        # The rollouts contain the images as uint8. vllm-omni would convert an image of the payload, so it gets none.
         payload = {"image": torch.empty(0, 3, 32, 32)}
         stamped = {"active": self.adapters.active(), "rollouts": rollouts}
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Loads an adapter from received tensors; vllm-omni calls this hook instead of reading files."""
+        """Returns the adapter that the checkpoint engine has delivered; vllm-omni's own method reads `lora_path`."""
         return self.adapters.load(lora_request.lora_int_id, dtype)
 
 
 def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
-    """Returns the policy of `model` with `network`, and all other parts loaded from the model's folder.
+    """Returns a policy that has `network` and, from the model's folder, diffusers' text encoders, VAE and scheduler.
 
-    `offload`: the text encoders stay in host memory.
+    With `offload=True` the text encoders stay in host memory while they are not used.
     """
     family: Any = load_family(model.family)
     assert isinstance(family, PipelineFamily)
@@ -110,7 +116,11 @@ def around_network(network: Any, model: ResolvedModel, device: torch.device, *, 
 
 
 def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
-    """Returns the tickets of a batch. Raises ValueError unless it is one request for all images of whole tickets."""
+    """Returns the tickets of a batch of vllm-omni.
+
+    Raises ValueError if the batch has more than one request, if the request carries no ticket, or if it asks for
+    another number of images than its tickets have together.
+    """
     if batch.num_reqs != 1:
         raise ValueError(f"one engine batch is one request's tickets, got {batch.num_reqs}: {batch.request_ids}")
     parameters = batch.sampling_params

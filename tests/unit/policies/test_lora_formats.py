@@ -120,7 +120,9 @@ def test_a_layer_without_a_name_is_refused() -> None:
 
 
 def test_names_that_come_back_as_other_layers_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A converter that swaps two layers, or loses alpha, is found out by the round trip."""
+    """A converter that swaps two layers, or loses alpha, is found out by the round trip; an earlier file stays."""
+    file = tmp_path / "it.safetensors"
+    file.write_bytes(b"an earlier one")
     right = lora_formats.FORMS["comfyui"]["qwen_image"]
 
     def swapped(source: LoraFile) -> dict[str, Tensor]:
@@ -134,8 +136,8 @@ def test_names_that_come_back_as_other_layers_leave_no_file(tmp_path: Path, monk
     for wrong in (swapped, unscaled):
         monkeypatch.setitem(lora_formats.FORMS["comfyui"], "qwen_image", wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="is not the one that was written"):
-            lora_formats.write(tmp_path / "it.safetensors", adapter("qwen_image"), family="qwen_image", form="comfyui")
-        assert not list(tmp_path.iterdir())
+            lora_formats.write(file, adapter("qwen_image"), family="qwen_image", form="comfyui")
+        assert list(tmp_path.iterdir()) == [file] and file.read_bytes() == b"an earlier one"
 
 
 def test_the_base_model_is_recorded_only_where_it_means_something_elsewhere(tmp_path: Path) -> None:
