@@ -1,8 +1,8 @@
-"""Generation and training without a framework, in plain diffusers, peft and torch calls: the pools' reference speed.
+"""Generation and training in plain calls of diffusers, peft and torch, for benchmarks to compare the worker pools with.
 
-`generate` samples one prompt's images as Flow-GRPO does (text encoded once, noisy steps, log-probabilities, VAE
-decoding). `update` trains on them (forward, clipped surrogate, backward, gradient clipping, AdamW). Nothing else of
-this project is used.
+`generate` samples images of one prompt as Flow-GRPO does: noisy steps except for the last, log-probabilities, VAE
+decoding. `update` trains on their trajectories: forward passes, clipped loss, backward passes, gradient clipping, AdamW.
+Its advantages are random numbers, because only its speed matters. It uses nothing of this project.
 """
 
 import math
@@ -18,17 +18,22 @@ from peft import LoraConfig
 from torch import Tensor
 
 Group = tuple[str, list[Tensor], list[Tensor]]
-"""Prompt, latents [n, tokens, 64] at every schedule position, log-probabilities [n] of every step except the last."""
+"""Prompt, latents [n, tokens, 64] before the first and after every denoising step, and log-probabilities [n] of every
+step except the last (means over a latent's numbers)."""
 
 
 class Bare:
-    """A pipeline with a LoRA, its schedule and an optimizer, on torch's default device; square images, no guidance."""
+    """A Qwen-Image pipeline with a LoRA, an optimizer and a fixed schedule of `steps` steps, on torch's default device.
+
+    Images are square, of `side` pixels, a multiple of 16; there is no classifier-free guidance.
+    """
 
     def __init__(self, path: str, *, side: int, steps: int, targets: list[str], rank: int, dtype: torch.dtype) -> None:
         self.pipe: Any = QwenImagePipeline.from_pretrained(path, dtype=dtype).to(torch.get_default_device())
         for part in (self.pipe.transformer, self.pipe.vae, self.pipe.text_encoder):
             part.eval().requires_grad_(False)
-            for tensor in part.parameters():  # memory-mapped weights are not aligned, which slows matrix products
+            # On a CPU, weights that are mapped from a file are not aligned in memory, and their products are slower.
+            for tensor in part.parameters():
                 tensor.data = tensor.data.clone()
         self.pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
         self.side, self.rows, self.dtype = side, side // (2 * self.pipe.vae_scale_factor), dtype
@@ -42,14 +47,18 @@ class Bare:
         self.optimizer = torch.optim.AdamW(self.trained, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
 
     def velocity(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-        """Velocity of latents x [n, tokens, 64] at noise levels sigma [n]."""
+        """Returns the velocity [n, tokens, 64] in float32 of latents x [n, tokens, 64] at noise levels sigma [n]."""
         shapes = [[(1, self.rows, self.rows)]] * len(x)
         embeds = text.expand(len(x), -1, -1)
         out: Tensor = self.pipe.transformer(x.to(self.dtype), embeds, None, sigma, shapes, return_dict=False)[0]
         return out.float()
 
     def step(self, x: Tensor, v: Tensor, s: Tensor, after: Tensor, level: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of Flow-GRPO's noisy step from sigma s to `after`, both [n, 1, 1]."""
+        """Returns mean [n, tokens, 64] and standard deviation [n, 1, 1] of Flow-GRPO's noisy step (arXiv:2505.05470).
+
+        The step goes from noise level `s` [n, 1, 1] to `after` [n, 1, 1]; `v` is the velocity at x, `level` the paper's
+        noise level a.
+        """
         g2 = level**2 * s / (1 - torch.where(s >= 1 - 1e-6, self.sigmas[1], s))
         dt = after - s
         return x * (1 + g2 / (2 * s) * dt) + v * (1 + g2 * (1 - s) / (2 * s)) * dt, torch.sqrt(-g2 * dt)
@@ -59,7 +68,7 @@ class Bare:
 
     @torch.no_grad()
     def generate(self, text: str, n: int) -> tuple[npt.NDArray[np.uint8], Group]:
-        """Returns images uint8 [n, H, W, 3] and the input of `update`."""
+        """Returns images uint8 [n, H, W, 3] of the prompt `text` and their trajectories, which `update` takes."""
         if text not in self.texts:
             self.texts[text] = self.pipe.encode_prompt(text)[0]
         xs = [torch.randn(n, self.rows**2, 64)]
@@ -80,7 +89,10 @@ class Bare:
         return (images * 255).round().astype(np.uint8), (text, xs, log_probs)
 
     def update(self, groups: list[Group], *, trained: int, at_once: int) -> None:
-        """Makes one optimizer step on the first `trained` steps of every group, `at_once` steps per forward pass."""
+        """Makes one optimizer step from the first `trained` denoising steps of every group.
+
+        A forward pass computes `at_once` of them; `at_once` must divide `trained`.
+        """
         self.optimizer.zero_grad()
         for text, xs, old in groups:
             n = len(xs[0])

@@ -1,6 +1,8 @@
-"""Checks of the workers that share a GPU according to the configuration, and of whether NCCL can then connect them.
+"""Checks, from the configuration alone, that NCCL can connect the processes which it is meant to connect.
 
-NCCL refuses a group with two ranks on one device ("Duplicate GPU detected").
+NCCL connects the trainer ranks with each other, and the rank that sends the weights with the rollout workers. It
+refuses a group in which two processes use the same GPU ("Duplicate GPU detected"), so most checks ask whether a GPU
+could be shared. A share is `gpus_per_worker`: Ray may put two workers on one GPU if their shares are at most 1 together.
 """
 
 from async_flowrl.config.elastic import bounds
@@ -8,15 +10,16 @@ from async_flowrl.config.schema import Config
 
 
 def nccl_obstacle(config: Config) -> str | None:
-    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if it can.
+    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if nothing here prevents it.
 
-    NCCL needs a GPU for the trainer and another one for each rollout worker.
+    The rank that sends and every rollout worker need a GPU each, all of them different. Whether NCCL is installed is
+    checked elsewhere.
     """
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.runtime.backend == "local":
         return "runtime.backend=local has all workers in one process"
     if config.placement == "shared":
-        return "placement=shared has each worker make the versions that it samples with"
+        return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
     if config.placement == "colocated":
         return "placement=colocated has a rollout worker and a trainer rank share each device"
     if config.rollout.engine == "vllm_omni":
@@ -32,7 +35,11 @@ def nccl_obstacle(config: Config) -> str | None:
 
 
 def ranks_on_one_device(config: Config) -> str | None:
-    """Returns why the trainer ranks could share a GPU, which prevents their process group; None if they cannot."""
+    """Returns why two trainer ranks could be put on one GPU; None if they cannot be.
+
+    NCCL would refuse their process group. With placement=colocated a rank and a rollout worker share one reservation,
+    whose size is the larger of their two shares.
+    """
     key, gpus = "trainer.gpus_per_worker", config.trainer.gpus_per_worker
     if config.placement == "colocated" and config.rollout.gpus_per_worker > gpus:
         key, gpus = "rollout.gpus_per_worker", config.rollout.gpus_per_worker
@@ -42,5 +49,8 @@ def ranks_on_one_device(config: Config) -> str | None:
 
 
 def may_share(one: float, other: float) -> bool:
-    """Returns True if workers with these shares of a GPU fit on one GPU."""
+    """Returns True if two workers with these shares of a GPU fit on one GPU; a share of 0 is a worker on the CPU.
+
+    The tolerance is for sums of decimal fractions, e.g. 0.7 + 0.3.
+    """
     return min(one, other) > 0 and one + other <= 1 + 1e-9

@@ -1,4 +1,8 @@
-"""Builds a tiny random Stable Diffusion 3.5: three text encoders, and dual attention in the first block."""
+"""Tiny Stable Diffusion 3.5 with random weights, which needs no download; for `model.path=tiny` and the tests.
+
+It has the parts of the published model: three text encoders, and in its first transformer block the second attention
+over image tokens alone (`dual_attention_layers`) that SD 3.5 medium has.
+"""
 
 from typing import Any
 
@@ -20,7 +24,10 @@ _HEAD_DIM = 16
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
+    """Returns a StableDiffusion3Pipeline in evaluation mode; layers, heads and contrast are those of `config`.
+
+    Weights are drawn from torch's global generator, so equal seeds give equal weights.
+    """
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     transformer = SD3Transformer2DModel(
         sample_size=4,
@@ -36,7 +43,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     )
     return StableDiffusion3Pipeline(
         transformer=transformer.eval(),
-        # The settings of SD3.5.
+        # The shift, and the VAE's scaling factor and shift factor, are those of SD 3.5.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(config.contrast, scaling_factor=1.5305, shift_factor=0.0609),
         text_encoder=clip_text_encoder(CLIPTextModelWithProjection, clip).eval(),
