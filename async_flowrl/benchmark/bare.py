@@ -1,7 +1,7 @@
 """Generation and training in plain calls of diffusers, peft and torch, for benchmarks to compare the worker pools with.
 
 `generate` samples images of one prompt as Flow-GRPO does: noisy steps except for the last, log-probabilities, VAE
-decoding. `update` trains on their trajectories: forward passes, clipped loss, backward passes, gradient clipping, AdamW.
+decoding. `update` trains on their trajectories: forward, clipped loss, backward, gradient clipping, AdamW.
 Its advantages are random numbers, because only its speed matters. It uses nothing of this project.
 """
 

@@ -2,7 +2,7 @@
 
 NCCL connects the trainer ranks with each other, and the rank that sends the weights with the rollout workers. It
 refuses a group in which two processes use the same GPU ("Duplicate GPU detected"), so most checks ask whether a GPU
-could be shared. A share is `gpus_per_worker`: Ray may put two workers on one GPU if their shares are at most 1 together.
+could be shared. A share is `gpus_per_worker`: Ray may put two workers on one GPU if their shares sum to at most 1.
 """
 
 from async_flowrl.config.elastic import bounds
