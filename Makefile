@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
+.PHONY: setup demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -25,9 +25,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs total_steps=60 name=demo
 
-# Every core runs tests, in the order of conftest.py; those that start clusters or time the CPU stay in one process.
-test: setup lint
-	$(RUN) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# What Python and pytest compile is kept: a test run starts some hundred processes, each of which would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Tests run in the order of conftest.py, lint beside them. Those that start clusters or time the CPU stay in two of the
+# processes (the lanes of conftest.py) and mostly wait, so there is one process more than there are cores.
+test: setup
+	$(MAKE) --jobs=2 lint pytest
+
+pytest: setup
+	$(RUN) -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
 
 # Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time.
 CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')

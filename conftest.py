@@ -1,11 +1,14 @@
 """What every test finds, wherever the tests are started. Not in tests/, which would then be on the import path."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from separation.imports import without_collections
 
 # No test reaches for the model hub; what counts is the setting at the time when huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +17,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # runs that tests interrupt have to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting imports millions of objects that stay: Python's search for garbage is off meanwhile, and then leaves
+    them out, at the end of the session too."""
+    with without_collections():
+        found = yield
+    gc.freeze()
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,10 +40,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-SERIAL = "one at a time"
-"""Tests that start clusters, or that time the CPU: side by side they would slow each other."""
-CLUSTERS = {"ray_here", "existing_cluster", "full_run"}
-"""Fixtures that start one: whoever uses them needs no mark."""
+LANES = ("runs", "clusters")
+"""Groups of tests that start clusters, or that time the CPU: those of a lane come one after the other in one process.
+
+They mostly wait, so two lanes go side by side. A test is put into one by the mark `serial`, without a name into the
+last, or by a fixture of CLUSTERS.
+"""
+CLUSTERS = {"ray_here": "runs", "full_run": "runs", "existing_cluster": "clusters"}
+"""Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
 LONG = (
     "tests/unit/training/test_trainer_ranks.py",
     "tests/unit/training/test_trainer_base_weights.py",
@@ -44,22 +61,33 @@ LONG = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several test processes (`-n`), a file stays in one, and all files with a serial test stay in the same.
+    """With several test processes (`-n`), a lane stays in one of them, and so do the other tests of a file.
 
-    These come first, then what takes long. What `-m` left out is gone by now.
+    The lanes come first, then what takes long. What `-m` left out is gone by now.
     """
     paths = {item: item.path.relative_to(item.config.rootpath).as_posix() for item in items}
-    serial = {paths[item] for item in items if item.get_closest_marker("serial") or CLUSTERS & _fixtures(item)}
+    lanes = {item: _lane(item) for item in items}
     for item in items:
         if getattr(item.config.option, "loadgroup", False):
-            _group(item, SERIAL if paths[item] in serial else paths[item])
+            _group(item, lanes[item] or paths[item])
 
     def turn(item: pytest.Item) -> int:
-        if paths[item] in serial:
-            return -1
+        if lane := lanes[item]:
+            return LANES.index(lane) - len(LANES)
         return next((number for number, start in enumerate(LONG) if paths[item].startswith(start)), len(LONG))
 
     items.sort(key=turn)
+
+
+def _lane(item: pytest.Item) -> str | None:
+    """The lane of a test, or None. Raises ValueError for a lane that is not in LANES, or two of them."""
+    mark = item.get_closest_marker("serial")
+    found = {CLUSTERS[name] for name in CLUSTERS if name in getattr(item, "fixturenames", ())}
+    if mark is not None and (mark.args or not found):
+        found.add(mark.args[0] if mark.args else LANES[-1])
+    if len(found) > 1 or not found <= set(LANES):
+        raise ValueError(f"{item.nodeid} must be in one lane of {', '.join(LANES)}, got {', '.join(sorted(found))}")
+    return found.pop() if found else None
 
 
 def _group(item: pytest.Item, group: str) -> None:
@@ -73,7 +101,3 @@ def _group(item: pytest.Item, group: str) -> None:
         item._nodeid = grouped
     else:
         item._id = type(known).parse(grouped)  # type: ignore[attr-defined]
-
-
-def _fixtures(item: pytest.Item) -> set[str]:
-    return set(getattr(item, "fixturenames", ()))

@@ -1,9 +1,12 @@
 """Every algorithm through the whole pipeline: the policy follows its reward, and flees it when negated."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from async_flowrl.algorithms.registry import BUILT_IN
 from async_flowrl.config.paths import config_dir
 from tests.integration.runs import Run, train
 
@@ -15,8 +18,15 @@ MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
 
+FOLLOW = (*sorted(BUILT_IN), "flow_cps")
+"""Each algorithm once, and the steps that the others do not have; further files are other settings of the same."""
 FLEE = ("flow_grpo", "diffusion_nft", "dpo")
 """One of each kind of loss: policy gradient, final images, preferences."""
+
+
+def chosen(names: Sequence[str]) -> list[Any]:
+    """All algorithms, of which `make test` runs those of `names`."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in ALGORITHMS]
 
 
 def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
@@ -42,16 +52,14 @@ def gain(run: Run) -> float:
     return float(run.metrics[-1]["evaluation/reward/mean"] - run.metrics[0]["evaluation_before/reward/mean"])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", chosen(FOLLOW))
 def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
     run = follow(tmp_path / "run", algorithm)
     assert run.column("staleness/max") == [min(step, 1) for step in range(len(run.metrics))]
     assert gain(run) > MOVED
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name in FLEE else pytest.mark.slow) for name in ALGORITHMS]
-)
+@pytest.mark.parametrize("algorithm", chosen(FLEE))
 def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path: Path) -> None:
     assert gain(follow(tmp_path / "run", algorithm, "algorithm.negate_reward=true")) < -MOVED
 

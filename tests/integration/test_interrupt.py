@@ -13,7 +13,6 @@ from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
 from separation.processes import alive, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
-pytestmark = pytest.mark.serial
 SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
 LONG = "total_steps=500"
 """Two and a half minutes at least with `SLOWLY`: such a run does not end by itself while a test looks at it."""
@@ -41,6 +40,7 @@ def sound(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in found)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("moment", ["starting", pytest.param("training", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
@@ -95,6 +95,7 @@ def check_stopped(run: Run) -> int:
     return done
 
 
+@pytest.mark.serial
 def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0")
@@ -110,6 +111,7 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.parametrize("how", ["group", "everything", "twice"])
 def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
     """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included."""
@@ -136,6 +138,7 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG)
@@ -148,6 +151,7 @@ def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
     """As where the cluster is not ours and its nodes go away together with the run."""
     folder = tmp_path / "run"
@@ -172,6 +176,7 @@ def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_time_limit_of_processes(tmp_path: Path) -> None:
     limited = [LONG, "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
     out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exit_codes.RESUMABLE)

@@ -9,7 +9,7 @@ from torch import Tensor
 from async_flowrl.policies.lora_file import FILE_NAME
 from tests.integration.runs import DELAYS, TRAINED, Run, overtaking, train, train_here_on_ray
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("runs")
 PATIENT = ("checkpoint_engine.ready_seconds=300", "checkpoint_engine.setup_seconds=300", "deadlines.publish=900")
 """On a busy machine a handshake takes longer than the 10 seconds after which a version goes another way."""
 

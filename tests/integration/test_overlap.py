@@ -14,7 +14,7 @@ SLEEP = ("debug.delays.slow_worker=8", "total_steps=8")
 DELAY = 0.7
 """Seconds; nothing in the tiny model takes as long, not even where several processes want the same core."""
 STAGES = ("generate", "score", "update", "publish")
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("runs")
 
 
 @pytest.mark.slow

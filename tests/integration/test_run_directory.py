@@ -21,7 +21,6 @@ from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
 from tests.integration.runs import Run, finish, start, train, wait_until
 
-pytestmark = pytest.mark.serial
 STEPS = 6
 FILES = (
     "config.yaml",

@@ -12,10 +12,8 @@ from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.supervise import together
 from tests.integration.separation_bench import TOY, Bench, fresh, raises
 
-pytestmark = pytest.mark.serial
 
-
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.serial)])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(request.param, tmp_path_factory.mktemp("logs"))
     yield made

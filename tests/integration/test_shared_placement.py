@@ -61,7 +61,6 @@ def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
     assert run.digests == train(tmp_path / "separate", "one_step_off", "ticket_size=2").digests
 
 
-@pytest.mark.serial
 @pytest.mark.usefixtures("ray_here")
 def test_two_processes_that_sample_and_train(tmp_path: Path) -> None:
     pools = ("trainer.num_workers=2", "rollout.num_workers=2", "ticket_size=2")

@@ -1,10 +1,9 @@
 """ProcessPool is a pool of real processes without Ray, for tests that kill trainer ranks.
 
-The processes are started by multiprocessing (`spawn`) and called through pipes.
+The processes are started by `tests/support/forked.py` and called through pipes.
 """
 
 import asyncio
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.host import RemoteError, resolve
+from tests.support.forked import CONTEXT
 
 LANES = ("main", "control")
 
@@ -50,13 +50,12 @@ class ProcessWorker:
     def __init__(self, pool: str, index: int, incarnation: int, factory: str, arguments: dict[str, Any]) -> None:
         self.pool, self.index = pool, index
         self.name = f"{pool}-{index}" + (f".{incarnation}" if incarnation else "")
-        context = multiprocessing.get_context("spawn")
-        pipes = {lane: context.Pipe() for lane in LANES}
+        pipes = {lane: CONTEXT.Pipe() for lane in LANES}
         self._lanes = {lane: ours for lane, (ours, _) in pipes.items()}
         self._locks = {lane: asyncio.Lock() for lane in LANES}
         theirs = {lane: end for lane, (_, end) in pipes.items()}
         own = {**arguments, "index": index, "name": self.name}
-        self._process = context.Process(target=serve, args=(theirs, factory, own), daemon=True)
+        self._process = CONTEXT.Process(target=serve, args=(theirs, factory, own), daemon=True)
         self._process.start()
         for end in theirs.values():
             end.close()

@@ -3,6 +3,7 @@
 A tiny model has the architecture and the files of the real family, about 4 MB, and takes about a second to build.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -68,6 +69,11 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
 
 def _key(config: TinyConfig) -> str:
     """Returns the cache key. It contains library versions, because they can change the random initialisation."""
-    versions = [version(package) for package in ("diffusers", "transformers", "torch")]
-    text = json.dumps([_RECIPE, asdict(config), versions], sort_keys=True)
+    text = json.dumps([_RECIPE, asdict(config), _versions()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Returns the libraries' versions. Python parses a package's whole description for its version."""
+    return [version(package) for package in ("diffusers", "transformers", "torch")]

@@ -5,7 +5,9 @@ the gradient with respect to every step's (a, b) is known, at any mixture of pol
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +55,7 @@ def coefficients(index: int, sde_type: str, noise_level: float) -> tuple[float, 
     return 1 - h * drift_x, -h * drift_v, g * math.sqrt(h)
 
 
+@lru_cache(maxsize=4)
 def sample(weights: Weights, sde_type: str, noise_level: float, *, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Trajectories [5, N, D] float64 up to the last noisy step's result, and rewards [N] after the ODE step."""
     generator = torch.Generator().manual_seed(seed)
@@ -91,21 +94,21 @@ def per_step_target(current: Weights, sampler: Weights, sde_type: str, noise_lev
     return torch.stack(rows)
 
 
-def micro_batch(points: Tensor, advantages: Array, index: int) -> MicroBatch:
-    """The rows of one step, as the trainer would build them."""
-    count = points.shape[1]
-    sigmas = torch.tensor(SIGMAS)
+def micro_batch(points: Tensor, advantages: Array, indices: Sequence[int]) -> MicroBatch:
+    """The rows of these steps, step by step, as the trainer would build them."""
+    count, times = points.shape[1], len(indices)
+    sigmas, steps = torch.tensor(SIGMAS), torch.tensor(indices).repeat_interleave(count)
     return MicroBatch(
-        latents=points[index].float(),
-        next_latents=points[index + 1].float(),
-        sigma=sigmas[index].expand(count),
-        sigma_next=sigmas[index + 1].expand(count),
-        steps=torch.full((count,), index),
+        latents=points[list(indices)].flatten(0, 1).float(),
+        next_latents=points[[index + 1 for index in indices]].flatten(0, 1).float(),
+        sigma=sigmas[steps],
+        sigma_next=sigmas[steps + 1],
+        steps=steps,
         sigmas=sigmas,
-        advantages=torch.from_numpy(advantages).float(),
-        positive=tuple(value > 0 for value in advantages),
-        rollout_log_prob=torch.zeros(count),
-        seeds=tuple(range(count)),
+        advantages=torch.from_numpy(advantages).float().repeat(times),
+        positive=tuple((advantages > 0).tolist()) * times,
+        rollout_log_prob=torch.zeros(count * times),
+        seeds=tuple(range(count)) * times,
         age=1,
     )
 
@@ -152,7 +155,7 @@ def estimate(
     (advantages,) = algorithm.advantages({"reward": [rewards.numpy()]})
     total = torch.zeros(count, 5, dtype=torch.float64)
     for index in STEPS:
-        batch = recorded_by(sampler, config, micro_batch(points, advantages, index), index)
+        batch = recorded_by(sampler, config, micro_batch(points, advantages, [index]), index)
         total -= scale[index] * row_gradients(algorithm, batch, current, behaviour)
     return total.mean(dim=0), total.std(dim=0) / math.sqrt(count)
 

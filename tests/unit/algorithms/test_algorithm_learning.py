@@ -3,6 +3,7 @@
 Right way, wrong way when the reward is negated, nowhere when the advantages are permuted.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ def expected_reward(weights: Weights, sde_type: str, noise_level: float) -> floa
     return -float(((gain * mean - SIGMAS[4] * b - GOAL).square() + gain**2 * variance).sum())
 
 
+@cache
 def train(name: str, **falsifier: bool) -> float:
     """Rise of the exact expected reward over 60 updates, each in two optimizer steps, on samples one version old."""
     fields = ALGORITHMS[name] | falsifier
@@ -52,15 +54,13 @@ def train(name: str, **falsifier: bool) -> float:
         points, rewards = sample(sampler, config.sde_type, config.noise_level, count=GROUPS * SIZE, seed=update)
         groups = [group.numpy() for group in rewards.reshape(GROUPS, SIZE)]
         seeds = [update * GROUPS + group for group in range(GROUPS)]
-        advantages = np.concatenate(algorithm.advantages({"r": groups}, seeds=seeds))
+        batch = micro_batch(points, np.concatenate(algorithm.advantages({"r": groups}, seeds=seeds)), STEPS)
         for half in range(2):
             optimizer.zero_grad()
-            for index in STEPS:
-                batch = micro_batch(points, advantages, index)
-                proximal = algorithm.predict(batch, fixed(fresh)) if half else None
-                behaviour = algorithm.predict(batch, fixed(sampler)) if algorithm.needs_behaviour else None
-                current = algorithm.predict(batch, lambda x, sigma: a * x + b)
-                (algorithm.loss(batch, current, proximal, behaviour, None).loss.mean() / 4).backward()
+            proximal = algorithm.predict(batch, fixed(fresh)) if half else None
+            behaviour = algorithm.predict(batch, fixed(sampler)) if algorithm.needs_behaviour else None
+            current = algorithm.predict(batch, lambda x, sigma: a * x + b)
+            algorithm.loss(batch, current, proximal, behaviour, None).loss.mean().backward()
             optimizer.step()
         sampler = fresh
     measure = config.sde_type, config.noise_level

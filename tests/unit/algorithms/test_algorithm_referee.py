@@ -136,7 +136,7 @@ def with_half_the_variance(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> C
 
 @pytest.mark.parametrize("mutate", [without_sqrt_h, with_flipped_score, with_half_the_variance])
 def test_wrong_steps_miss(mutate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_policy_sde() < LAND
+    """Without the mutation the same estimate lands: `test_on_policy_estimators_land[sde]`."""
     monkeypatch.setattr(sde, "_diffusion", mutate(sde._diffusion))
     assert on_policy_sde() > MISS
 
@@ -175,7 +175,7 @@ def test_the_exact_gradient_is_that_of_the_simulated_reward() -> None:
         # The ODE step must keep its weights: only the noisy steps belong to the objective.
         high, low = (
             -((points[-1] - SIGMAS[4] * CURRENT.velocity(points[-1]) - GOAL).square()).sum(dim=1)
-            for points, _ in (sample(weights, "sde", 0.7, count=200_000, seed=1) for weights in shifted)
+            for points, _ in (sample(weights, "sde", 0.7, count=100_000, seed=1) for weights in shifted)
         )
         slope = (high - low) / 2e-4
-        assert abs(float(slope.mean() - exact[index])) < 4 * float(slope.std()) / 200_000**0.5
+        assert abs(float(slope.mean() - exact[index])) < 4 * float(slope.std()) / 100_000**0.5

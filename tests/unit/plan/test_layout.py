@@ -105,3 +105,4 @@ def test_the_plan_says_what_auto_is_and_names_the_cheapest_layout(capsys: pytest
     assert "the cheapest layout" not in printed(["trainer.shard=none", *tiny], capsys)
     found = json.loads(printed(["trainer.shard=full", "--json", *tiny], capsys))
     assert found["layout"]["shard"] == "full" and found["cheapest_layout"]["shard"] == "none"
+    assert 0 < found["trainer_rank"]["activations"] < found["trainer_rank"]["total"]

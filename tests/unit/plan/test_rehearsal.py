@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +21,10 @@ from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_
 from async_flowrl.plan.rehearsal.command import rehearse
 from async_flowrl.plan.rehearsal.estimate import peak
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
+from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
-from async_flowrl.plan.rehearsal.trainer import _counts
+from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
+from async_flowrl.plan.rehearsal.trainer import RankRehearsal, _counts, rehearse_trainer
 from async_flowrl.tickets.arithmetic import trained_steps
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
@@ -31,8 +34,19 @@ PHASES = {"load", "settle", "update", "forward", "backward", "optimizer", "deliv
 ROLLOUT_PHASES = {"load", "delivery", "sample", "encode", "denoise", "decode"}
 
 
+@cache
 def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
     return rehearse(compose_config("one_step_off", list(overrides)), card_of(card))
+
+
+def rank_alone(*overrides: str) -> RankRehearsal:
+    config = compose_config("one_step_off", list(overrides))
+    return rehearse_trainer(config, FakeModel.of(config), card_of("H100"))
+
+
+def worker_alone(*overrides: str) -> RolloutRehearsal:
+    config = compose_config("one_step_off", list(overrides))
+    return rehearse_rollout(config, FakeModel.of(config), card_of("H100"))
 
 
 def agrees_with_the_plan(done: Rehearsal) -> None:
@@ -77,9 +91,9 @@ def test_all_families_and_kinds_of_algorithms_are_rehearsed(model: str, algorith
 
 def test_a_sharded_base_is_gathered_and_let_go() -> None:
     """FSDP2 frees what it gathers by resizing its storage to nothing."""
-    wide = ["model.tiny.layers=8", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16"]
-    whole = rehearsed(*wide, "trainer.shard=none").rank
-    sharded = rehearsed(*wide, "trainer.shard=full").rank
+    wide = ["model.tiny.layers=4", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16"]
+    whole = rank_alone(*wide, "trainer.shard=none")
+    sharded = rank_alone(*wide, "trainer.shard=full")
     assert sharded.layout == "fsdp2 over 4" and whole.layout == "whole on each of 4"
     weights = 4 * whole.base_parameters
     saved = whole.phases["forward"].resident - sharded.phases["forward"].resident
@@ -93,7 +107,7 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
 
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
     resident, offloaded, cached = (
-        rehearsed(f"rollout.text_encoder={where}").rollout.phases for where in ("resident", "offload", "cached")
+        worker_alone(f"rollout.text_encoder={where}").phases for where in ("resident", "offload", "cached")
     )
     saved = resident["denoise"].resident - offloaded["denoise"].resident
     assert 0 < saved == resident["load"].peak - offloaded["load"].peak
@@ -187,8 +201,7 @@ def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
 
 def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """What another card's own rehearsal gives, where the base is held in the same way."""
-    config = compose_config("one_step_off", ["experiment=two_prompts"])
-    done, alone = rehearse(config, card_of("H100")), rehearse(config, card_of("L4"))
+    done, alone = rehearsed(), rehearsed(card="L4")
     assert by_card.on(card_of("L4"), done).estimate == alone.estimate != done.estimate
     small = replace(card_of("L4"), memory=2**20)
     text = by_card.by_card(done, [card_of("H100"), small])

@@ -1,4 +1,4 @@
-"""What two ranks do in the tests of streamed weights; a module of its own, so that it can be spawned."""
+"""What two ranks do in the tests of streamed weights; a module of its own, so that they can import it."""
 
 import pickle
 from dataclasses import replace
@@ -17,6 +17,7 @@ from async_flowrl.training.base_weights import base_tensors, digest_of_stored, s
 from async_flowrl.training.fsdp import World, shard
 from separation.rendezvous import join, leave, rank_environment
 from tests.support.families import model_config
+from tests.support.forked import METHOD
 from tests.support.ports import free_port
 
 
@@ -24,7 +25,7 @@ def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str,
     """By rank and (family, dtype): the whole tensors, the digest, and the most memory that loading took."""
     for family, _ in cases:
         resolve_model(model_config(family))
-    processes.spawn(_rank, args=(free_port(), cases, str(folder)), nprocs=2)
+    processes.start_processes(_rank, args=(free_port(), cases, str(folder)), nprocs=2, start_method=METHOD)
     return [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(2)]
 
 

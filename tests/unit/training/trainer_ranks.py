@@ -1,4 +1,4 @@
-"""What each trainer process does in the tests of several ranks; a module of its own, so that it can be spawned."""
+"""What each trainer process does in the tests of several ranks; a module of its own, so that they can import it."""
 
 import pickle
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
 from tests.support import trainer_rig as rig
+from tests.support.forked import METHOD
 from tests.support.ports import free_port
 from tests.support.toy_models import FloatSum
 
@@ -43,7 +44,7 @@ def run_ranks(
         resolve_model(config.model)
     port = free_port()
     (folder / "jobs.pkl").write_bytes(pickle.dumps((jobs, mutants, narrow)))
-    processes.spawn(_rank, args=(world, port, str(folder)), nprocs=world)
+    processes.start_processes(_rank, args=(world, port, str(folder)), nprocs=world, start_method=METHOD)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
     return [_measured([outcomes[job] for outcomes in by_rank]) for job in range(len(jobs))]
 
