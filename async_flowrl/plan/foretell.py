@@ -10,7 +10,6 @@ from pathlib import Path
 
 from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.progress import duration
@@ -30,8 +29,6 @@ def step_time(config: Config, run_directory: Path) -> str:
 
     The run is simulated with the durations of its earlier steps, which the same numbers of workers must have made.
     """
-    if config.placement == SHARED:
-        return "no step time: placement=shared is not simulated"
     try:
         if workers_before(run_directory) != workers_of(config):
             return "no step time: other workers made earlier steps"
