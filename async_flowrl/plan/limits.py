@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import Layout, Work
 
@@ -13,6 +14,8 @@ MAX_ADVISED_STALENESS = 2
 """Largest `max_staleness` that is recommended; larger ones only appear in the table."""
 TICKETS_PER_SIMULATION = 1000
 """Approximate number of tickets per simulation; they take a few tenths of a second."""
+TICKETS_OF_ONE_POOL = 300
+"""The same with `placement=shared`, where the real trainer takes part and a ticket costs some three times as much."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Limits:
 def simulated(work: Work, layout: Layout, limits: Limits) -> Prediction:
     """Simulates as many steps as the limits say."""
     min_steps = 16 + 2 * layout.max_staleness
-    steps = limits.steps or max(min_steps, min(200, TICKETS_PER_SIMULATION // work.tickets_per_step))
+    tickets = TICKETS_OF_ONE_POOL if layout.placement == SHARED else TICKETS_PER_SIMULATION
+    steps = limits.steps or max(min_steps, min(200, tickets // work.tickets_per_step))
     return simulate(work, layout, steps=steps)
 
 

@@ -72,7 +72,7 @@ def test_too_few_or_other_steps_are_named(tmp_path: Path) -> None:
 
 
 def write_shared_run(folder: Path, steps: int) -> None:
-    """Steps of 7 s of one process: a ticket of 3 s for the next step, which was given 4 s earlier, after 4 s of training.
+    """Steps of 7 s of one process: 4 s of training, and a ticket of 3 s for the next step, which was given before them.
 
     The first part of the training is 2.5 s, the second ends with an optimizer step of 0.5 s.
     """

@@ -77,6 +77,40 @@ def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
     assert advice.colocated.step_seconds > 1.15 * advice.chosen.step_seconds
 
 
+def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
+    """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn."""
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    best = advice.placements.best
+    assert best is not None
+    assert (best.layout.placement, best.layout.max_staleness) == ("shared", 1)
+    assert best.step_seconds == pytest.approx(20.0, rel=0.02)
+    assert advice.chosen is not None and advice.chosen.step_seconds == pytest.approx(30.0, rel=0.03)
+    assert advice.sentences[0].startswith("Worth it: 1.")
+    assert any(s.startswith("One pool that does both is 1.") for s in advice.sentences)
+    use = next(s for s in advice.sentences if s.startswith("Use "))
+    assert "--config-name one_step_off placement=shared rollout.num_workers=2 trainer.num_workers=2" in use
+    assert any(s.startswith("If the pools have to be separate: ") for s in advice.sentences)
+
+
+def test_two_pools_stay_where_a_split_fits() -> None:
+    advice = advise(work(20, 20, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    best = advice.placements.best
+    assert best is not None and best is advice.chosen
+    assert any(s.startswith("Two pools are as fast") for s in advice.sentences)
+
+
+def test_one_device_hides_the_reward_with_one_pool() -> None:
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16))
+    best = advice.placements.best
+    assert best is not None and best.layout.placement == "shared" and best.layout.max_staleness == 1
+    assert advice.chosen is None
+    assert advice.sentences[0].startswith("Worth it: 1.2") and "on the same 1 device " in advice.sentences[0]
+    alone = advise(work(30, 10, cv=0.0, group_size=4), Limits(1))
+    assert "placement=shared" in alone.sentences[0] and alone.sentences[0].startswith("Don't use async here")
+    without = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16, share=False))
+    assert without.placements.shared == () and "colocated" in " ".join(without.sentences)
+
+
 def test_memory_bounds_what_may_wait() -> None:
     heavy = work(1, 1, ticket_bytes=1000)
     assert advise(heavy, Limits(2, memory=100, colocate=False)).chosen is None
@@ -185,10 +219,14 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--json"]) == 0
+    assert (
+        plan.main(["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--json", "--steps", "20"])
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    assert plan.main(["--generate", "8", "--update", "8", "--split", "1:1", "--no-colocate"]) == 0
+    separate = ["--split", "1:1", "--no-colocate", "--no-shared"]
+    assert plan.main(["--generate", "8", "--update", "8", *separate]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown
 
