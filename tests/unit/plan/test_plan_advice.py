@@ -219,10 +219,8 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        plan.main(["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--json", "--steps", "20"])
-        == 0
-    )
+    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--steps", "20"]
+    assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
     separate = ["--split", "1:1", "--no-colocate", "--no-shared"]
