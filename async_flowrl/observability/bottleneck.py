@@ -44,7 +44,8 @@ def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interv
     if found.rewards >= max(found.barrier, between):
         return (
             f"{said}. Rewards are the limit: devices had nothing to do {found.idle:.0%} of the time, "
-            f"{found.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten the run."
+            f"{found.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
+            "the run."
         )
     if found.barrier >= between:
         return (
