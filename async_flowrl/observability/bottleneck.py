@@ -8,6 +8,7 @@ from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.one_device import by_device, device_time
 from async_flowrl.observability.reward_bound import reward_bound
+from async_flowrl.observability.summary import last_attempt
 from async_flowrl.observability.timeline import Track
 
 MIN_LOST_SHARE = 0.1
@@ -21,9 +22,10 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
 
     `placement` is the setting of that name; a split of devices is proposed only for "separate".
     """
-    window = step_window(history)
     if placement == SHARED:
-        workers = by_device(workers)
+        # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
+        workers, history = by_device(workers), last_attempt(history)[1]
+    window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
     if placement == SHARED:

@@ -52,6 +52,13 @@ def test_what_is_neither_lies_between_steps() -> None:
     assert "had nothing to do 30% of it, mostly between steps" in sentence
 
 
+def test_the_time_before_it_was_resumed_does_not_count() -> None:
+    resumed = {"time": 1000.0, "event": "rollback", "step": 1}
+    later = {"time": 1010.0, "event": "step", "step": 1, "started": 1000.0, "ended": 1010.0}
+    sentence = said(span("rollout-0", 0, 10), STEP, resumed, span("trainer-0", 1000, 1010), later)
+    assert sentence.startswith("Shared processes sampled 0% and trained 100% of the time: the devices are the limit")
+
+
 def test_what_one_part_does_is_no_wait_of_the_other() -> None:
     events = [
         {"time": 0.0, "event": "state", "worker": "trainer-0", "state": "wait_data"},
