@@ -24,20 +24,20 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
 
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False))
+    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False, share=False))
     assert advice.chosen is not None
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
 def test_any_number_of_ranks_is_recommended() -> None:
-    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
+    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False, share=False))
     assert advice.chosen is not None
     assert advice.chosen.layout.trainer == 6
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
-    even = advise(work(1, 1), Limits(2, colocate=False)).chosen
-    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False)).chosen
+    even = advise(work(1, 1), Limits(2, colocate=False, share=False)).chosen
+    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False, share=False)).chosen
     assert even is not None
     assert uneven is not None
     assert (even.layout.max_staleness, even.layout.hand_over) == (1, "stream")
@@ -46,19 +46,19 @@ def test_the_smallest_staleness_that_reaches_the_bound() -> None:
 
 
 def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
-    chosen = advise(work(8, 0.02), Limits(2, colocate=False)).chosen
+    chosen = advise(work(8, 0.02), Limits(2, colocate=False, share=False)).chosen
     assert chosen is not None
     assert chosen.layout.max_staleness == 0
 
 
 def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
-    advice = advise(work(0.5, 1), Limits(2, colocate=False))
+    advice = advise(work(0.5, 1), Limits(2, colocate=False, share=False))
     assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
 def test_the_search_for_staleness_ends_where_the_bound_is_reached() -> None:
     """Also where every depth reaches it: generation takes no time, so that nothing has to be hidden."""
-    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False))
+    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False, share=False))
     assert {prediction.layout.max_staleness for prediction in advice.depths} == {0, 1, 2}
 
 
@@ -113,14 +113,14 @@ def test_one_device_hides_the_reward_with_one_pool() -> None:
 
 def test_memory_bounds_what_may_wait() -> None:
     heavy = work(1, 1, ticket_bytes=1000)
-    assert advise(heavy, Limits(2, memory=100, colocate=False)).chosen is None
-    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False)).chosen
+    assert advise(heavy, Limits(2, memory=100, colocate=False, share=False)).chosen is None
+    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False, share=False)).chosen
     assert roomy is not None
     assert roomy.payload_bytes <= 40_000
 
 
 def test_whole_devices_cost() -> None:
-    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False))
+    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False, share=False))
     assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
@@ -133,7 +133,7 @@ def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
 
 
 def test_uneven_work_that_no_staleness_evens_out() -> None:
-    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
+    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, share=False, steps=60))
     assert advice.chosen is not None
     assert any("reaches 98% of the bound" in s for s in advice.sentences) == (advice.chosen.efficiency < 0.98)
 
