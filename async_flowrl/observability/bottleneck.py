@@ -6,7 +6,9 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.one_device import by_device, device_time
 from async_flowrl.observability.reward_bound import reward_bound
+from async_flowrl.observability.summary import last_attempt
 from async_flowrl.observability.timeline import Track
 
 MIN_LOST_SHARE = 0.1
@@ -20,32 +22,42 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
 
     `placement` is the setting of that name; a split of devices is proposed only for "separate".
     """
+    if placement == SHARED:
+        # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
+        workers, history = by_device(workers), last_attempt(history)[1]
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
     if placement == SHARED:
-        return of_shared(workers, window)
+        return of_shared(workers, history, window)
     split = better_split(workers, window) if placement == "separate" else None
     return bottleneck(step_pools(workers, window), split)
 
 
-def of_shared(workers: Sequence[Track], window: Interval) -> str:
-    """The sentence about processes that sample and train: what share of their time they do either."""
-    both = [track for track in workers if pool_of(track.place) in ("rollout", "trainer")]
-    places, whole = {track.place.rsplit("-", 1)[-1] for track in both}, window[1] - window[0]
-    if not places or whole <= 0:
+def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
+    """The sentence about processes that sample and train: what limits them, devices, rewards or the end of a step."""
+    found = device_time(workers, history, window)
+    if found is None:
         return "Too little was recorded to name a bottleneck."
-    work = dict.fromkeys(("rollout", "trainer"), 0.0)
-    for track in both:
-        work[pool_of(track.place)] += length(intersect(track.busy, [window]))
-    sampled, trained = (work[pool] / len(places) / whole for pool in ("rollout", "trainer"))
-    idle = 1.0 - sampled - trained
-    said = f"Shared processes sampled {sampled:.0%} and trained {trained:.0%} of the time"
-    if idle < MIN_LOST_SHARE:
-        return f"{said}: neither waits for the other."
+    said = f"Shared processes sampled {found.sampled:.0%} and trained {found.trained:.0%} of the time"
+    if found.idle < MIN_LOST_SHARE:
+        return f"{said}: the devices are the limit, and neither phase waits for the other."
+    between = found.idle - found.rewards - found.barrier
+    if found.rewards >= max(found.barrier, between):
+        return (
+            f"{said}. Rewards are the limit: devices had nothing to do {found.idle:.0%} of the time, "
+            f"{found.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
+            "the run."
+        )
+    if found.barrier >= between:
+        return (
+            f"{said}. The end of a step is the limit: devices had nothing to do {found.idle:.0%} of the time, "
+            f"{found.barrier:.0%} while another one computed; more and smaller tickets (ticket_size) or a larger "
+            "max_staleness shorten the run."
+        )
     return (
-        f"{said}, and had nothing to do {idle:.0%} of it: more and smaller tickets (ticket_size), a larger "
-        "max_staleness or faster rewards shorten the run."
+        f"{said}, and had nothing to do {found.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
+        "controller's own work."
     )
 
 

@@ -3,28 +3,23 @@
 `advise` is the entry point, called by `plan/command.py`; every candidate is simulated.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from async_flowrl.plan.finer import finer_tickets
+from async_flowrl.plan.limits import ENOUGH_EFFICIENCY, Limits, choose, simulated
+from async_flowrl.plan.placements import Placements, compare_placements, on_overlap, on_placement, recommendation
 from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
-from async_flowrl.plan.simulate import Prediction, simulate
+from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
 
-ENOUGH_EFFICIENCY = 0.98
-"""Efficiency (share of the bound) that is enough: a layout that reaches it gains too little from more staleness."""
-MIN_SPEEDUP = 1.02
-"""Speed-up over colocated training on the same devices below which separate pools are not recommended."""
+__all__ = ["Advice", "Limits", "advise"]
+
 MIN_DEVICE_USE = 0.95
 """Share of the devices; if the best split uses less, the advice says so."""
 MAX_STALENESS = 8
 """Largest `max_staleness` that is simulated."""
-MAX_ADVISED_STALENESS = 2
-"""Largest `max_staleness` that is recommended; larger ones only appear in the table."""
-TICKETS_PER_SIMULATION = 1000
-"""Approximate number of tickets per simulation; they take a few tenths of a second."""
 MAX_SPLITS = 8
 """Number of splits that are simulated: those with the best bound."""
 CLUSTER_CPU_SECONDS = 0.03
@@ -46,53 +41,33 @@ class Advice:
     """Every `max_staleness` and `hand_over` that was simulated at the best split."""
     chosen: Prediction | None
     """Best layout with separate pools; None if there are too few devices or too little object store."""
-    colocated: Prediction | None
-    """Both pools on all devices; recommended if `chosen` is not enough faster. None if it does not fit the devices."""
+    placements: Placements
+    """`chosen` beside the other placements on as many devices."""
     sentences: tuple[str, ...]
     """The advice in sentences."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Resources that a plan may use, and choices that are fixed."""
-
-    devices: int
-    """Devices for trainer and rollout; reward workers are not counted among them."""
-    memory: float = math.inf
-    """Bytes of object store for images and trajectories."""
-    reward: int = 1
-    """Workers of the shared reward pool; 0 if there is none."""
-    own_rewards: Mapping[str, int] = field(default_factory=dict)
-    """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
-    reward_gpus: Mapping[str, float] = field(default_factory=dict)
-    """Reward pool → GPUs per worker, in addition to `devices`."""
-    split: tuple[int, int] | None = None
-    """(rollout devices, trainer devices); None = search for the best split."""
-    steps: int | None = None
-    """Steps to simulate; None = enough for about TICKETS_PER_SIMULATION tickets."""
-    slow: tuple[float, ...] = ()
-    """Factors on the ticket durations of the first rollout workers."""
-    colocate: bool = True
-    """Whether both models fit one device, so that colocated training is possible."""
-    backend: str = "ray"
-    """`runtime.backend`: ray (processes) or local (threads of one process)."""
+    @property
+    def colocated(self) -> Prediction | None:
+        """Both pools on all devices in turn; None if that does not fit the devices."""
+        return self.placements.colocated
 
 
 def advise(work: Work, limits: Limits) -> Advice:
     """Searches the best split at `max_staleness` 1, then the best `max_staleness` and `hand_over` at that split."""
-    colocated = predict_colocated(work, limits) if limits.colocate else None
     candidates = splits(work, limits)
     if not candidates:
-        return Advice((), (), None, colocated, (no_split(limits),))
+        placements = compare_placements(work, None, limits)
+        return Advice((), (), None, placements, (*on_overlap(placements, limits.devices), *recommendation(placements)))
     depths = search_staleness(work, fastest(work, candidates, limits), limits)
     chosen = choose(depths, limits)
+    placements = compare_placements(work, chosen, limits)
     if chosen is None:
-        tried = [_simulate(work, layout, limits) for layout in candidates]
-        return Advice(tuple(tried), tuple(depths), None, colocated, (no_memory(depths, limits),))
+        tried = [simulated(work, layout, limits) for layout in candidates]
+        return Advice(tuple(tried), tuple(depths), None, placements, (no_memory(depths, limits),))
     how = chosen.layout.max_staleness, chosen.layout.hand_over
-    tried = [_simulate(work, layout.with_staleness(*how), limits) for layout in candidates]
+    tried = [simulated(work, layout.with_staleness(*how), limits) for layout in candidates]
     tried.sort(key=lambda prediction: prediction.layout.rollout)
-    advice = Advice(tuple(tried), tuple(depths), chosen, colocated, ())
+    advice = Advice(tuple(tried), tuple(depths), chosen, placements, ())
     return replace(advice, sentences=tuple(explain(work, limits, advice)))
 
 
@@ -110,11 +85,11 @@ def fastest(work: Work, candidates: Sequence[Layout], limits: Limits) -> Layout:
 
     No layout is faster than its bound, so the search ends at the first whose bound is not below the best until then.
     """
-    best = _simulate(work, candidates[0], limits)
+    best = simulated(work, candidates[0], limits)
     for layout in candidates[1:]:
         if bounds(work, layout).overlapped >= best.step_seconds:
             break
-        best = min(best, _simulate(work, layout, limits), key=lambda prediction: prediction.step_seconds)
+        best = min(best, simulated(work, layout, limits), key=lambda prediction: prediction.step_seconds)
     return best.layout
 
 
@@ -126,36 +101,12 @@ def search_staleness(work: Work, layout: Layout, limits: Limits) -> list[Predict
     predictions: list[Prediction] = []
     enough = 0
     for k in range(MAX_STALENESS + 1):
-        pair = [_simulate(work, layout.with_staleness(k, hand_over), limits) for hand_over in HAND_OVERS]
+        pair = [simulated(work, layout.with_staleness(k, hand_over), limits) for hand_over in HAND_OVERS]
         predictions += pair
         enough += max(prediction.efficiency for prediction in pair) >= ENOUGH_EFFICIENCY
         if enough >= 2 and k >= 2:
             break
     return predictions
-
-
-def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:
-    """Returns the prediction with the least staleness among those efficient enough; None if none fits the store.
-
-    If none is efficient enough, it is the one with the least staleness among those within 2 % of the fastest. The
-    staleness is at most MAX_ADVISED_STALENESS: beyond that, smaller tickets help as much, with fresher images.
-    """
-    advised = [p for p in depths if p.layout.max_staleness <= MAX_ADVISED_STALENESS]
-    fitting = [p for p in advised if p.payload_bytes <= limits.memory]
-    if not fitting:
-        return None
-    fastest = min(p.step_seconds for p in fitting)
-    good = [p for p in fitting if p.efficiency >= ENOUGH_EFFICIENCY] or [
-        p for p in fitting if p.step_seconds <= fastest / ENOUGH_EFFICIENCY
-    ]
-    return min(good, key=lambda p: (p.layout.max_staleness, p.step_seconds))
-
-
-def predict_colocated(work: Work, limits: Limits) -> Prediction:
-    """Simulates colocated pools: in each step, all devices generate and then all devices train."""
-    layout = Layout(limits.devices, limits.devices, limits.reward, 0, "batch", limits.slow, limits.own_rewards)
-    # The change of the devices from one pool to the other costs `switch` once per step; the stage law carries it.
-    return _simulate(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
 
 
 def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
@@ -165,8 +116,9 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
         return []
     return [
         *on_rewards(work, chosen, limits),
-        *against_colocated(chosen, advice.colocated, limits),
-        recommendation(chosen, advice.colocated),
+        *on_overlap(advice.placements, limits.devices),
+        *on_placement(advice.placements),
+        *recommendation(advice.placements),
         *on_staleness(chosen, advice.depths),
         *on_tickets(work, chosen, limits),
         *on_balance(work, chosen, limits),
@@ -179,7 +131,7 @@ def on_rewards(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     cure = cures(work, chosen.layout, chosen.bounds)
     if not cure:
         return []
-    cured = _simulate(work, with_workers(chosen.layout, cure), limits)
+    cured = simulated(work, with_workers(chosen.layout, cure), limits)
     return [limit_sentence(work, chosen, cured, cure, limits.reward_gpus)]
 
 
@@ -189,41 +141,8 @@ def on_tickets(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
         return []
     if cures(work, chosen.layout, chosen.bounds):
         return []
-    finer = finer_tickets(work, chosen, lambda smaller, layout: _simulate(smaller, layout, limits))
+    finer = finer_tickets(work, chosen, lambda smaller, layout: simulated(smaller, layout, limits))
     return [] if finer is None else [finer.sentence(chosen)]
-
-
-def against_colocated(chosen: Prediction, colocated: Prediction | None, limits: Limits) -> list[str]:
-    """Returns the comparison with colocated training, if that is possible."""
-    if colocated is None:
-        return []
-    gain = colocated.step_seconds / chosen.step_seconds
-    if not worth_it(chosen, colocated):
-        return [
-            f"Don't use async here: placement=colocated on the same {limits.devices} devices takes "
-            f"{colocated.step_seconds:.3g} s per step, the best separate layout {chosen.step_seconds:.3g} s "
-            f"({gain:.2f} x)."
-        ]
-    return [
-        f"Worth it: {gain:.2f} x faster than placement=colocated on the same {limits.devices} devices "
-        f"({colocated.step_seconds:.3g} s per step)."
-    ]
-
-
-def worth_it(chosen: Prediction, colocated: Prediction | None) -> bool:
-    """Returns whether separate pools are enough faster than colocated ones, or colocated ones are not possible."""
-    return colocated is None or colocated.step_seconds / chosen.step_seconds >= MIN_SPEEDUP
-
-
-def recommendation(chosen: Prediction, colocated: Prediction | None) -> str:
-    """Returns the sentence with the settings to use and the predicted step time."""
-    layout = chosen.layout
-    use = "Use" if worth_it(chosen, colocated) else "If the pools have to be separate:"
-    return (
-        f"{use} --config-name {layout.mode} rollout.num_workers={layout.rollout} trainer.num_workers={layout.trainer} "
-        f"max_staleness={layout.max_staleness} hand_over={layout.hand_over}: {chosen.step_seconds:.3g} s per step, "
-        f"{chosen.efficiency:.1%} of the bound."
-    )
 
 
 def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
@@ -271,19 +190,9 @@ def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
     ]
 
 
-def no_split(limits: Limits) -> str:
-    return f"Don't use async here: separate pools need at least 2 devices, got {limits.devices}; use sync colocated."
-
-
 def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:
     min_bytes = min(p.payload_bytes for p in depths)
     return (
         f"Even without staleness {min_bytes / 2**30:.3g} GiB of images and trajectories wait to be trained, more than "
         f"the {limits.memory / 2**30:.3g} GiB of object store: fewer prompts per step or a smaller window are needed."
     )
-
-
-def _simulate(work: Work, layout: Layout, limits: Limits) -> Prediction:
-    min_steps = 16 + 2 * layout.max_staleness
-    steps = limits.steps or max(min_steps, min(200, TICKETS_PER_SIMULATION // work.tickets_per_step))
-    return simulate(work, layout, steps=steps)

@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     option("--image-megabytes", type=seconds, default=0.0, help="one image with its trajectory in the object store")
     option("--adapter-megabytes", type=seconds, default=0.0, help="one version of the weights")
     option("--no-colocate", action="store_true", help="both models do not fit one device")
+    option("--no-shared", action="store_true", help="what samples and trains on one base does not fit one device")
     option("--steps", type=count, help="steps to simulate (default: enough for some 1,000 tickets)")
     option("--memory", action="store_true", help="device memory of a configuration instead; has options of its own")
     option("--fit", action="store_true", help="which recipes fit which hardware instead; has options of its own")

@@ -22,6 +22,7 @@ from async_flowrl.observability.pool_size import CHANGES
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.turns_taken import ticket_times, update_times
 from async_flowrl.plan.work import Layout, Work, largest_share
 from async_flowrl.tickets.arithmetic import parts_per_group
 from async_flowrl.tickets.table import TRAIN, State
@@ -63,14 +64,10 @@ class NothingToLearn(ValueError):
 def calibrate(run: Path, *, last: int | None = None) -> Run:
     """The laws of the steps from the last attempt's warm-up on to `last` - 1, or to the end.
 
-    Raises NothingToLearn, also for placement=shared, or ValueError for a broken directory.
+    Raises NothingToLearn, or ValueError for a broken directory.
     """
     config, began, history, metrics = load(run)
-    if config.placement == ONE_POOL:
-        raise NothingToLearn(
-            f"{run} has placement=shared, where a ticket's time holds the training that came before it: plan from a "
-            "run with placement=separate"
-        )
+    one_pool = config.placement == ONE_POOL
     first = began + WARM_UP_STEPS
     resized = any(event["event"] in CHANGES for event in history)
     stop = last if last is not None else config.total_steps
@@ -78,7 +75,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     if not lines:
         raise NothingToLearn(f"{run} has no step from {first} to {stop} with its timing in metrics.jsonl")
     history = within(history, first, stop)
-    tickets = generation_times(history)
+    tickets = ticket_times(history) if one_pool else generation_times(history)
     if not tickets:
         raise NothingToLearn(f"{run} has no ticket of steps {first} to {stop} in events.jsonl")
     finishes = [
@@ -91,6 +88,8 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     # The update took as long as the rank with the most parts. Dividing by its share gives the time of a single rank.
     share = largest_share(parts, config.trainer.num_workers)
     per_group = [max(0.0, line["timing/update"] - finish) / config.prompts_per_step / share for line in lines]
+    if one_pool and not (per_group := update_times(history, config.prompts_per_step)):
+        raise NothingToLearn(f"{run} has no span of training of steps {first} to {stop} in events.jsonl")
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
     slow = slow_places(tickets)
     scores = score_times(history, [pool.name for pool in reward_pools(config.reward)])
@@ -138,6 +137,7 @@ def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:
         max_staleness=config.max_staleness,
         hand_over=config.hand_over,
         slow=tuple(places) if slow else (),
+        placement=config.placement,
     )
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from async_flowrl.config.elastic import bounds, elastic
 from async_flowrl.config.reward_pools import reward_pools
-from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.prediction import predicted_against_actual
 from async_flowrl.plan.show import as_json, text
 from async_flowrl.plan.work import Work
@@ -35,6 +36,7 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
         steps=given.steps,
         slow=(given.slow_worker,) if given.slow_worker != 1 else (),
         colocate=not given.no_colocate,
+        share=not given.no_shared,
     )
     if given.from_run is not None:
         return from_run(given, limits)
@@ -52,7 +54,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
             f"plan: the run's rollout pool may have {least} to {most} workers; it is counted as "
             f"rollout.num_workers={run.config.rollout.num_workers}\n"
         )
-    devices = given.devices or (sum(given.split) if given.split else run.layout.rollout + run.layout.trainer)
+    devices = given.devices or (sum(given.split) if given.split else run.layout.devices)
     pools = reward_pools(run.config.reward)
     limits = replace(
         limits,

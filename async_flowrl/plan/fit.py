@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.fit_shared import shared_layouts
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.memory import (
     Footprint,
     beside,
+    in_one,
     rollout_footprint,
     sampling_peak,
     trainer_footprint,
@@ -155,6 +158,9 @@ def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: in
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.placement == "colocated":
         yield beside(trainer, rollout).total - device * min(1.0, max(shares)), "trainer rank and rollout worker"
+    elif config.placement == SHARED:
+        both = in_one(trainer, rollout, full=config.tune == FULL)
+        yield both.total - device * min(1.0, shares[0]), "process that samples and trains"
     else:
         yield trainer.total - device * min(1.0, shares[0]), "trainer rank"
         yield rollout.total - device * min(1.0, shares[1]), "rollout worker"
@@ -176,11 +182,13 @@ def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
 
 
 def layouts(experiment: str, config: Config, devices: int, seated: float) -> Iterator[list[str]]:
-    """Yields the arguments for each split of `devices` into rollout and trainer devices, even splits first.
+    """Yields the arguments for each split of `devices` into rollout and trainer ones, even splits first, then shared.
 
-    A single device is shared by both pools, and by the reward worker if it has GPUs (`seated`, its share of one).
+    A single device has one process that samples and trains, or both pools, and the reward worker if it has GPUs
+    (`seated`, its share of one).
     """
     if devices == 1:
+        yield from shared_layouts(experiment, 1, 1, seated)
         colocated = ["--config-name sync", f"experiment={experiment}", "placement=colocated"]
         colocated += ["rollout.num_workers=1", "trainer.num_workers=1", "reward.num_workers=1"]
         left = [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
@@ -195,6 +203,7 @@ def layouts(experiment: str, config: Config, devices: int, seated: float) -> Ite
             "reward.num_workers": (rollout, config.reward.num_workers),
         }
         yield [*words, *(f"{key}={value}" for key, (value, usual) in given.items() if value != usual)]
+    yield from shared_layouts(experiment, devices, devices, seated)
 
 
 def savings(config: Config) -> Iterator[str]:

@@ -6,11 +6,11 @@ A failure of the planner is named in the returned sentence and never ends the ru
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.progress import duration
@@ -30,8 +30,6 @@ def step_time(config: Config, run_directory: Path) -> str:
 
     The run is simulated with the durations of its earlier steps, which the same numbers of workers must have made.
     """
-    if config.placement == SHARED:
-        return "no step time: placement=shared is not simulated"
     try:
         if workers_before(run_directory) != workers_of(config):
             return "no step time: other workers made earlier steps"
@@ -39,7 +37,8 @@ def step_time(config: Config, run_directory: Path) -> str:
         if learnt.resized:
             return "no step time: the rollout pool changed its size"
         count = min(config.total_steps, MAX_SIMULATED_STEPS) + config.max_staleness + 2 * WARM_UP_STEPS
-        seconds = simulate(learnt.work, learnt.layout, steps=count).step_seconds
+        layout = replace(learnt.layout, placement=config.placement)
+        seconds = simulate(learnt.work, layout, steps=count).step_seconds
     except NothingToLearn:
         return "no step time: too few earlier steps"
     except Exception:  # any error: a run must start without a prediction too

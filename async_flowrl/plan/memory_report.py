@@ -27,6 +27,7 @@ from async_flowrl.plan.memory import (
     plan_memory,
     rollout_ranks,
 )
+from async_flowrl.plan.placed_memory import by_placement, describe_placements
 from async_flowrl.plan.seats import describe_gpus, gpus_taken, reward_seats
 from separation.table import format_table
 
@@ -102,9 +103,12 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
 
 
 def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
-    """Returns a sentence per kind of process on whether it fits devices of `device_gib`, and one on the devices."""
+    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and two on the devices.
+
+    These say how many are taken, and whether other placements would fit them.
+    """
     sentences = [judged(process, plan, config, device_gib) for process in processes(plan, config)]
-    return [*sentences, describe_gpus(config)]
+    return [*sentences, describe_gpus(config), describe_placements(plan, config, device_gib)]
 
 
 def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float) -> str:
@@ -148,6 +152,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "payload": plan.payload,
         "adapter_bytes": plan.adapter_bytes,
         "devices": gpus_taken(config),
+        "placements": {placed.placement: asdict(placed) for placed in by_placement(plan, config, device_gib)},
         "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
     }
 

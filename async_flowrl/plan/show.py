@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_flowrl.plan.advise import Advice
+from async_flowrl.plan.placements import Placements
 from async_flowrl.plan.simulate import Prediction
 from separation.table import format_table
 
 SPLIT_HEAD = ("rollout", "trainer", "bound s", "step s", "of bound", "rollout busy", "trainer busy")
+PLACEMENT_HEAD = ("placement", "devices", "max_staleness", "hand_over", "bound s", "step s", "of bound")
 DEPTH_HEAD = ("max_staleness", "hand_over", "step s", "of bound", "age", "rollout busy", "trainer busy", "waiting MB")
 
 
@@ -22,6 +24,9 @@ def text(advice: Advice) -> str:
         how = advice.depths[0].layout
         parts += [f"max_staleness and hand_over at {how.rollout} rollout and {how.trainer} trainer devices"]
         parts += [table(DEPTH_HEAD, [_depth_row(p) for p in advice.depths], marked=_at_depth(advice)), ""]
+    if rows := _placements(advice.placements):
+        marked = rows.index(advice.placements.best) if advice.placements.best in rows else None
+        parts += ["placements", table(PLACEMENT_HEAD, [_placement_row(p) for p in rows], marked=marked), ""]
     return "\n".join([*parts, *advice.sentences]) + "\n"
 
 
@@ -32,6 +37,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "depths": [record(p) for p in advice.depths],
         "chosen": record(advice.chosen) if advice.chosen else None,
         "colocated": record(advice.colocated) if advice.colocated else None,
+        "shared": [record(p) for p in advice.placements.shared],
+        "best": record(advice.placements.best) if advice.placements.best else None,
         "advice": list(advice.sentences),
     }
 
@@ -40,6 +47,7 @@ def record(prediction: Prediction) -> dict[str, Any]:
     """Returns one prediction as a dictionary: seconds, shares from 0 to 1, bytes, staleness in versions."""
     layout = prediction.layout
     return {
+        "placement": layout.placement,
         "rollout": layout.rollout,
         "trainer": layout.trainer,
         "reward": layout.reward_workers,
@@ -72,6 +80,17 @@ def comparison(compared: Mapping[str, Any]) -> str:
         f"{predicted['trainer']:.0%}), actual {actual['step_seconds']:.3g} s ({compared['deviation']:+.1%}; "
         f"{actual['rollout']:.0%}, {actual['trainer']:.0%})"
     )
+
+
+def _placements(placements: Placements) -> list[Prediction]:
+    every = [placements.separate, *placements.shared, placements.colocated]
+    return [prediction for prediction in every if prediction is not None]
+
+
+def _placement_row(p: Prediction) -> list[str]:
+    layout = p.layout
+    where = [layout.placement, str(layout.devices), str(layout.max_staleness), layout.hand_over]
+    return [*where, f"{p.bounds.overlapped:.3g}", *_common(p)]
 
 
 def _split_row(p: Prediction) -> list[str]:

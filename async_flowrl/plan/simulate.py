@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from async_flowrl.controller.context import Context
+from async_flowrl.config.schema import Config
+from async_flowrl.config.shared import SHARED
+from async_flowrl.controller.context import Context, Trainer
 from async_flowrl.loop import run
-from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.ledger import PoolLedger, pool_of
 from async_flowrl.observability.summary import WARM_UP_STEPS
+from async_flowrl.plan.one_pool import TrainedRequests, one_pool
 from async_flowrl.plan.stand_ins import PlannedTrainer, PlannedWeights, TicketsAsRequests, planned_pool
+from async_flowrl.plan.units import Unit
+from async_flowrl.plan.virtual_pool import VirtualPool
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Bounds, Layout, Work, bounds, config_of
 from async_flowrl.tickets.arithmetic import shape
@@ -48,11 +53,14 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Share of its time that the busiest pool works or publishes, from 0 to 1.
+        """Share of its time that the busiest pool works or publishes, from 0 to 1; of one that does both, all it does.
 
-        It is 1 if the schedule reaches the bound max(G, T, R), where R is the seconds of the rewards per step.
+        It is 1 if the schedule reaches the bound (`Bounds.overlapped`).
         """
-        return max((states.get("busy", 0.0) + states.get("sync", 0.0) for states in self.pools.values()), default=1.0)
+        works = {pool: states.get("busy", 0.0) + states.get("sync", 0.0) for pool, states in self.pools.items()}
+        if self.bounds.together:
+            works["shared"] = works.pop("rollout", 0.0) + works.pop("trainer", 0.0)
+        return max(works.values(), default=1.0)
 
     def busy(self, pool: str) -> float:
         return self.pools.get(pool, {}).get("busy", 0.0)
@@ -74,19 +82,25 @@ def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> P
 
 @lru_cache(maxsize=REMEMBERED)
 def _remembered(work: Work, layout: Layout, steps: int, seed: int) -> Prediction:
+    return traced(work, layout, steps, seed)[0]
+
+
+def traced(work: Work, layout: Layout, steps: int, seed: int = 0) -> tuple[Prediction, list[Unit]]:
+    """As `simulate`, with every unit of work of the run by the time of its end."""
     return run_virtual(_simulate(work, layout, steps, seed), horizon=math.inf)
 
 
-async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Prediction:
+async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> tuple[Prediction, list[Unit]]:
     config, recorder = config_of(work, layout, steps), Recorder(layout)
-    weights = PlannedWeights(work, seed)
+    weights, parts = PlannedWeights(work, seed), _parts(work, layout, config, seed, recorder)
+    rewards = layout.reward_workers.items()
     ctx = weights.ctx = Context(
         config=config,
-        requests=cast("RequestBuilder", TicketsAsRequests()),
+        requests=cast("RequestBuilder", parts.requests),
         table=TicketTable(shape(config), on_change=recorder.moved),
-        rollout=planned_pool("rollout", layout.rollout, work, layout, seed),
-        rewards={name: planned_pool(name, size, work, layout, seed) for name, size in layout.reward_workers.items()},
-        trainer=PlannedTrainer(work, layout, seed),
+        rollout=parts.rollout,
+        rewards={name: planned_pool(name, size, work, layout, seed, recorder.units) for name, size in rewards},
+        trainer=parts.trainer,
         weights=weights,
         observer=recorder,
         steps=recorder,
@@ -96,7 +110,24 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> Predic
         ctx.table.join(worker.name)
         recorder.state(worker.name, "wait_data")
     await run(ctx)
-    return recorder.prediction(work)
+    return recorder.prediction(work), recorder.units
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is another one with `placement=shared`."""
+
+    requests: TicketsAsRequests
+    rollout: VirtualPool
+    trainer: Trainer
+
+
+def _parts(work: Work, layout: Layout, config: Config, seed: int, recorder: "Recorder") -> _Parts:
+    if layout.placement != SHARED:
+        rollout = planned_pool("rollout", layout.rollout, work, layout, seed, recorder.units)
+        return _Parts(TicketsAsRequests(), rollout, PlannedTrainer(work, layout, seed, recorder.units))
+    pools = one_pool(work, layout, config, seed, recorder.computes, recorder.units)
+    return _Parts(TrainedRequests(config), *pools)
 
 
 class Recorder:
@@ -114,12 +145,23 @@ class Recorder:
         self._stored: set[tuple[str, int]] = set()
         self._max_stored = 0
         self._pools: Mapping[str, Mapping[str, float]] = {}
+        self._own = ("rollout", "trainer") if layout.placement == SHARED else ()
+        """Pools whose states the devices know, not the controller: a ticket that waits for its turn is none's work."""
+        self.units: list[Unit] = []
         self.trained = False
+        for index in range(layout.trainer if self._own else 0):
+            for pool in self._own:
+                self.computes(f"{pool}-{index}", "idle")
 
     def now(self) -> float:
         return self._clock()
 
     def state(self, worker: str, state: str) -> None:
+        if pool_of(worker) not in self._own:
+            self._ledger.enter(worker, state)
+
+    def computes(self, worker: str, state: str) -> None:
+        """Records what a device of one pool does, for which of its two parts."""
         self._ledger.enter(worker, state)
 
     def event(self, event: str, **fields: Any) -> None:

@@ -12,12 +12,11 @@ from async_flowrl.config.reward_pools import SHARED
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
-from async_flowrl.plan.work import Layout, Work
+from async_flowrl.plan.work import Layout, Work, images_of
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import RolloutReport, Scores
-
-_SCORES = Scores((), {})
 
 
 class TicketsAsRequests:
@@ -31,22 +30,32 @@ class TicketsAsRequests:
 
 
 class EmptyAnswers:
-    """Target of the stand-in workers: returns empty rollout reports and scores."""
+    """Target of the stand-in workers: returns rollout reports without images, and scores that differ within a group."""
+
+    def __init__(self, pool: str, images: int) -> None:
+        values = tuple(float(index % 2) for index in range(images))
+        self._scores = Scores(values, {pool.removeprefix(f"{SHARED}/"): values})
 
     def generate(self, ticket: Ticket) -> tuple[RolloutReport, None, None]:
         return RolloutReport(ticket.ordinal, ticket.version, str(ticket.version), 0, ()), None, None
 
     def score(self, ticket: Ticket, *images: Any) -> Scores:
-        return _SCORES
+        return self._scores
 
 
 class PlannedWorker(VirtualWorker):
     """Rollout or reward worker whose calls take a duration that is drawn from the law of the called method."""
 
-    def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int) -> None:
-        super().__init__(pool, index, EmptyAnswers())
+    def __init__(self, pool: str, index: int, work: Work, layout: Layout, seed: int, units: list[Unit]) -> None:
+        super().__init__(pool, index, EmptyAnswers(pool, images_of(work)))
         self._work, self._slowness, self._seed = work, layout.slowness(index) if pool == "rollout" else 1.0, seed
-        self._scored = pool.replace(SHARED, "score", 1)
+        self._scored, self._units = pool.replace(SHARED, "score", 1), units
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        began = asyncio.get_running_loop().time()
+        result = await super().serve(method, args)
+        self._units.append(Unit(self.name, args[0].step, began, asyncio.get_running_loop().time()))
+        return result
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
         ticket: Ticket = args[0]
@@ -55,9 +64,12 @@ class PlannedWorker(VirtualWorker):
         return self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness
 
 
-def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int) -> VirtualPool:
-    """Returns a pool of `size` stand-in workers; `name` is `rollout` or the name of a reward pool."""
-    return VirtualPool(name, [PlannedWorker(name, index, work, layout, seed) for index in range(size)])
+def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int, units: list[Unit]) -> VirtualPool:
+    """Returns a pool of `size` stand-in workers, which add what they do to `units`.
+
+    `name` is `rollout` or the name of a reward pool.
+    """
+    return VirtualPool(name, [PlannedWorker(name, index, work, layout, seed, units) for index in range(size)])
 
 
 def trainer_places(config: Config) -> list[str]:
@@ -78,8 +90,8 @@ class PlannedTrainer:
     whole groups as they get ready, so the last group of a step is one rank's work while the others wait.
     """
 
-    def __init__(self, work: Work, layout: Layout, seed: int) -> None:
-        self._work, self._seed = work, seed
+    def __init__(self, work: Work, layout: Layout, seed: int, units: list[Unit]) -> None:
+        self._work, self._seed, self._units = work, seed, units
         self._ranks, self._update = layout.trainer, work.update_on(layout.trainer)
         self._whole = work.update.scaled(1.0 + work.serial * (layout.trainer - 1))
         """Duration of a whole group on one of several ranks. If all ranks are busy, together they train as fast as with
@@ -98,9 +110,17 @@ class PlannedTrainer:
             groups = ctx.table.ready_groups(step)[:most]
             left -= len(groups)
             for tickets in [ctx.table.hand_over(step, group) for group in groups]:
-                await asyncio.sleep(self._update.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
-        await asyncio.sleep(self._work.finish.draw(f"{self._seed}/finish/{step}"))
+                await self._compute(step, self._update.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
+        await self._compute(step, self._work.finish.draw(f"{self._seed}/finish/{step}"))
         return {}
+
+    async def _compute(self, step: int, seconds: float, rank: int | None = None) -> None:
+        """Lets the seconds pass, on one rank or on all of them."""
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(seconds)
+        ended = asyncio.get_running_loop().time()
+        for index in range(self._ranks) if rank is None else (rank,):
+            self._units.append(Unit(f"trainer-{index}", step, began, ended))
 
     async def _side_by_side(self, ctx: Context, step: int, places: Sequence[str]) -> None:
         """Trains the step's groups with ranks that take whole groups independently; returns when all ranks are done."""
@@ -109,7 +129,7 @@ class PlannedTrainer:
         def due() -> bool:
             return not left or bool(ctx.table.ready_groups(step))
 
-        async def rank(name: str) -> None:
+        async def rank(index: int, name: str) -> None:
             nonlocal left
             while left:
                 await self._until(ctx, due, name)
@@ -120,12 +140,12 @@ class PlannedTrainer:
                 if not left:
                     ctx.ready.notify()  # Wakes the ranks that wait for a further group.
                 for tickets in taken:
-                    await asyncio.sleep(self._whole.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
+                    await self._compute(step, self._whole.draw(f"{self._seed}/update/{step}/{tickets[0].group}"), index)
                 ctx.observer.state(name, "idle")
 
         async with asyncio.TaskGroup() as tasks:
-            for name in places:
-                tasks.create_task(rank(name))
+            for index, name in enumerate(places):
+                tasks.create_task(rank(index, name))
         for name in places:
             ctx.observer.state(name, "busy")
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 
 from async_flowrl.config.reward_pools import SHARED
 from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm, mode_name
+from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
+SEPARATE, COLOCATED = "separate", "colocated"
+"""Values of `Layout.placement`, beside ONE_POOL."""
 UNREACHED_SECONDS = 1e12
 """Deadline of a simulated run; no simulation lasts so long."""
 
@@ -84,6 +87,14 @@ class Layout:
     """Factors on the ticket durations of the first rollout workers; all further workers have factor 1."""
     own_rewards: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
+    placement: str = SEPARATE
+    """`separate`; `colocated` where the two pools have the same devices in turn; `shared` where every process samples
+    and trains. Of the latter two `rollout` and `trainer` are both the number of devices."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of rollout and training together; those of rewards are not counted."""
+        return self.rollout + self.trainer if self.placement == SEPARATE else self.trainer
 
     @property
     def mode(self) -> str:
@@ -109,6 +120,8 @@ class Bounds:
     update: float
     rewards: Mapping[str, float]
     """Reward pool → seconds per step."""
+    together: bool = False
+    """The same devices generate and train, so that the seconds of both add up."""
 
     @property
     def reward(self) -> float:
@@ -117,25 +130,29 @@ class Bounds:
 
     @property
     def without_rewards(self) -> float:
-        """max(G, T): seconds per step of the slower of generation and training."""
-        return max(self.generation, self.update)
+        """max(G, T): seconds per step of the slower of generation and training; their sum if they share devices."""
+        return self.generation + self.update if self.together else max(self.generation, self.update)
 
     @property
     def overlapped(self) -> float:
-        """max(G, T, R) with R = `reward`: no schedule of separate pools takes fewer seconds per step."""
+        """max(G, T, R), or max(G + T, R), with R = `reward`: no schedule of these pools takes less."""
         return max(self.without_rewards, self.reward)
 
 
 def bounds(work: Work, layout: Layout) -> Bounds:
     """Computes the bounds from the mean durations.
 
-    Rollout workers share the tickets in proportion to their speeds. `update` includes `finish` and `stage`.
+    Rollout workers share the tickets in proportion to their speeds. `update` includes `finish` and `stage`, but with
+    `placement=shared` not `stage`: what is sampled meanwhile is not lost.
     """
     speed = sum(1.0 / layout.slowness(index) for index in range(layout.rollout))
-    update = work.prompts_per_step * work.update_on(layout.trainer).mean + work.finish.mean
+    one_pool = layout.placement == ONE_POOL
+    # A rank of one pool that has fewer parts than others samples instead of waiting for them.
+    per_group = replace(work, parts=0).update_on(layout.trainer) if one_pool else work.update_on(layout.trainer)
     return Bounds(
         generation=work.tickets_per_step * work.generate.mean / speed,
-        update=update + work.stage.mean,
+        update=work.prompts_per_step * per_group.mean + work.finish.mean + (0.0 if one_pool else work.stage.mean),
+        together=layout.placement != SEPARATE,
         rewards={
             pool: work.prompts_per_step * work.score_in(pool).mean / size
             for pool, size in layout.reward_workers.items()
@@ -153,10 +170,21 @@ def balance(generation: float, update: float, devices: int) -> float:
     return ideal / best
 
 
+def images_of(work: Work) -> int:
+    """Returns the images per group in a simulation: at least two per ticket."""
+    return work.tickets_per_group * max(2, max(2, work.group_size) // work.tickets_per_group)
+
+
+def parts_of_group(work: Work) -> int:
+    """Returns the micro-batches in which a group is trained, at most one per image."""
+    return max(1, min(images_of(work), work.parts // work.prompts_per_step))
+
+
 def config_of(work: Work, layout: Layout, steps: int) -> Config:
     """Returns the configuration with which the real controller runs in a simulation."""
-    config = Config(total_steps=steps, prompts_per_step=work.prompts_per_step, group_size=max(2, work.group_size))
-    config.group_size = work.tickets_per_group * max(2, config.group_size // work.tickets_per_group)
+    config = Config(total_steps=steps, prompts_per_step=work.prompts_per_step, group_size=images_of(work))
+    config.placement = layout.placement
+    config.trainer.micro_batch_size = -(-config.group_size // parts_of_group(work)) if work.parts else 1
     config.ticket_size = config.group_size // work.tickets_per_group
     config.max_staleness, config.hand_over = layout.max_staleness, layout.hand_over
     config.rollout.num_workers, config.reward.num_workers = layout.rollout, max(1, layout.reward)

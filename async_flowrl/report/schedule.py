@@ -6,9 +6,11 @@ A few windows of steps have exact bars; the whole run has shares of time, or exa
 from collections.abc import Sequence
 from typing import Any
 
+from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.one_device import by_device
 from async_flowrl.observability.timeline import Track
 from async_flowrl.report.records import Records
 from async_flowrl.report.thin import chosen
@@ -40,7 +42,8 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     if not run.workers:
         return None
     start, end = run.window
-    shown = _places(run.workers)
+    # Of a process that samples and trains, what one part does is no wait of the other.
+    shown = _places(by_device(run.workers) if run.setting("placement") == SHARED else run.workers)
     marks = [_mark(event, start) for event in run.history if event["event"] in MARKED]
     views = [_exact(shown, title, window, start) for title, window in _windows(run)]
     moments = [start, end, *(start + mark["time"] for mark in marks)]

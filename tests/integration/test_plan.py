@@ -4,16 +4,29 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.config.compose import compose_config
 from async_flowrl.plan.advise import Limits, advise
 from async_flowrl.plan.calibrate import actual, calibrate
+from async_flowrl.plan.foretell import step_time
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout
+from tests.integration.runs import LOCAL, train
 from tests.integration.sleeping import sleep_config, sleeping_run
 
 TOLERANCE = 0.1
 DEVICES = 8
 UNSEEN = [(1, "stream", 6, 2), (2, "stream", 6, 2), (1, "stream", 4, 4), (1, "batch", 7, 1)]
 """(max_staleness, hand_over, rollout, trainer)."""
+
+
+def test_a_run_of_one_pool_foretells_what_it_would_take_to_go_on(tmp_path: Path) -> None:
+    """Real processes that sample and train: their spans say how long a step is, within what a busy machine changes."""
+    run = train(tmp_path, "one_step_off", "placement=shared", "total_steps=8", "ticket_size=2")
+    steps = [event["ended"] - event["started"] for event in run.events if event["event"] == "step"][2:-1]
+    took = sum(steps) / len(steps)
+    said = step_time(compose_config("one_step_off", [*LOCAL, "placement=shared", "total_steps=20"]), run.root)
+    assert said.endswith("for the 12 that are left"), said
+    assert float(said.split()[0]) == pytest.approx(took, rel=0.5)
 
 
 @pytest.mark.slow
@@ -29,6 +42,6 @@ def test_a_synchronous_run_predicts_the_others(tmp_path: Path) -> None:
         assert predicted == pytest.approx(found.step_seconds, rel=TOLERANCE), (k, hand_over, rollout, trainer)
         measured[rollout, trainer] = min(found.step_seconds, measured.get((rollout, trainer), 1e9))
     fastest = min(measured, key=lambda split: measured[split])
-    chosen = advise(learnt.work, Limits(DEVICES, reward=2, colocate=False)).chosen
+    chosen = advise(learnt.work, Limits(DEVICES, reward=2, colocate=False, share=False)).chosen
     assert chosen is not None
     assert abs(chosen.layout.rollout - fastest[0]) <= 1

@@ -71,14 +71,58 @@ def test_too_few_or_other_steps_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_processes_that_sample_and_train_are_not_simulated(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", 20)
-    assert step_time(config("placement=shared"), tmp_path / "run") == "no step time: placement=shared is not simulated"
-    with (tmp_path / "run/config.yaml").open("a") as file:
-        file.write("placement: shared\n")
-    with pytest.raises(NothingToLearn, match=r"run has placement=shared.*: plan from a run with"):
+def write_shared_run(folder: Path, steps: int) -> None:
+    """Steps of 7 s of one process: 4 s of training, and a ticket of 3 s for the next step, which was given before them.
+
+    The first part of the training is 2.5 s, the second ends with an optimizer step of 0.5 s.
+    """
+    write_run(folder, steps)
+    written = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    began = [event for event in written if event["event"] in ("worker", "rollback")]
+
+    def span(worker: str, name: str, start: float, end: float, time: float, **more: Any) -> dict[str, Any]:
+        return {"time": time, "event": "span", "worker": worker, "name": name, "start": start, "end": end, **more}
+
+    events: list[dict[str, Any]] = []
+    for s in range(steps):
+        t = 7.0 * s
+        ticket = {"event": "ticket", "kind": "train", "ordinal": s + 1, "step": s + 1, "worker": "rollout-0"}
+        events += [
+            ticket | {"time": t, "state": "RUNNING"},
+            span("trainer-0", "forward", t, t + 2.5, t + 4.0),
+            span("trainer-0", "backward", t + 2.5, t + 3.5, t + 4.0),
+            span("trainer-0", "optimizer", t + 3.5, t + 4.0, t + 4.0),
+            span("rollout-0", "activate", t + 4.0, t + 4.1, t + 7.0, ordinal=s + 1),
+            span("rollout-0", "generate", t + 4.1, t + 7.0, t + 7.0, ordinal=s + 1),
+            ticket | {"time": t + 7.0, "state": "SCORING"},
+            {"time": t + 7.0, "event": "step", "step": s, "started": t, "ended": t + 7.0},
+        ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in began + events))
+    with (folder / "config.yaml").open("a") as file:
+        file.write("placement: shared\nmax_staleness: 1\n")
+
+
+def test_processes_that_sample_and_train_are_learnt_from_by_what_ran(tmp_path: Path) -> None:
+    """Neither the 7 s from a ticket's dispatch to its result, nor the 4 s of `timing/update` with what came between."""
+    write_shared_run(tmp_path / "run", 20)
+    learnt = calibrate(tmp_path / "run")
+    assert learnt.layout.placement == "shared" and learnt.layout.devices == 1
+    work = learnt.work
+    assert (work.generate.mean, work.update.mean, work.finish.mean) == pytest.approx((3.0, 3.5, 0.5))
+    said = step_time(config("placement=shared", "total_steps=30"), tmp_path / "run")
+    assert said == "7 s per step, as earlier steps took, 1:10 for the 10 that are left"
+    compared = predicted_against_actual(tmp_path / "run")
+    assert compared is not None
+    assert compared["deviation"] == pytest.approx(0.0, abs=0.02)
+    assert compared["predicted"]["rollout"] == pytest.approx(3 / 7, rel=0.03)
+
+
+def test_a_run_without_a_span_of_training_teaches_nothing(tmp_path: Path) -> None:
+    write_shared_run(tmp_path / "run", 20)
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    (tmp_path / "run/events.jsonl").write_text("".join(f"{x}\n" for x in lines if "ward" not in x))
+    with pytest.raises(NothingToLearn, match="no span of training"):
         calibrate(tmp_path / "run")
-    assert predicted_against_actual(tmp_path / "run") is None
 
 
 def test_whatever_goes_wrong_is_said_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

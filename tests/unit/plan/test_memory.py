@@ -71,6 +71,24 @@ def activations(*overrides: str) -> int:
     return training_peak(config, build_meta_model(config))
 
 
+def test_every_placement_is_judged_on_the_same_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """One base in place of two: what a shared process saves of colocated ones is a base, a runtime, and activations."""
+    plain = ["model=tiny_sd3", "model.tiny.layers=12", "model.tiny.heads=4", "trainer.micro_batch_size=8"]
+    assert planner.main(["--memory", *plain, "--json"]) == 0
+    placed = json.loads(capsys.readouterr().out)["placements"]
+    (shared,), (colocated,) = (placed[name]["processes"].values() for name in ("shared", "colocated"))
+    separate = placed["separate"]["processes"]
+    assert max(separate.values()) <= shared < colocated == sum(separate.values())
+    assert all(each["fits"] for each in placed.values())
+    between = (shared + colocated) / 2 / 2**30
+    assert planner.main(["--memory", *plain, "--device", f"{between}"]) == 0
+    said = capsys.readouterr().out
+    assert "; shared fits (process with one base" in said and "; colocated does not fit (two processes" in said
+    sharded = ["trainer.num_workers=2", "trainer.shard=full", "placement=shared", "rollout.num_workers=2"]
+    assert planner.main(["--memory", *plain, *sharded]) == 2
+    assert "trainer.shard must be none or auto" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("checkpointing", ["none", pytest.param("every_2", marks=pytest.mark.slow), "full"])
 def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: str) -> None:

@@ -24,20 +24,20 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
 
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False))
+    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False, share=False))
     assert advice.chosen is not None
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
 def test_any_number_of_ranks_is_recommended() -> None:
-    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False))
+    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False, share=False))
     assert advice.chosen is not None
     assert advice.chosen.layout.trainer == 6
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
-    even = advise(work(1, 1), Limits(2, colocate=False)).chosen
-    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False)).chosen
+    even = advise(work(1, 1), Limits(2, colocate=False, share=False)).chosen
+    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False, share=False)).chosen
     assert even is not None
     assert uneven is not None
     assert (even.layout.max_staleness, even.layout.hand_over) == (1, "stream")
@@ -46,19 +46,19 @@ def test_the_smallest_staleness_that_reaches_the_bound() -> None:
 
 
 def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
-    chosen = advise(work(8, 0.02), Limits(2, colocate=False)).chosen
+    chosen = advise(work(8, 0.02), Limits(2, colocate=False, share=False)).chosen
     assert chosen is not None
     assert chosen.layout.max_staleness == 0
 
 
 def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
-    advice = advise(work(0.5, 1), Limits(2, colocate=False))
+    advice = advise(work(0.5, 1), Limits(2, colocate=False, share=False))
     assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
 def test_the_search_for_staleness_ends_where_the_bound_is_reached() -> None:
     """Also where every depth reaches it: generation takes no time, so that nothing has to be hidden."""
-    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False))
+    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False, share=False))
     assert {prediction.layout.max_staleness for prediction in advice.depths} == {0, 1, 2}
 
 
@@ -77,16 +77,50 @@ def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
     assert advice.colocated.step_seconds > 1.15 * advice.chosen.step_seconds
 
 
+def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
+    """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn."""
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    best = advice.placements.best
+    assert best is not None
+    assert (best.layout.placement, best.layout.max_staleness) == ("shared", 1)
+    assert best.step_seconds == pytest.approx(20.0, rel=0.02)
+    assert advice.chosen is not None and advice.chosen.step_seconds == pytest.approx(30.0, rel=0.03)
+    assert advice.sentences[0].startswith("Worth it: 1.")
+    assert any(s.startswith("One pool that does both is 1.") for s in advice.sentences)
+    use = next(s for s in advice.sentences if s.startswith("Use "))
+    assert "--config-name one_step_off placement=shared rollout.num_workers=2 trainer.num_workers=2" in use
+    assert any(s.startswith("If the pools have to be separate: ") for s in advice.sentences)
+
+
+def test_two_pools_stay_where_a_split_fits() -> None:
+    advice = advise(work(20, 20, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    best = advice.placements.best
+    assert best is not None and best is advice.chosen
+    assert any(s.startswith("Two pools are as fast") for s in advice.sentences)
+
+
+def test_one_device_hides_the_reward_with_one_pool() -> None:
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16))
+    best = advice.placements.best
+    assert best is not None and best.layout.placement == "shared" and best.layout.max_staleness == 1
+    assert advice.chosen is None
+    assert advice.sentences[0].startswith("Worth it: 1.2") and "on the same 1 device " in advice.sentences[0]
+    alone = advise(work(30, 10, cv=0.0, group_size=4), Limits(1))
+    assert "placement=shared" in alone.sentences[0] and alone.sentences[0].startswith("Don't use async here")
+    without = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16, share=False))
+    assert without.placements.shared == () and "colocated" in " ".join(without.sentences)
+
+
 def test_memory_bounds_what_may_wait() -> None:
     heavy = work(1, 1, ticket_bytes=1000)
-    assert advise(heavy, Limits(2, memory=100, colocate=False)).chosen is None
-    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False)).chosen
+    assert advise(heavy, Limits(2, memory=100, colocate=False, share=False)).chosen is None
+    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False, share=False)).chosen
     assert roomy is not None
     assert roomy.payload_bytes <= 40_000
 
 
 def test_whole_devices_cost() -> None:
-    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False))
+    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False, share=False))
     assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
@@ -99,7 +133,7 @@ def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
 
 
 def test_uneven_work_that_no_staleness_evens_out() -> None:
-    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, steps=60))
+    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, share=False, steps=60))
     assert advice.chosen is not None
     assert any("reaches 98% of the bound" in s for s in advice.sentences) == (advice.chosen.efficiency < 0.98)
 
@@ -185,10 +219,12 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--json"]) == 0
+    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--steps", "20"]
+    assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    assert plan.main(["--generate", "8", "--update", "8", "--split", "1:1", "--no-colocate"]) == 0
+    separate = ["--split", "1:1", "--no-colocate", "--no-shared"]
+    assert plan.main(["--generate", "8", "--update", "8", *separate]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown
 

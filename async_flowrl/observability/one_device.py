@@ -1,0 +1,84 @@
+"""Processes of `placement=shared` in a run's records: two tracks on one device, and what the device waited for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
+from async_flowrl.observability.ledger import pool_of
+from async_flowrl.observability.timeline import Track
+from async_flowrl.types import TRAIN
+
+PARTS = ("rollout", "trainer")
+"""Pools whose workers of the same number are one process."""
+SCORING = "SCORING"
+"""State of a ticket that has images and no reward yet (tickets/ticket.py)."""
+
+
+def by_device(workers: Sequence[Track]) -> list[Track]:
+    """Returns the tracks with those of a process one after the other, and no wait while its other part computes."""
+    parts = {track.place: track for track in workers if pool_of(track.place) in PARTS}
+    found = []
+    for index in sorted({_index(place) for place in parts}):
+        own = [parts[place] for place in (f"{pool}-{index}" for pool in PARTS) if place in parts]
+        busy = union(interval for track in own for interval in track.busy)
+        found += [Track(track.place, track.spans, _left(track, busy)) for track in own]
+    return found + [track for track in workers if track.place not in parts]
+
+
+def _left(track: Track, busy: Sequence[Interval]) -> list[tuple[str, Interval]]:
+    return [(state, part) for state, interval in track.waits for part in subtract([interval], busy)]
+
+
+def _index(place: str) -> int:
+    return int(place.rpartition("-")[2])
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Mean share of the time of all devices, from 0 to 1; what is left had neither work nor one of these reasons."""
+
+    sampled: float
+    trained: float
+    rewards: float
+    """Nothing to do while the reward of a training group was made."""
+    barrier: float
+    """Nothing to do while another device computed, and no reward was made."""
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, 1.0 - self.sampled - self.trained)
+
+
+def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
+    """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
+    both = [track for track in workers if pool_of(track.place) in PARTS]
+    indices = {_index(track.place) for track in both}
+    whole = (window[1] - window[0]) * len(indices)
+    if whole <= 0:
+        return None
+    work = dict.fromkeys(PARTS, 0.0)
+    idle: list[list[Interval]] = []
+    for index in indices:
+        own = [track for track in both if _index(track.place) == index]
+        for track in own:
+            work[pool_of(track.place)] += length(intersect(track.busy, [window]))
+        idle.append(subtract([window], union(interval for track in own for interval in track.busy)))
+    scoring = _scoring(history)
+    anyone = union(interval for track in both for interval in track.busy)
+    rewards = sum(length(intersect(each, scoring)) for each in idle)
+    barrier = sum(length(subtract(intersect(each, anyone), scoring)) for each in idle)
+    return DeviceTime(work["rollout"] / whole, work["trainer"] / whole, rewards / whole, barrier / whole)
+
+
+def _scoring(history: Sequence[Event]) -> list[Interval]:
+    """Returns the times at which a training ticket's images were there, and its reward was not."""
+    began: dict[int, float] = {}
+    found = []
+    for event in history:
+        if event["event"] == "ticket" and event["kind"] == TRAIN:
+            if event["state"] == SCORING:
+                began[event["ordinal"]] = event["time"]
+            elif event["ordinal"] in began:
+                found.append((began.pop(event["ordinal"]), event["time"]))
+    return union(found)

@@ -1,0 +1,222 @@
+"""Stand-ins for the processes of `placement=shared` in a simulation: each is a device that samples or trains.
+
+Which process trains what is decided by the real controller (controller/trainer.py). Who computes next on a device
+follows the rule of shared/turns.py.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Signal
+from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.plan.stand_ins import PlannedWorker, TicketsAsRequests
+from async_flowrl.plan.units import Unit
+from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
+from async_flowrl.plan.work import Layout, Work
+from async_flowrl.shared.turns import PATIENCE_SECONDS
+from async_flowrl.tickets.request import sampling
+from async_flowrl.tickets.table import Ticket
+from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.parts import Place, cut, parts_of
+from async_flowrl.training.trust_region import MEASURED_EVERY
+from async_flowrl.types import Prompt, Sampling
+
+Booked = Callable[[str, str], None]
+"""Is told (worker, state) whenever a device begins or ends something."""
+
+
+class Device:
+    """Device of one process. One unit of work computes at a time, training first; no ticket is interrupted."""
+
+    def __init__(self, index: int, booked: Booked, units: list[Unit]) -> None:
+        self._rollout, self._trainer = f"rollout-{index}", f"trainer-{index}"
+        self._booked, self._units = booked, units
+        self._changed = Signal()
+        self._taken = False
+        self._waiting = 0
+        """Calls to train that wait for the unit under way."""
+        self._kept_until = 0.0
+        self._owed: float | None = None
+        """Seconds that the ticket under way lost to what was computed beside it; None if there is no such ticket."""
+
+    async def train(self, seconds: float, step: int, *, more: bool = False) -> None:
+        """Computes for `step` after the unit under way. `more`: the next call follows, so no ticket begins before."""
+        self._waiting += 1
+        await self._changed.until(lambda: not self._taken)
+        self._waiting, self._taken = self._waiting - 1, True
+        await self._compute(self._trainer, step, seconds)
+        self._taken, self._kept_until = False, _now() + PATIENCE_SECONDS if more else 0.0
+        self._changed.notify()
+
+    async def sample(self, seconds: float, step: int) -> None:
+        """Makes a ticket of `step`, as soon as nothing is trained or waits to be."""
+        while self._taken or self._waiting or _now() < self._kept_until:
+            busy = self._taken or self._waiting
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if busy else self._kept_until - _now()):
+                    await self._changed.wait()
+        self._taken, self._owed = True, 0.0
+        began = _now()
+        self._booked(self._rollout, "busy")
+        await asyncio.sleep(seconds)
+        while owed := self._owed:
+            self._owed = 0.0
+            await asyncio.sleep(owed)
+        self._booked(self._rollout, "idle")
+        self._units.append(Unit(self._rollout, step, began, _now()))
+        self._taken, self._owed = False, None
+        self._changed.notify()
+
+    async def beside(self, seconds: float, step: int) -> None:
+        """Computes for `step` without a wait for the ticket under way, which takes that much longer."""
+        if self._owed is None:
+            await self.train(seconds, step)
+            return
+        self._owed += seconds
+        self._booked(self._rollout, "idle")
+        await self._compute(self._trainer, step, seconds)
+        if self._owed is not None:
+            self._booked(self._rollout, "busy")
+
+    async def _compute(self, place: str, step: int, seconds: float) -> None:
+        began = _now()
+        self._booked(place, "busy")
+        await asyncio.sleep(seconds)
+        self._booked(place, "idle")
+        self._units.append(Unit(place, step, began, _now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class SharedRollout(PlannedWorker):
+    """Rollout worker of a process: its tickets take the device."""
+
+    def __init__(self, device: Device, index: int, work: Work, layout: Layout, seed: int) -> None:
+        super().__init__("rollout", index, work, layout, seed, [])
+        self._device = device
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method != "generate":
+            return await super().serve(method, args)
+        await self._device.sample(self.duration(method, args), args[0].step)
+        return self.run(method, args)
+
+
+class SharedRank(VirtualWorker):
+    """Trainer rank of a process: its calls take the device, but for the end of an optimizer step."""
+
+    def __init__(self, device: Device, index: int, work: Work, config: Config, seed: int) -> None:
+        ranks = config.trainer.num_workers
+        self.place, self._samples = Place(index, ranks), config.trainer.micro_batch_size
+        super().__init__("trainer", index, PlannedSums(self.place, self._samples))
+        self._device, self._work, self._seed = device, work, seed
+        self._whole = work.update.scaled(1.0 + work.serial * (ranks - 1))
+        """All of a group on one of several ranks: all of them busy, they get as much done as `serial` says."""
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "train":
+            request: TrainRequest = args[0]
+            await self._device.train(self._seconds(request), request.step, more=request.more)
+        elif method == "take_step":
+            step = self.target.step
+            await self._device.beside(self._work.finish.draw(f"{self._seed}/finish/{step}"), step)
+        elif method == "add_up" and args[0].probe is not None:
+            await self._device.train(0.0, args[0].step)  # what is measured waits for its turn
+        return self.run(method, args)
+
+    def _seconds(self, request: TrainRequest) -> float:
+        own = Counter(part.group for part in parts_of(request.metas, self.place, self._samples))
+        seconds = self._work.finish.draw(f"{self._seed}/finish/{request.step}") if request.finishes else 0.0
+        for index, count in own.items():
+            meta = request.metas[index]
+            share = count / len(cut(meta.selected, self._samples))
+            seconds += share * self._whole.draw(f"{self._seed}/update/{request.step}/{meta.group}")
+        return seconds
+
+
+class PlannedSums:
+    """Target of a stand-in rank: knows which parts are in its sum, and steps without computing anything."""
+
+    def __init__(self, place: Place, samples: int) -> None:
+        self._place, self._samples = place, samples
+        self.step, self._plan = -1, StepPlan(rows=0)
+        self._parts: list[tuple[int, int]] = []
+
+    def train(self, request: TrainRequest, *trajectories: Any) -> Manifest | UpdateStats:
+        self._begin(request)
+        for part in parts_of(request.metas, self._place, self._samples):
+            self._parts.append((request.metas[part.group].group, part.part))
+        if request.finishes:
+            return self.take_step()
+        return Manifest(self.step, self._plan.update, self._plan.attempt, tuple(self._parts))
+
+    def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:
+        self._begin(request)
+        return Summed(None, ())
+
+    def take_step(self) -> UpdateStats:
+        measures_next = (self.step + 1) % MEASURED_EVERY == 0
+        return UpdateStats(self.step, self._plan.update, skipped=False, metrics={}, measures_next=measures_next)
+
+    def _begin(self, request: TrainRequest) -> None:
+        if request.begins is not None:
+            self.step, self._plan, self._parts = request.step, request.begins, []
+
+
+@dataclass(frozen=True)
+class PlannedPrompt(Prompt):
+    """Prompt that names its group, from which the stand-in of a reward draws its duration."""
+
+    step: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """What a stand-in rollout worker and the plan of an optimizer step need to know of a ticket."""
+
+    ordinal: int
+    step: int
+    group: int
+    version: int
+    train_steps: tuple[int, ...] = (0,)
+
+
+class TrainedRequests(TicketsAsRequests):
+    """Request builder that also answers what the real trainer asks about a group."""
+
+    def __init__(self, config: Config) -> None:
+        self._sampling = sampling(config)
+
+    def request(self, ticket: Ticket) -> PlannedRequest:  # type: ignore[override]
+        return PlannedRequest(ticket.ordinal, ticket.step, ticket.group, ticket.version)
+
+    def prompt(self, ticket: Ticket) -> PlannedPrompt:  # type: ignore[override]
+        return PlannedPrompt(ticket.group, "", step=ticket.step, group=ticket.group)
+
+    def sampling(self, ticket: Ticket) -> Sampling:
+        return self._sampling
+
+    def image_seed(self, name: str, step: int, group: int, image: int) -> int:
+        return 0
+
+    def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
+        return {}
+
+
+def one_pool(
+    work: Work, layout: Layout, config: Config, seed: int, booked: Booked, units: list[Unit]
+) -> tuple[VirtualPool, TrainerGroup]:
+    """Returns the rollout pool and the trainer of `config.trainer.num_workers` processes that sample and train."""
+    devices = [Device(index, booked, units) for index in range(config.trainer.num_workers)]
+    rollouts = [SharedRollout(device, index, work, layout, seed) for index, device in enumerate(devices)]
+    ranks = [SharedRank(device, index, work, config, seed) for index, device in enumerate(devices)]
+    return VirtualPool("rollout", rollouts), TrainerGroup(VirtualPool("trainer", ranks), build_algorithm(config))

@@ -1,0 +1,163 @@
+"""Comparison of placements on the same devices: two pools, one pool that does both (shared), and pools in turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.limits import Limits, choose, simulated
+from async_flowrl.plan.simulate import Prediction
+from async_flowrl.plan.work import COLOCATED, SEPARATE, Layout, Work
+
+MIN_SPEEDUP = 1.02
+"""Speed-up below which phases take turns, pools are separate rather than shared, or a base is held once, not twice."""
+SHARED_DEPTHS = ((0, "batch"), (0, "stream"), (1, "stream"), (2, "stream"))
+"""(max_staleness, hand_over) that are simulated of a shared pool."""
+
+
+@dataclass(frozen=True)
+class Placements:
+    """The best layout of each placement; None where it is not possible."""
+
+    separate: Prediction | None
+    shared: tuple[Prediction, ...]
+    """One for each of SHARED_DEPTHS; empty where it is not possible."""
+    one_pool: Prediction | None
+    """The one to use of `shared`."""
+    colocated: Prediction | None
+
+    @property
+    def in_turn(self) -> Prediction | None:
+        """The best one that has all devices generate and then train, on samples of its own version."""
+        shared = [p for p in self.shared if _is_in_turn(p)]
+        return _preferred([*shared, *_there(self.colocated)])
+
+    @property
+    def overlapping(self) -> Prediction | None:
+        """The best one whose phases overlap: separate pools, unless a shared one is faster."""
+        shared = [p for p in _there(self.one_pool) if not _is_in_turn(p)]
+        return _preferred([*_there(self.separate), *shared])
+
+    @property
+    def best(self) -> Prediction | None:
+        """The one to use: phases in turn, unless overlap gains enough."""
+        return _preferred([*_there(self.in_turn), *_there(self.overlapping)])
+
+
+def compare_placements(work: Work, separate: Prediction | None, limits: Limits) -> Placements:
+    """Simulates the placements that the limits allow; `separate` is the best layout of two pools."""
+    shared = [simulated(work, _shared(limits, *how), limits) for how in SHARED_DEPTHS] if limits.share else []
+    colocated = predict_colocated(work, limits) if limits.colocate else None
+    return Placements(separate, tuple(shared), choose(shared, limits) if shared else None, colocated)
+
+
+def _shared(limits: Limits, max_staleness: int, hand_over: str) -> Layout:
+    n = limits.devices
+    return Layout(n, n, limits.reward, max_staleness, hand_over, limits.slow, limits.own_rewards, placement=SHARED)
+
+
+def predict_colocated(work: Work, limits: Limits) -> Prediction:
+    """Simulates colocated pools: in each step, all devices generate and then all devices train."""
+    n = limits.devices
+    layout = Layout(n, n, limits.reward, 0, "batch", limits.slow, limits.own_rewards, placement=COLOCATED)
+    # The change of the devices from one pool to the other costs `switch` once per step; the stage law carries it.
+    return simulated(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
+
+
+def settings(layout: Layout) -> str:
+    """Returns what to type for this layout."""
+    placed = "" if layout.placement == SEPARATE else f"placement={layout.placement} "
+    return (
+        f"--config-name {layout.mode} {placed}rollout.num_workers={layout.rollout} "
+        f"trainer.num_workers={layout.trainer} max_staleness={layout.max_staleness} hand_over={layout.hand_over}"
+    )
+
+
+def worth_it(placements: Placements) -> bool:
+    """Returns whether overlap gains enough, or nothing else is possible."""
+    best = placements.best
+    return best is not None and best is placements.overlapping
+
+
+def on_overlap(placements: Placements, devices: int) -> list[str]:
+    """Returns the sentence on whether overlap gains anything over all devices taking both phases in turn."""
+    in_turn, other = placements.in_turn, placements.overlapping
+    if in_turn is None:
+        return []
+    placed = f"{in_turn.layout.mode} placement={in_turn.layout.placement} on the same {_count(devices)}"
+    if other is None:
+        return [f"Don't use async here: {_no_gain(placements, in_turn)}."]
+    gain = in_turn.step_seconds / other.step_seconds
+    if not worth_it(placements):
+        return [
+            f"Don't use async here: {placed} takes {in_turn.step_seconds:.3g} s per step, the best "
+            f"layout that overlaps them ({_in_words(other.layout)}) {other.step_seconds:.3g} s ({gain:.2f} x)."
+        ]
+    return [f"Worth it: {gain:.2f} x faster than {placed} ({in_turn.step_seconds:.3g} s per step)."]
+
+
+def _no_gain(placements: Placements, in_turn: Prediction) -> str:
+    if placements.one_pool is None:
+        return "separate pools need at least 2 devices, and one base with both adapters does not fit one"
+    return (
+        f"one device is busy {in_turn.efficiency:.1%} of the time without it, and separate pools need at least 2; "
+        f"{in_turn.layout.mode} placement={in_turn.layout.placement} takes {in_turn.step_seconds:.3g} s per step"
+    )
+
+
+def on_placement(placements: Placements) -> list[str]:
+    """Returns the sentence that compares a shared pool with the best two pools."""
+    separate, shared = placements.separate, placements.one_pool
+    if separate is None or shared is None:
+        return []
+    gain = separate.step_seconds / shared.step_seconds
+    said = (
+        f"placement=shared takes {shared.step_seconds:.3g} s per step (max_staleness={shared.layout.max_staleness}, "
+        f"hand_over={shared.layout.hand_over}), the best two pools ({_in_words(separate.layout)}) "
+        f"{separate.step_seconds:.3g} s"
+    )
+    if gain >= MIN_SPEEDUP:
+        return [f"One pool that does both is {gain:.2f} x as fast as two: {said}."]
+    return [f"Two pools are as fast as one that does both, or faster ({1 / gain:.2f} x): {said}."]
+
+
+def recommendation(placements: Placements) -> list[str]:
+    """Returns the sentence with the settings to use and the predicted step time, and those of two pools if others."""
+    best, separate = placements.best, placements.separate
+    said = [] if best is None else [f"Use {_settled(best)}."]
+    if separate is not None and separate is not best:
+        said.append(f"If the pools have to be separate: {_settled(separate)}.")
+    return said
+
+
+def _settled(prediction: Prediction) -> str:
+    return (
+        f"{settings(prediction.layout)}: {prediction.step_seconds:.3g} s per step, {prediction.efficiency:.1%} of the "
+        "bound"
+    )
+
+
+def _in_words(layout: Layout) -> str:
+    if layout.placement != SEPARATE:
+        return f"placement={layout.placement}"
+    return f"{layout.rollout} rollout, {layout.trainer} trainer"
+
+
+def _count(devices: int) -> str:
+    return f"{devices} device{'' if devices == 1 else 's'}"
+
+
+def _there(prediction: Prediction | None) -> list[Prediction]:
+    return [] if prediction is None else [prediction]
+
+
+def _is_in_turn(prediction: Prediction) -> bool:
+    return (prediction.layout.max_staleness, prediction.layout.hand_over) == (0, "batch")
+
+
+def _preferred(candidates: Sequence[Prediction]) -> Prediction | None:
+    """Returns the first, unless a later one is faster by MIN_SPEEDUP."""
+    chosen: Prediction | None = None
+    for candidate in candidates:
+        if chosen is None or chosen.step_seconds / candidate.step_seconds >= MIN_SPEEDUP:
+            chosen = candidate
+    return chosen

@@ -1,0 +1,89 @@
+"""What limits processes that sample and train, as the report says it: devices, rewards, or the end of a step."""
+
+from typing import Any
+
+import pytest
+
+from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.observability.one_device import by_device, device_time
+from async_flowrl.observability.timeline import tracks
+from async_flowrl.report.schedule import _places
+from tests.support.toy import Timing
+from tests.support.toy_shared import shared_config, shared_virtual
+
+STEP = {"time": 10.0, "event": "step", "step": 0, "started": 0.0, "ended": 10.0}
+
+
+def span(worker: str, start: float, end: float) -> dict[str, Any]:
+    return {"time": end, "event": "span", "worker": worker, "name": "work", "start": start, "end": end}
+
+
+def ticket(time: float, state: str, ordinal: int = 0, kind: str = "train") -> dict[str, Any]:
+    return {"time": time, "event": "ticket", "kind": kind, "ordinal": ordinal, "state": state}
+
+
+def said(*events: dict[str, Any]) -> str:
+    return verdict(tracks(events), events, placement="shared")
+
+
+def test_devices_are_the_limit_where_they_always_compute() -> None:
+    assert said(span("rollout-0", 0, 7), span("trainer-0", 7, 9.5), STEP) == (
+        "Shared processes sampled 70% and trained 25% of the time: the devices are the limit, and neither phase waits "
+        "for the other."
+    )
+
+
+def test_rewards_are_the_limit_where_devices_wait_while_one_is_made() -> None:
+    scored = [ticket(5, "SCORING"), ticket(8, "READY"), ticket(0, "SCORING", 1, "evaluation")]
+    sentence = said(span("rollout-0", 0, 5), span("trainer-0", 8, 10), *scored, STEP)
+    assert "sampled 50% and trained 20%" in sentence
+    assert "Rewards are the limit: devices had nothing to do 30% of the time, 30% while a reward was made" in sentence
+
+
+def test_the_end_of_a_step_is_the_limit_where_devices_wait_for_each_other() -> None:
+    two = [span("rollout-0", 0, 6), span("rollout-1", 0, 3), span("trainer-0", 6, 10), span("trainer-1", 6, 8)]
+    sentence = said(*two, STEP)
+    assert "sampled 45% and trained 30%" in sentence
+    assert "The end of a step is the limit" in sentence and "25% while another one computed" in sentence
+
+
+def test_what_is_neither_lies_between_steps() -> None:
+    sentence = said(span("rollout-0", 0, 4), span("trainer-0", 4, 7), STEP)
+    assert "had nothing to do 30% of it, mostly between steps" in sentence
+
+
+def test_the_time_before_it_was_resumed_does_not_count() -> None:
+    resumed = {"time": 1000.0, "event": "rollback", "step": 1}
+    later = {"time": 1010.0, "event": "step", "step": 1, "started": 1000.0, "ended": 1010.0}
+    sentence = said(span("rollout-0", 0, 10), STEP, resumed, span("trainer-0", 1000, 1010), later)
+    assert sentence.startswith("Shared processes sampled 0% and trained 100% of the time: the devices are the limit")
+
+
+def test_what_one_part_does_is_no_wait_of_the_other() -> None:
+    events = [
+        {"time": 0.0, "event": "state", "worker": "trainer-0", "state": "wait_data"},
+        span("trainer-1", 0, 1),
+        span("rollout-0", 0, 6),
+        span("trainer-0", 8, 10),
+        STEP,
+    ]
+    found = by_device(tracks(events))
+    assert [track.place for track in _places(found)] == ["rollout-0", "trainer-0", "trainer-1"]
+    assert found[1].waiting("wait_data") == [(6, 8)]
+
+
+def test_of_a_run_in_virtual_time() -> None:
+    """A reward of 3 s after 4 s of sampling, and nothing to make meanwhile at K = 0; the toy's spans are added."""
+    config = shared_config(0, 1, hand_over="batch", steps=6, reward__num_workers=4)
+    history = shared_virtual(config, Timing(generate=1.0, score=3.0, update=0.5)).observer.events
+    parts = {"generate": "rollout-0", "train": "trainer-0", "train_last": "trainer-0"}
+    spans = [span(parts[e["kind"]], e["start"], e["time"]) for e in history if e["event"] == "computed"]
+    events = sorted([*history, *spans], key=lambda event: float(event["time"]))
+    steps = [event for event in events if event["event"] == "step"]
+    window = steps[2]["started"], steps[-1]["ended"]
+    found = device_time(tracks(events), events, window)
+    assert found is not None
+    assert (found.sampled, found.trained, found.rewards, found.barrier) == pytest.approx(
+        (4 / 9, 2 / 9, 3 / 9, 0.0), abs=0.01
+    )
+    assert "Rewards are the limit" in verdict(tracks(events), events, placement="shared")
