@@ -338,6 +338,9 @@ class CheckpointEngineConfig:
     """Seconds for setting up a group of a collective transport, plus 0.1 for each member."""
     ready_seconds: float = setting(10.0, above=0)
     """Seconds within which each member of a group must answer that it is ready for the next version."""
+    bucket_bytes: int = setting(64 << 20, at_least=256)
+    """Bytes that a trainer rank sends at a time where each has a share of the weights (tune=full, trainer.shard=full);
+    these go by the object store, whatever `transport` says."""
     max_members: int = setting(64, at_least=1)
     """Rollout workers in one group of a collective transport, at most. If there are more, only one worker of each node
     is a member; it passes every version on to the others through the node's memory."""

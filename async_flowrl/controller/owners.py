@@ -42,11 +42,14 @@ class Owners:
     seconds that each took for a sample until now, and by what it has been given.
     """
 
-    def __init__(self, ranks: int, per_replica: int = 1) -> None:
-        """Raises ValueError where ranks cannot be cut into replicas of that size."""
+    def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
+        """`by_group`: the ranks of a replica take the parts of each group in turn, whatever else they were given.
+
+        Raises ValueError where ranks cannot be cut into replicas of that size.
+        """
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
-        self._per_replica, self._replicas = per_replica, ranks // per_replica
+        self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group
         self._load = [0] * ranks
         self._done_at = [0.0] * self._replicas
         self._pace: dict[int, float] = {}
@@ -69,9 +72,10 @@ class Owners:
         """The owners of the next group's parts, given their samples; of equal replicas and ranks the first."""
         whole = self._next(sum(samples), now) if self._whole else None
         owners = []
-        for size in samples:
+        for part, size in enumerate(samples):
             replica = self._next(size, now) if whole is None else whole
-            owner = min(self._ranks(replica), key=lambda rank: self._load[rank])
+            ranks = self._ranks(replica)
+            owner = ranks[part % len(ranks)] if self._by_group else min(ranks, key=lambda rank: self._load[rank])
             self._load[owner] += size
             owners.append(owner)
         return tuple(owners)

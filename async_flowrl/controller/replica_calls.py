@@ -23,16 +23,19 @@ class ReplicaCalls:
         self.workers = workers
         self.layout: Layout | None = None
         """What the ranks are told of their layout when they load; None: what the configuration says."""
+        self.sharded = False
+        """Each rank has a share of the trained weights (tune=full, shard=full), and the ranks add up gradients part by
+        part (`Place.by_group`). Known when they have loaded."""
         self._idle_since = 0.0
         self._sums = Sums(-1, StepPlan(rows=0))
         """Of the attempt at an optimizer step under way, or of the last one."""
         self._arrange(1)
 
     def _arrange(self, per_replica: int) -> None:
-        ranks = len(self.workers.workers)
-        self._owners = Owners(ranks, per_replica)
+        ranks, by_group = len(self.workers.workers), self.sharded
+        self._owners = Owners(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
-        self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
+        self._replicas = [Replica(range(start, start + per_replica), ranks, by_group=by_group) for start in starts]
         self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
         """Beginnings of optimizer steps until now."""

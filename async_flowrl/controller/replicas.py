@@ -27,6 +27,8 @@ class Replica:
     ranks: range
     size: int
     """All trainer ranks."""
+    by_group: bool = False
+    """As `Place.by_group`."""
     begun: bool = False
     """It has been told of the optimizer step under way."""
     waiting: int = 0
@@ -38,7 +40,7 @@ class Replica:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def places(self) -> list[Place]:
-        return [Place(rank, self.size, len(self.ranks)) for rank in self.ranks]
+        return [Place(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
     def owns(self, group: HandedGroup) -> bool:
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)

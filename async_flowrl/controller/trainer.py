@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.collect import Stepped, Sums, add_up, complete, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
@@ -44,10 +44,11 @@ class TrainerGroup(ReplicaCalls):
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
         """How many ranks hold one copy of the base between them, as they said when they loaded it."""
+        self.sharded = config.tune == FULL and ranks_per_replica > 1
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
-        at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
+        at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" and not self.sharded else 1
         said = idle_ranks(len(self.workers.workers), groups, parts)
         if said := said or repeating_ranks(ranks_per_replica, at_once, parts):
             logger.warning("%s", said)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 from separation.rendezvous import sum_ranks
@@ -72,8 +72,6 @@ def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_byte
     `adapter_bytes` is the memory that each rank needs anyway (see `resident_bytes`).
     """
     trainer = config.trainer
-    if config.tune == FULL:
-        return False  # each rank updates all weights
     if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
         return True
     if trainer.shard == "none":

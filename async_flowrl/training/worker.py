@@ -27,7 +27,7 @@ from async_flowrl.policies.registry import ResolvedModel, check_revision, load_p
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, read_share, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import (
@@ -41,10 +41,14 @@ from async_flowrl.training.fsdp import (
     smallest_memory,
     unplanned,
 )
+from async_flowrl.training.full_shards import shard_trained
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.shard_publishing import ShardedStreams
+from async_flowrl.training.shard_saving import ShardSaving
+from async_flowrl.training.sharded_parameters import ShardedParameters
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
@@ -99,6 +103,8 @@ class TrainerWorker:
         self.optimizer: Optimizer
         self.versions: Versions
         self.update: Update
+        self.saving: ShardSaving
+        """Only of a rank that has a share of the trained weights."""
         self._sender: PublishedStreams | None = None
         self._becoming_sender = threading.Lock()
         self._snapshot: tuple[int, Checkpoint] | None = None
@@ -136,15 +142,20 @@ class TrainerWorker:
         checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
         if trainer.compile:
             compile_blocks(policy)
+        dtypes = tuning.dtypes(policy.transformer)  # now: those that are sharded become float32
         layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)
         # Now: of several ranks, the base's parameters are other objects since they have memory.
         trained = tuning.parameters(policy.transformer)
-        self.parameters = FlatParameters(trained, self.device)
+        if self.world.by_group:
+            self.parameters = ShardedParameters(trained, policy.transformer, self.world, self.device)
+            self.saving = ShardSaving.of(self.world, self.parameters.wholes)
+        else:
+            self.parameters = FlatParameters(trained, self.device)
         prefetch(policy, trainer.prefetch)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
-        self.versions = Versions(config, self.parameters, tuning.dtypes(policy.transformer))
-        if self.world.rank == 0 and ranks == 1:
+        self.versions = Versions(config, self.parameters, dtypes)
+        if (self.world.rank == 0 and ranks == 1) or self.world.by_group:
             _ = self.sender  # now, so that its memory is part of what loading takes
         self.update = Update(self._inputs())
         return {
@@ -169,7 +180,11 @@ class TrainerWorker:
         versions on their way, and one rank alone sends them."""
         with self._becoming_sender:
             if self._sender is None:
-                self._sender = PublishedStreams(self.config, self.policy, self.parameters, self.versions)
+                parts = self.config, self.policy
+                if isinstance(self.parameters, ShardedParameters):
+                    self._sender = ShardedStreams(*parts, self.parameters, self.versions)
+                else:
+                    self._sender = PublishedStreams(*parts, self.parameters, self.versions)
             return self._sender
 
     def _check_schedules(self, policy: Policy) -> None:
@@ -188,10 +203,12 @@ class TrainerWorker:
         sharded, own = False, resident_bytes(config, sum(each.numel() for each in adapter))
         if self.world.joined:
             sharded = is_sharded(config, base_bytes, smallest_memory(self.world, device), own)
-        world = self.world = replace(
-            self.world, per_replica=ranks_per_replica(config, self.world.size, sharded=sharded)
-        )
-        layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
+        per_replica = ranks_per_replica(config, self.world.size, sharded=sharded)
+        world = self.world = replace(self.world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
+        if world.by_group:
+            layout = shard_trained(policy, adapter, world, device)
+        else:
+            layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
         if world.joined and self._one_base is None:
             stream_base(policy.transformer, self.model, world, device=device, offload=offload)
         return layout
@@ -273,7 +290,7 @@ class TrainerWorker:
         return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def weights_digest(self) -> str:
-        """SHA-256 of the trainable float32 weights; equal on all ranks."""
+        """SHA-256 of the trainable float32 weights; equal on all ranks, or that of this rank's share."""
         return weights_digest(self._live())
 
     def tensors(self, average: bool = False) -> dict[str, FloatArray]:
@@ -289,6 +306,8 @@ class TrainerWorker:
         is not in the weights, so nothing that is written may stand there.
         """
         self._snapshot = self.versions.newest, self._state()
+        if self.world.by_group:
+            self.saving.snapshot, self._snapshot = self._snapshot, None
         return self.versions.newest
 
     def forget_snapshot(self) -> None:
@@ -347,7 +366,11 @@ class TrainerWorker:
 
     def restore(self, path: str) -> int:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
-        checkpoint = read_checkpoint(Path(path))
+        if self.world.by_group:
+            checkpoint = read_share(Path(path), self.saving.mesh)
+        else:
+            checkpoint = read_checkpoint(Path(path))
+            check_ranks(Path(path), checkpoint.trainer, None)
         check_revision(checkpoint.trainer, self.model, path)
         if odd := sorted(checkpoint.tensors["weights"].keys() ^ self._live().keys()):
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.host import RemoteError, resolve
 
-LANES = ("main", "control")
+LANES = ("main", "control", "publish", "sync")
 
 
 def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any]) -> None:
