@@ -179,7 +179,7 @@ def footprint(
     title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
 ) -> Footprint:
     """Returns the planned memory of a process; `training` and `sampling` are the peak bytes of its activations."""
-    trainer = trainer_footprint(config, model, device.memory, training)
+    trainer = trainer_footprint(config, model, training)
     rollout = rollout_footprint(config, model, sampling)
     if title == TRAINER:
         return trainer

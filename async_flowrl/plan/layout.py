@@ -1,7 +1,7 @@
 """The choice of `trainer.shard=auto` and `trainer.gradient_checkpointing=auto` on given devices, with its reason.
 
 Plan, rehearsal, doctor and run all ask `resolved`, so what a plan counts is what a run does. The choice changes no bit
-of the weights where the kernels are deterministic.
+of the weights where the kernels are deterministic, but with tune=full that of `shard` does.
 """
 
 import logging
@@ -70,7 +70,7 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 def _asked(config: Config) -> list[str]:
     """The keys that are `auto` and decide something."""
     trainer = config.trainer
-    free = trainer.num_workers > 1 and config.tune != FULL and not trainer.cpu_offload and config.placement != SHARED
+    free = trainer.num_workers > 1 and not trainer.cpu_offload and config.placement != SHARED
     found = [SHARD] if trainer.shard == AUTO and free else []
     return found + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
@@ -133,7 +133,7 @@ def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
 
 def _shared(config: Config) -> str:
     """How ranks share the base where they must: those of a node between them, where it is known how many these are."""
-    per_node = config.trainer.workers_per_node
+    per_node = config.trainer.workers_per_node if config.tune != FULL else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 

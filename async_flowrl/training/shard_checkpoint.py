@@ -4,6 +4,7 @@ Each rank writes a file of its own into the folder `shards` of the checkpoint, a
 can read whole tensors of it, one at a time (`ShardedTensors`); ranks read their shares only.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from async_flowrl.training.shard_reader import SafeReader
 
 FOLDER = "shards"
 REPLICATED = "algorithm"
@@ -49,7 +52,7 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
 
 def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
     """Returns this rank's shares by part and name. No rank waits for another."""
-    reader = dcp.FileSystemReader(str(folder))
+    reader = SafeReader(str(folder))
     state: dict[str, Tensor] = {}
     for key, (shape, dtype) in _stored(reader).items():
         if key.startswith(f"{REPLICATED}/"):
@@ -58,7 +61,7 @@ def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             rows = torch.chunk(torch.empty(shape, dtype=dtype, device="meta"), mesh.size())
             own = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
             state[key] = _sharded(torch.empty_like(own, device="cpu"), shape, mesh)
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    _load(state, reader)
     parts: dict[str, dict[str, Tensor]] = {"optimizer": {}}  # of a checkpoint before the first optimizer step
     for key, tensor in state.items():
         part, name = key.split("/", 1)
@@ -70,7 +73,7 @@ class ShardedTensors(Mapping[str, Tensor]):
     """The whole tensors of one part by name; each access reads the tensor from the files of all ranks."""
 
     def __init__(self, folder: Path, part: str) -> None:
-        self._reader, self._part = dcp.FileSystemReader(str(folder)), part
+        self._reader, self._part = SafeReader(str(folder)), part
         self._stored = {
             key.removeprefix(f"{part}/"): value
             for key, value in _stored(self._reader).items()
@@ -80,7 +83,7 @@ class ShardedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self._stored[name]
         whole = torch.empty(shape, dtype=dtype)
-        dcp.load({f"{self._part}/{name}": whole}, storage_reader=self._reader, no_dist=True)
+        _load({f"{self._part}/{name}": whole}, self._reader)
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -92,11 +95,18 @@ class ShardedTensors(Mapping[str, Tensor]):
 
 def whole_parts(folder: Path) -> dict[str, Mapping[str, Tensor]]:
     """Returns all parts of a checkpoint, whose tensors are read when they are asked for."""
-    parts = sorted({key.split("/", 1)[0] for key in _stored(dcp.FileSystemReader(str(folder)))})
+    parts = sorted({key.split("/", 1)[0] for key in _stored(SafeReader(str(folder)))})
     return {part: ShardedTensors(folder, part) for part in parts}
 
 
-def _stored(reader: dcp.FileSystemReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
+    """Fills the tensors, whole ones or this rank's shares, from the files; no rank waits for another."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     metadata = reader.read_metadata().state_dict_metadata
     tensors = {key: cast("TensorStorageMetadata", each) for key, each in metadata.items()}
     return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}

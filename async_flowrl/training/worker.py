@@ -36,9 +36,7 @@ from async_flowrl.training.fsdp import (
     is_sharded,
     prefetch,
     ranks_per_replica,
-    resident_bytes,
     shard,
-    smallest_memory,
     unplanned,
 )
 from async_flowrl.training.full_shards import shard_trained
@@ -135,7 +133,6 @@ class TrainerWorker:
         self._check_schedules(policy)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
-        size = sum(parameter.nbytes for parameter in base.values())
         digest = self._digest(base)
         tuning.attach(policy, config.seed)
         tuning.warm_start(policy)
@@ -143,7 +140,7 @@ class TrainerWorker:
         if trainer.compile:
             compile_blocks(policy)
         dtypes = tuning.dtypes(policy.transformer)  # now: those that are sharded become float32
-        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)
+        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()))
         # Now: of several ranks, the base's parameters are other objects since they have memory.
         trained = tuning.parameters(policy.transformer)
         if self.world.by_group:
@@ -196,13 +193,11 @@ class TrainerWorker:
                 where = f"images of {in_pixels(resolution)}: " if len(self._sizes) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
 
-    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter], base_bytes: int) -> str:
+    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter]) -> str:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
-        sharded, own = False, resident_bytes(config, sum(each.numel() for each in adapter))
-        if self.world.joined:
-            sharded = is_sharded(config, base_bytes, smallest_memory(self.world, device), own)
+        sharded = self.world.joined and is_sharded(config)
         per_replica = ranks_per_replica(config, self.world.size, sharded=sharded)
         world = self.world = replace(self.world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
         if world.by_group:

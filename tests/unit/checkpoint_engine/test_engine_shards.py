@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +69,7 @@ def test_a_version_that_is_not_finished_is_never_served(
     shards.begin(torn)
     shards.take(1, 0, 0, senders[0].piece(1, 0, BUCKET)[1])
     assert receiver.held() == (("policy", 0, "ring"),)
-    with pytest.raises(TransferCorrupted, match="ended at byte 100 of .* of shard 0"):
+    with pytest.raises(TransferCorrupted, match="ended at byte 100 of"):
         shards.finish(1)
     received(shards, whole, senders, BUCKET)
     assert receiver.held() == (("policy", 0, "ring"), ("policy", 2, "ring"))
@@ -78,7 +77,6 @@ def test_a_version_that_is_not_finished_is_never_served(
     assert all(torch.equal(live[name], tensor) for name, tensor in weights(0).items())
     with pytest.raises(TransferCorrupted, match="a piece of version 1 arrived, which was not begun here"):
         shards.take(1, 0, BUCKET, senders[0].piece(1, BUCKET, BUCKET)[1])
-
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -38,7 +38,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))
-        return int(trainer_footprint(now, model, 0, peak(now)).total / TIGHT) + 2
+        return int(trainer_footprint(now, model, peak(now)).total / TIGHT) + 2
 
     return needed
 
