@@ -222,14 +222,14 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     trainer, rollout = config.trainer, config.rollout
     found = []
     full = config.tune == FULL
-    if title != ROLLOUT and not full:
+    if title != ROLLOUT:
         found += _shared(config)
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
         found += [Change("rollout.text_encoder", where) for where in left]
     if title != ROLLOUT and not trainer.cpu_offload and not full:
         found.append(Change("trainer.cpu_offload", True))
-    if title != ROLLOUT and full and trainer.num_workers > 1:
+    if title != ROLLOUT and full and trainer.num_workers > 1 and trainer.shard != "full":
         found.append(Change("trainer.num_workers", 1))  # a lone rank needs no sum beside its own
     if config.model.dtype == "float32":
         found.append(Change("model.dtype", "bfloat16"))

@@ -32,8 +32,6 @@ MAX_GATHERED_BLOCKS = 3
 """Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 
 
-DEVICE_BYTES = 79 * 2**30
-"""Default memory of a device: that of a card sold as 80 GB."""
 PASSING = ("activations", "gathered blocks")
 """Parts of a footprint that take memory only at times; all other parts last."""
 
@@ -111,8 +109,11 @@ class MemoryPlan:
     peaks: Peaks
 
 
-def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
-    """Plans the memory on devices of `device_bytes`. Raises ValueError if the model cannot be built without weights."""
+def plan_memory(config: Config) -> MemoryPlan:
+    """Plans the memory of a configuration with a layout (see `trainer_footprint`).
+
+    Raises ValueError if the model cannot be built without weights.
+    """
     model = build_meta_model(config)
     sampling_bytes = sampling_peak(config, model)
     activations = training_peak(config, model)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
+from async_flowrl.training.groups import groups_of
 from async_flowrl.training.messages import (
     GAP,
     Fetched,
@@ -31,7 +31,7 @@ from async_flowrl.training.messages import (
 )
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.parts import Part, cut, parts_of
+from async_flowrl.training.parts import Part, cut
 from async_flowrl.training.shard_sum import ShardSum
 from async_flowrl.training.trust_region import TrustRegion
 from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
@@ -277,17 +277,8 @@ class Update:
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]
     ) -> Iterator[tuple[Group, list[Part]]]:
-        """This rank's parts by group."""
-        held = tickets or [range(meta.tickets) for meta in metas]
-        if sum(map(len, held)) != len(trajectories):
-            raise ValueError(
-                f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
-            )
-        parts = parts_of(metas, self._inputs.world, self._inputs.config.trainer.micro_batch_size)
-        starts = list(accumulate(map(len, held), initial=0))
-        for place, of_group in groupby(parts, key=lambda part: part.group):
-            own = trajectories[starts[place] : starts[place + 1]]
-            yield Group(metas[place], own, device=self._inputs.device, held=held[place]), list(of_group)
+        samples = self._inputs.config.trainer.micro_batch_size
+        return groups_of(metas, trajectories, tickets, self._inputs.world, samples, self._inputs.device)
 
     def _train(self, group: Group, parts: Sequence[Part], step: int, *, probing: bool) -> None:
         """Computes parts of one group and adds the gradient of those that count; one wait for the device."""

@@ -27,6 +27,7 @@ from async_flowrl.policies.registry import ResolvedModel, check_revision, load_p
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
+from async_flowrl.training.changed_share import ChangedShare
 from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, read_share, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
@@ -54,9 +55,6 @@ from checkpoint_engine import base_digest, weights_digest
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
-
-MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 @runtime_checkable
@@ -106,7 +104,7 @@ class TrainerWorker:
         self._sender: PublishedStreams | None = None
         self._becoming_sender = threading.Lock()
         self._snapshot: tuple[int, Checkpoint] | None = None
-        self._warned_of_changes = False
+        self._changes = ChangedShare(config.model.dtype)
 
     def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
@@ -264,25 +262,8 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step)
-            return self._with_changed_share(stats)
+            return self._changes.added(stats, self.versions.changed_share())
         return stats
-
-    def _with_changed_share(self, stats: UpdateStats) -> UpdateStats:
-        """Adds how much of the new version differs from the one before, where it is narrower than the masters."""
-        share = self.versions.changed_share()
-        if stats.skipped or share is None:
-            return stats
-        if share < MIN_CHANGED_SHARE and not self._warned_of_changes:
-            self._warned_of_changes = True
-            logger.warning(
-                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
-                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
-                "trainer.learning_rate, or model.dtype=float32",
-                stats.step,
-                100 * share,
-                self.config.model.dtype,
-            )
-        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def weights_digest(self) -> str:
         """SHA-256 of the trainable float32 weights; equal on all ranks, or that of this rank's share."""
