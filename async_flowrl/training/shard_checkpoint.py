@@ -12,9 +12,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,9 +42,9 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
         for part, tensors in parts.items()
         for name, tensor in tensors.items()
     }
-    writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
     try:
-        dcp.save(state, storage_writer=writer, process_group=group)
+        save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, OSError):
@@ -103,7 +105,7 @@ def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
     """Fills the tensors, whole ones or this rank's shares, from the files; no rank waits for another."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
 
 
 def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:

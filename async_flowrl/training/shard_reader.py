@@ -5,7 +5,8 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 _METADATA = "torch.distributed.checkpoint.metadata"
