@@ -18,7 +18,7 @@ from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
-from async_flowrl.controller.shard_checkpoints import write_shares
+from async_flowrl.controller.shard_checkpoints import check_shares, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
@@ -246,6 +246,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
         raise ConfigError(str(error)) from error
     if resume.path is None:
         return resume
+    check_shares(config, resume.path)
     now = inputs_of(requests)
     sentences = []
     if resume.controller["config_hash"] != config_hash(config):

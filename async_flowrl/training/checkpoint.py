@@ -14,6 +14,7 @@ checkpoints/step_N/
 checkpoints/latest           name of the last one, for people; no code reads it
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -61,6 +62,11 @@ class Checkpoint:
     controller: Mapping[str, Any]
     """State of the controller, as JSON values."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
 
 def write_checkpoint(
     directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
@@ -70,21 +76,24 @@ def write_checkpoint(
     The newest `keep` - 1 older checkpoints and those with a step in `spare` are kept, the other older ones removed.
     Newer ones are removed, too, because the run has returned to this step. Files are synced to disk before the rename.
     """
-    work = begin_checkpoint(directory)
+    work = begin_checkpoint(directory, checkpoint.nbytes)
     # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
     for part, tensors in checkpoint.tensors.items():
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{part}.safetensors")
     return end_checkpoint(work, step, checkpoint.trainer, checkpoint.controller, keep=keep, spare=spare)
 
 
-def begin_checkpoint(directory: Path) -> Path:
+def begin_checkpoint(directory: Path, nbytes: int) -> Path:
     """Returns a new folder for the files of a checkpoint, which nobody reads before `end_checkpoint` renames it.
 
-    What earlier calls have left unfinished is removed.
+    What earlier calls have left unfinished is removed. Raises OSError if there is no room for `nbytes` of tensors then:
+    whole weights would take minutes to find that out.
     """
     directory.mkdir(parents=True, exist_ok=True)
     put_back_replaced(directory)
     _remove_unfinished(directory)
+    if (free := shutil.disk_usage(directory).free) < nbytes:
+        raise OSError(errno.ENOSPC, f"a checkpoint needs {nbytes:,} bytes, and there are {free:,} left", str(directory))
     work = directory / f"{_WORK}{uuid.uuid4().hex}"
     work.mkdir()
     return work

@@ -36,8 +36,10 @@ class ShardSaving:
         return cls(world, shapes, host_mesh(world), group)
 
     def begin(self, directory: str) -> str:
-        """Returns a new folder for the checkpoint's files."""
-        return str(begin_checkpoint(Path(directory)))
+        """Returns a new folder for the checkpoint's files. Raises OSError if there is no room for them."""
+        if self.snapshot is None:
+            raise RuntimeError("begin was called without a snapshot")
+        return str(begin_checkpoint(Path(directory), self.world.size * self.snapshot[1].nbytes))
 
     def write(self, work: str) -> str:
         """Writes this rank's share of the snapshot into that folder; returns the digest of its float32 masters."""

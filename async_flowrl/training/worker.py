@@ -67,7 +67,10 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share."""
+    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share.
+
+    With tune=full and trainer.shard=full each holds a share of the trained tensors (`World.by_group`).
+    """
 
     def __init__(
         self,

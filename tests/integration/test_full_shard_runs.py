@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import read_config
 from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.generate import from_config, open_pipeline, sample
@@ -100,6 +101,13 @@ def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path:
     ours, theirs = whole(again), whole(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
     assert [row for row in verify(tmp_path) if not row[1]] == []
+
+
+@pytest.mark.parametrize("other", [("trainer.num_workers=1",), ("trainer.num_workers=3",), ("trainer.shard=none",)])
+def test_a_resume_with_other_shares_is_refused_by_name(plain: Run, tmp_path: Path, other: tuple[str, ...]) -> None:
+    resume = f"resume={plain.root / 'checkpoints' / 'step_3'}"
+    with pytest.raises(ConfigError, match=r"was written by 2 ranks with a share each, .* trainer.num_workers=2"):
+        train_here_on_ray(tmp_path, "one_step_off", *SHARDED, "total_steps=3", resume, *other)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones
 
 
 def written(directory: Path, step: int = 4) -> Path:
-    work = begin_checkpoint(directory)
+    work = begin_checkpoint(directory, 0)
     save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
     return end_checkpoint(work, step, {"version": step, RANKS: 2}, {"version": step}, keep=2)
 
@@ -41,11 +41,18 @@ def test_whole_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
 def test_a_folder_that_was_not_ended_is_no_checkpoint(tmp_path: Path) -> None:
     """As a kill at any instant leaves it: some ranks' files, or all, and no name that anybody looks for."""
     good = written(tmp_path)
-    work = begin_checkpoint(tmp_path)
+    work = begin_checkpoint(tmp_path, 0)
     save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
     assert find_checkpoint(tmp_path) == good
     written(tmp_path, 5)
     assert not work.exists(), "the next one has removed it"
+
+
+def test_a_disk_without_room_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    good = written(tmp_path)
+    with pytest.raises(OSError, match=r"a checkpoint needs 1,152,921,504,606,846,976 bytes, and there are .* left"):
+        begin_checkpoint(tmp_path, 1 << 60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
@@ -66,7 +73,7 @@ class Evil:
 @pytest.mark.parametrize("what", [Evil(), io.BytesIO(b""), {"a": 1}], ids=["a call", "another class", "no metadata"])
 def test_metadata_runs_no_code(tmp_path: Path, what: object) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(what))
-    with pytest.raises(ValueError, match="which torch does not put there|the metadata is a dict"):
+    with pytest.raises(ValueError, match=r"which torch does not put there|the metadata is a dict"):
         SafeReader(str(tmp_path)).read_metadata()
     with pytest.raises(ValueError, match="metadata"):
         whole_parts(tmp_path)
