@@ -23,9 +23,18 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
     )
 
 
-def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
-    """A sentence where a call of so many groups has fewer parts than ranks that must compute side by side."""
-    if groups * parts >= per_replica:
+def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool = False) -> str | None:
+    """A sentence where a call of so many groups has fewer parts than ranks that must compute side by side.
+
+    `by_group`: they do so within each group (see `Place.by_group`).
+    """
+    if by_group and parts % per_replica:
+        return (
+            f"the {per_replica} trainer ranks that share the trained weights compute each group side by side, and its "
+            f"{parts} parts leave {-parts % per_replica} of them without one of their own: a trainer.micro_batch_size "
+            f"that cuts a group into a multiple of {per_replica} parts wastes nothing"
+        )
+    if by_group or groups * parts >= per_replica:
         return None
     return (
         f"{per_replica - groups * parts} of the {per_replica} trainer ranks that share one copy of the base compute "

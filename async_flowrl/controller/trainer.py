@@ -48,9 +48,9 @@ class TrainerGroup(ReplicaCalls):
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
-        at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" and not self.sharded else 1
+        at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
         said = idle_ranks(len(self.workers.workers), groups, parts)
-        if said := said or repeating_ranks(ranks_per_replica, at_once, parts):
+        if said := said or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.sharded):
             logger.warning("%s", said)
 
     def _most_selected(self, config: Config) -> list[int]:
